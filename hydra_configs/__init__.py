@@ -1,0 +1,1 @@
+"""Hydra configurations; found by `seamless_verl.main` through the search path."""

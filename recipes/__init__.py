@@ -1,0 +1,1 @@
+"""Recipes: what to train on, with which agent, at which scale."""

@@ -1,0 +1,67 @@
+"""What the trainer's side asks of an agent runner, and what it gets back.
+
+A runner is created once per rollout worker process and runs many jobs at the same time. The agent it starts lives
+outside that process and is handed a base URL and an API key; how the work is graded is the runner's business, not
+the agent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+
+class AgentStatus(Enum):
+    FINISHED = "finished"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentJob:
+    """One attempt of one agent at one task.
+
+    Attributes:
+        task: the task as JSON-compatible data (column ``extra_info.task`` of the dataset, decoded).
+        base_url: OpenAI-style base URL, e.g. ``http://127.0.0.1:8123/v1``.
+        api_key: the session's key; it alone identifies the session.
+        model: model name to put into requests.
+        deadline_s: seconds that the attempt may take in all.
+    """
+
+    task: Mapping[str, Any]
+    base_url: str
+    api_key: str
+    model: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReport:
+    """Outcome of a job, graded by the runner.
+
+    Attributes:
+        status: how the agent ended; a ``TIMED_OUT`` or ``FAILED`` attempt is still graded on what it left behind.
+        reward: scalar reward.
+        rewards: named components (``passed`` is 1.0 when every test passed); same keys for every job of a runner.
+        detail: one line for people, e.g. the last error.
+    """
+
+    status: AgentStatus
+    reward: float
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    detail: str = ""
+
+
+class AgentRunner(Protocol):
+    """Starts agents and grades what they leave behind."""
+
+    async def run(self, job: AgentJob) -> AgentReport:
+        """Run one job to its end. Raises only when the runner itself is broken, never because an agent failed."""
+        ...
+
+    async def close(self) -> None:
+        """End every process that the runner started; idempotent."""
+        ...
