@@ -1,0 +1,64 @@
+"""What this machine offers: accelerators, memory, disk, ports. Looked up without torch, in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Sizes in bytes; ``accelerators`` counts device files, which is what a process here could open."""
+
+    accelerators: int
+    cores: int
+    memory_available: int
+    memory_total: int
+    disk_free: int
+    shared_memory_free: int
+
+    @property
+    def platform(self) -> str:
+        return "gpu" if self.accelerators else "cpu"
+
+
+def survey(folder: Path) -> Machine:
+    """Look at this machine; ``folder`` says which disk will be written to (it need not exist yet)."""
+    while not folder.exists():
+        folder = folder.parent
+    memory = psutil.virtual_memory()
+    return Machine(
+        accelerators=count_accelerators(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_available=memory.available,
+        memory_total=memory.total,
+        disk_free=shutil.disk_usage(folder).free,
+        shared_memory_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+    )
+
+
+def count_accelerators(devices: Path = Path("/dev")) -> int:
+    """NVIDIA (``nvidia0``…), AMD (``kfd`` with render nodes) and Ascend (``davinci0``…) devices visible here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nvidia = len([path for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    if visible is not None:
+        nvidia = min(nvidia, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+    ascend = len([path for path in devices.glob("davinci[0-9]*") if path.name[7:].isdigit()])
+    amd = len(list((devices / "dri").glob("renderD*"))) if (devices / "kfd").exists() else 0
+    return nvidia + ascend + amd
+
+
+def port_is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,153 @@
+"""``python -m seamless_verl.main [verl's overrides] +recipe=NAME``: compose, check, build assets, train.
+
+The composition root of the user's process. It stays light: verl, torch and Ray are imported by the trainer's process
+(`seamless_verl.verl_adapter.job`), which it starts and cleans up after (`seamless_verl.supervisor`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from seamless_verl import compose, preflight
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.machine import Machine, survey
+from seamless_verl.supervisor import run_trainer
+
+_CPU_ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Without OMP_NUM_THREADS=1, unbound vLLM threads spin and throughput falls fifty-fold.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; return the exit code: 0 success, 1 the run failed, 2 bad input, 128 + n ended by signal n."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    started = time.time()
+    runs = Path(os.environ.get("SEAMLESS_RUNS", "runs"))
+    codes: list[int] = []
+    try:
+        machine = survey(runs.absolute())
+        hydra_arguments = compose.hydra_arguments(
+            arguments, platform=machine.platform, runs=runs, now=started, pid=os.getpid()
+        )
+        _run_hydra(hydra_arguments, machine, started, codes)
+    except (SeamlessError, HydraException, OmegaConfBaseException) as error:
+        keys = _known_keys() if isinstance(error, HydraException) else []
+        _say(f"error: {compose.explain(error, keys)}", sys.stderr)
+        return 2
+    return next((code for code in codes if code), 0)
+
+
+def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes: list[int]) -> None:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
+
+    def task(config: DictConfig) -> None:
+        codes.append(_run_one(config, machine, started if not codes else time.time()))
+
+    before, sys.argv = sys.argv, ["seamless_verl", *arguments]
+    try:
+        hydra.main(config_path=str(compose.verl_config_dir()), config_name="ppo_trainer", version_base=None)(task)()
+    finally:
+        sys.argv = before
+
+
+def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
+    section = OmegaConf.to_container(config.seamless, resolve=True)
+    seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
+    run_dir = Path(seamless.run_dir or HydraConfig.get().runtime.output_dir).absolute()
+    if compose.run_is_alive(run_dir):
+        raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
+    device = config.trainer.device
+    if device == "cpu":
+        _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
+    else:
+        _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
+    if seamless.assets.module is not None and seamless.assets.dir is None:
+        config.seamless.assets.dir = str(_assets(seamless.assets.module, seamless.assets.cache))
+    plain = OmegaConf.to_container(config, resolve=True)
+    preflight.check(plain, seamless, machine)  # type: ignore[arg-type]
+    OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+    _say(f"run folder: {run_dir}")
+    environment = {"SEAMLESS_STARTED_AT": repr(started)}
+    if device == "cpu":
+        environment.update({key: os.environ.get(key, value) for key, value in _CPU_ENVIRONMENT.items()})
+    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment)
+    if code:
+        _explain_end(code, run_dir)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
+    return code
+
+
+def _assets(module: str, cache: str | None) -> Path:
+    """Folder with a recipe's model and data; built by a process of its own on first use."""
+    assets = importlib.import_module(module)
+    found: Path | None = assets.locate(cache)
+    if found is None:
+        command = [sys.executable, "-m", module, *(["--cache", cache] if cache else [])]
+        code = subprocess.call(command)
+        found = assets.locate(cache)
+        if code or found is None:
+            raise ConfigError("seamless.assets.module", module, f"building failed with exit code {code}", "see above")
+    return found
+
+
+def _explain_end(code: int, run_dir: Path) -> None:
+    resume = f"to continue: the same command with hydra.run.dir={run_dir}"
+    if code > 128:
+        _say(f"interrupted (signal {code - 128}); nothing is left running; {resume}", sys.stderr)
+    else:
+        _say(f"failed with exit code {code}; logs: {run_dir / 'logs'}; {resume}", sys.stderr)
+
+
+def _known_keys() -> list[str]:
+    """Dotted keys of the plain configuration, to suggest the nearest one for a typo."""
+    with hydra.initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
+        overrides = [f"hydra.searchpath=[file://{compose.our_config_dir()}]", "+seamless=default"]
+        config = hydra.compose("ppo_trainer", overrides=overrides)
+    return list(_flatten(OmegaConf.to_container(config, resolve=False), ""))  # type: ignore[arg-type]
+
+
+def _flatten(section: Mapping[str, Any], prefix: str) -> list[str]:
+    keys: list[str] = []
+    for key, value in section.items():
+        keys.append(prefix + str(key))
+        if isinstance(value, Mapping):
+            keys += _flatten(value, f"{prefix}{key}.")
+    return keys
+
+
+def _say(line: str, stream: Any = None) -> None:
+    stream = stream or sys.stdout
+    stream.write(line + "\n")
+    stream.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a run shows: a line per step, files for machines, a summary at the end."""

@@ -1,0 +1,70 @@
+"""The records of a run: one per training step, one per validation set. Plain data; no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One training step.
+
+    Attributes:
+        reward: mean reward over rollouts.
+        pass_rate: share of rollouts that passed every test; ``None`` when the reward has no such component.
+        tokens_per_s: policy tokens trained per second of the step.
+        staleness_mean, staleness_max: trained version minus version of a trajectory's first token.
+        rows, rollouts: rows trained and the rollouts (sessions) that they came from.
+        idle_share: by pool, the share of the step in which it had nothing to do; ``None`` where not measurable.
+        rows_audited: rows whose tokens, mask and log-probs were compared with the engine's record.
+        audit_violations: rows of those that differed.
+        max_logprob_diff: largest |trainer - rollout| log-prob over tokens of the current version; ``None`` if none.
+    """
+
+    step: int
+    total_steps: int
+    step_s: float
+    reward: float
+    pass_rate: float | None
+    tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    rows: int
+    rollouts: int
+    rows_audited: int
+    audit_violations: int
+    max_logprob_diff: float | None
+    idle_share: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def rows_per_rollout(self) -> float:
+        return self.rows / self.rollouts if self.rollouts else 0.0
+
+    def as_metrics(self) -> dict[str, float]:
+        """The report as flat metrics for wandb, tensorboard and the like; unknown values are left out."""
+        flat = {f"seamless/{key}": value for key, value in asdict(self).items() if isinstance(value, (int, float))}
+        flat["seamless/rows_per_rollout"] = self.rows_per_rollout
+        flat.update({f"seamless/idle_share/{k}": v for k, v in self.idle_share.items() if v is not None})
+        return flat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationReport:
+    """One validation set at one step; ``task_means`` allows paired comparison with another step."""
+
+    step: int
+    name: str
+    metric: str
+    mean: float
+    low: float
+    high: float
+    tasks: int
+    rollouts: int
+    task_means: Mapping[str, float]
+
+
+def as_record(report: StepReport | ValidationReport) -> dict[str, Any]:
+    """A JSON-compatible record."""
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(report).items()}

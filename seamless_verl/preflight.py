@@ -1,0 +1,198 @@
+"""Refuses what cannot work before anything heavy starts: names the key, the value and what to write instead.
+
+Only the configuration, the file system and the machine are looked at: no torch, no verl, no Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.machine import Machine, port_is_free
+
+_GIB = 1 << 30
+# A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured; see README).
+_CPU_MEMORY = 8 * _GIB
+_DISK = 2 * _GIB
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> None:
+    """Raise on the first thing that cannot work.
+
+    Args:
+        config: the whole composed configuration as a plain mapping, interpolations resolved.
+        seamless: its ``seamless`` section, validated.
+        machine: where the run would start.
+
+    Raises:
+        ConfigError, MachineError: what is wrong and how to mend it.
+    """
+    if config["trainer"]["v1"]["trainer_mode"] == "seamless":
+        _check_layout(config)
+        _check_batches(config)
+    _check_lengths(config)
+    _check_paths(config)
+    _check_agent(config, seamless)
+    _check_machine(config, machine)
+    if seamless.proxy.port and not port_is_free(seamless.proxy.host, seamless.proxy.port):
+        raise ConfigError(
+            "seamless.proxy.port", seamless.proxy.port, "is in use", "write 0 to let the system choose a free one"
+        )
+
+
+def _check_layout(config: Mapping[str, Any]) -> None:
+    rollout = config["actor_rollout_ref"]["rollout"]
+    for key in ("nnodes", "n_gpus_per_node"):
+        if not rollout.get(key):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.{key}",
+                rollout.get(key),
+                "trainer mode 'seamless' needs rollout replicas on devices of their own",
+                "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example "
+                "trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.nnodes=1 "
+                "actor_rollout_ref.rollout.n_gpus_per_node=4, or stay with trainer.v1.trainer_mode=sync",
+            )
+    replica = _replica_size(rollout)
+    devices = rollout["nnodes"] * rollout["n_gpus_per_node"]
+    if devices % replica:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            rollout["tensor_model_parallel_size"],
+            f"a replica takes {replica} devices and {devices} are not a multiple of that",
+            f"use a replica size that divides {devices}",
+        )
+
+
+def _replica_size(rollout: Mapping[str, Any]) -> int:
+    return int(
+        rollout["tensor_model_parallel_size"]
+        * rollout.get("data_parallel_size", 1)
+        * rollout.get("pipeline_model_parallel_size", 1)
+    )
+
+
+def _check_batches(config: Mapping[str, Any]) -> None:
+    batch = config["data"]["train_batch_size"]
+    mini = config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]
+    if batch % mini:
+        near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            mini,
+            f"does not divide data.train_batch_size={batch}",
+            f"write {near}",
+        )
+    group = config["actor_rollout_ref"]["rollout"]["n"]
+    devices = config["trainer"]["nnodes"] * config["trainer"]["n_gpus_per_node"]
+    if mini * group % devices:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            mini,
+            f"{mini} prompts x {group} rollouts do not divide evenly over {devices} trainer devices",
+            f"make ppo_mini_batch_size x rollout.n a multiple of {devices}",
+        )
+
+
+def _check_lengths(config: Mapping[str, Any]) -> None:
+    data, rollout = config["data"], config["actor_rollout_ref"]["rollout"]
+    needed = data["max_prompt_length"] + data["max_response_length"]
+    limit = rollout.get("max_model_len")
+    if limit is not None and limit < needed:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.max_model_len",
+            limit,
+            f"is less than data.max_prompt_length + data.max_response_length = {needed}",
+            f"write {needed}",
+        )
+
+
+def _check_paths(config: Mapping[str, Any]) -> None:
+    model = config["actor_rollout_ref"]["model"]["path"]
+    _check_model("actor_rollout_ref.model.path", model)
+    if config["algorithm"]["adv_estimator"] == "gae":
+        _check_model("critic.model.path", config["critic"]["model"]["path"])
+    for key in ("train_files", "val_files"):
+        for name in _as_list(config["data"][key]):
+            if "://" not in name and not Path(name).expanduser().exists():
+                raise ConfigError(f"data.{key}", name, "does not exist", "give the path of a parquet file")
+
+
+def _check_model(key: str, path: str | None) -> None:
+    if path is None:
+        raise ConfigError(key, "null", "is not set", "give a folder with a Hugging Face model, or a hub name")
+    local = Path(path).expanduser()
+    if local.exists() or "://" in path:
+        return
+    if local.is_absolute() or path.startswith((".", "~")) or not _HUB_NAME.fullmatch(path):
+        raise ConfigError(key, path, "does not exist", "give a folder that exists, or a hub name such as Qwen/Qwen3-8B")
+
+
+def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    if seamless.agent.runner is None:
+        return
+    module, _, name = seamless.agent.runner.rpartition(".")
+    try:
+        runner = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            "seamless.agent.runner",
+            seamless.agent.runner,
+            f"cannot be imported ({error})",
+            "give the full name of an AgentRunner class, for example "
+            "seamless_verl.recipes.swe.tiny.runner.TinySweRunner",
+        ) from error
+    check_task = getattr(runner, "check_task", None)
+    if check_task is None:
+        return
+    for file in _as_list(config["data"]["train_files"]) + _as_list(config["data"]["val_files"]):
+        for task in _tasks_of(file):
+            check_task(task)
+
+
+def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:
+    """The first tasks of a data file (all of them would take minutes on real data sets)."""
+    import json
+
+    import pyarrow.parquet as parquet
+
+    rows = parquet.ParquetFile(file).iter_batches(batch_size=most, columns=["extra_info"])
+    for row in next(rows, None).to_pylist() if parquet.read_metadata(file).num_rows else []:
+        task = (row["extra_info"] or {}).get("task")
+        if task is None:
+            raise ConfigError("data.*_files", file, "has a row without extra_info.task", "prepare it with the recipe")
+        yield json.loads(task)
+
+
+def _check_machine(config: Mapping[str, Any], machine: Machine) -> None:
+    device = config["trainer"]["device"]
+    elsewhere = (config["ray_kwargs"]["ray_init"].get("address") or "local") != "local"
+    needed = config["trainer"]["n_gpus_per_node"] * config["trainer"]["nnodes"]
+    if device != "cpu" and not elsewhere and not machine.accelerators:
+        raise MachineError(
+            "accelerators",
+            f"trainer.device={device} asks for {needed}, this machine has none",
+            "start on a machine with GPUs, join a Ray cluster (ray_kwargs.ray_init.address=auto), or run a CPU recipe "
+            "(+recipe=swe or +recipe=arithmetic)",
+        )
+    if device == "cpu" and machine.memory_available < _CPU_MEMORY:
+        raise MachineError(
+            "memory",
+            f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {_CPU_MEMORY // _GIB}",
+            "close other programs or use a larger machine",
+        )
+    if machine.disk_free < _DISK:
+        raise MachineError(
+            "disk",
+            f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {_DISK // _GIB} are needed",
+            "free some space or set hydra.run.dir to another disk",
+        )
+
+
+def _as_list(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)

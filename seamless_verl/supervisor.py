@@ -1,0 +1,147 @@
+"""Runs the trainer in a process of its own and leaves nothing behind, however it ends.
+
+The supervisor is the process that the user started: small, without torch. Every process of the run carries
+``SEAMLESS_RUN_ID`` in its environment; whoever still carries it after the trainer's end is ended here. Being a
+subreaper, the supervisor also inherits orphans whose parents were killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+RUN_ID = "SEAMLESS_RUN_ID"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GRACE_S = 45.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str]) -> int:
+    """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
+
+    A first Ctrl-C (or SIGTERM) lets the trainer clean up, a second one ends it at once.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ray_dir = Path(tempfile.mkdtemp(prefix="sv-"))  # short: Ray puts sockets below it, and their paths are limited
+    (run_dir / "pid").write_text(str(os.getpid()))
+    command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
+    env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir)}
+    trainer = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)
+    try:
+        return _wait(trainer)
+    finally:
+        shared = sweep(run_id)
+        _collect_logs(ray_dir, run_dir / "logs")
+        shutil.rmtree(ray_dir, ignore_errors=True)
+        _remove_shared_memory(shared)
+        (run_dir / "pid").unlink(missing_ok=True)
+
+
+def _wait(trainer: subprocess.Popen[bytes]) -> int:
+    interrupts: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        interrupts.append(number)
+        if trainer.poll() is None:
+            trainer.send_signal(signal.SIGINT if len(interrupts) == 1 else signal.SIGKILL)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        deadline = None
+        while True:
+            try:
+                code = trainer.wait(timeout=1.0)
+                break
+            except subprocess.TimeoutExpired:
+                if interrupts and deadline is None:
+                    deadline = time.monotonic() + _GRACE_S
+                if deadline is not None and time.monotonic() > deadline:
+                    trainer.kill()
+        return 128 + interrupts[0] if interrupts else code if code >= 0 else 128 - code
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def sweep(run_id: str, patience_s: float = 3.0) -> set[Path]:
+    """End every process of a run that is still alive; return the shared-memory files that they had in use."""
+    shared: set[Path] = set()
+    for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, patience_s)):
+        left = list(processes_of(run_id))
+        for process in left:
+            shared |= _shared_memory_of(process.pid)
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=wait_s)
+        _reap_orphans()
+    return shared
+
+
+def processes_of(run_id: str) -> Iterator[psutil.Process]:
+    """Processes that carry the run's mark, this one excepted."""
+    mark = f"{RUN_ID}={run_id}".encode()
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:
+            continue  # ended meanwhile, or another user's
+        if mark in environment.split(b"\0"):
+            yield process
+
+
+def _shared_memory_of(pid: int) -> set[Path]:
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    names = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in maps.splitlines() if "/dev/shm/" in line}
+    return {Path(name) for name in names}
+
+
+def _remove_shared_memory(files: set[Path]) -> None:
+    in_use: set[Path] = set()
+    for process in psutil.process_iter():
+        in_use |= _shared_memory_of(process.pid)
+    for file in files - in_use:
+        if _SHARED_MEMORY in file.parents:
+            file.unlink(missing_ok=True)
+
+
+def _reap_orphans() -> None:
+    while True:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                return
+        except ChildProcessError:
+            return
+
+
+def _collect_logs(ray_dir: Path, target: Path) -> None:
+    """Keep what Ray's processes wrote; its sockets and runtime files go."""
+    for logs in ray_dir.glob("session_2*/logs"):
+        target.mkdir(parents=True, exist_ok=True)
+        for file in logs.iterdir():
+            if file.is_file() and file.stat().st_size:
+                shutil.copyfile(file, target / file.name)
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

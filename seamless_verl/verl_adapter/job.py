@@ -1,0 +1,156 @@
+"""The trainer's process: ``python -m seamless_verl.verl_adapter.job RUN_DIR``, started by the supervisor.
+
+verl runs its trainer in a Ray actor; here it is this process, which spares one interpreter and lets Ctrl-C reach it.
+Everything that verl, Ray and vLLM print goes to ``logs/``; the terminal shows the reporter's lines only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+_LOG = "trainer.log"
+
+
+class StartUp:
+    """Seconds from the user's command to now, by part."""
+
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at
+        self.parts: dict[str, float] = {}
+        self._last = started_at
+
+    def lap(self, part: str) -> None:
+        now = time.time()
+        self.parts[part] = round(now - self._last, 3)
+        self._last = now
+
+
+def main(run_dir: Path) -> int:
+    start_up = StartUp(float(os.environ.get("SEAMLESS_STARTED_AT", time.time())))
+    start_up.lap("compose_and_check")
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    terminal = _redirect_output(run_dir / "logs" / _LOG)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _train(run_dir, terminal, start_up)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        terminal.write(
+            f"error: {type(error).__name__}: {_first_lines(error)}\n(full story: {run_dir / 'logs' / _LOG})\n"
+        )
+        terminal.flush()
+        return 1
+    return 0
+
+
+def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
+    import ray
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
+    from verl.utils.config import validate_config
+    from verl.utils.import_utils import load_class_from_fqn
+
+    from seamless_verl.observe.reporter import Reporter
+
+    config = OmegaConf.load(run_dir / "config.yaml")
+    OmegaConf.set_struct(config, True)
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    start_up.lap("import_verl")
+
+    environment = get_ppo_ray_runtime_env(config)
+    environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
+    _start_ray(config, environment)
+    start_up.lap("start_ray")
+
+    config.transfer_queue.enable = True
+    tq.init(config.transfer_queue)
+    reporter = Reporter(run_dir, terminal)
+    try:
+        trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
+        trainer.reporter = reporter
+        trainer.init()
+        start_up.lap("start_workers_and_replicas")
+        manager_fqn = config.actor_rollout_ref.rollout.get("agent", {}).get("agent_loop_manager_class")
+        manager_cls = load_class_from_fqn(manager_fqn, "AgentLoopManager") if manager_fqn else AgentLoopManagerTQ
+        manager = manager_cls.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=trainer.get_teacher_client(),
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+        start_up.lap("start_agent_loops")
+        trainer.fit(manager)
+    finally:
+        tq.close()
+        ray.shutdown()
+    _close(run_dir, reporter, start_up, trainer)
+
+
+def _start_ray(config: Any, environment: dict[str, Any]) -> None:
+    import ray
+    from omegaconf import OmegaConf
+
+    settings = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
+    own = settings.pop("runtime_env", None) or {}
+    merged = OmegaConf.to_container(OmegaConf.merge(environment, own))
+    os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
+    if settings.get("address") == "local":
+        settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))
+    ray.init(**settings, runtime_env=merged)
+
+
+def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> None:
+    from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
+    from seamless_verl.observe.summary import summarize
+    from seamless_verl.observe.terminal import closing_lines
+
+    summary = summarize(
+        read_records(run_dir / STEPS),
+        read_records(run_dir / VALIDATION),
+        wall_s=round(time.time() - start_up.started_at, 2),
+        time_to_first_step_s=round(getattr(trainer, "first_step_at", time.time()) - start_up.started_at, 2),
+        start_up_s=start_up.parts,
+    )
+    temporary = run_dir / "summary.json.part"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / "summary.json")
+    for line in closing_lines(summary, str(run_dir), []):
+        reporter.say(line)
+
+
+def _redirect_output(log: Path) -> TextIO:
+    """Send stdout and stderr of this process and its children to a file; return the terminal."""
+    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    return terminal
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _first_lines(error: Exception, most: int = 12) -> str:
+    """The end of a remote traceback is what tells; Ray puts it last."""
+    lines = str(error).strip().splitlines()
+    return "\n".join(lines[-most:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,95 @@
+"""The token-in-token-out client under our trainer: resumes interrupted generations and keeps versions per token.
+
+verl's ``FullyAsyncLLMServerClient`` keeps the lowest and highest weight version of an answer and sleeps a second
+before each resumption. Here every attempt contributes a span ``(version, tokens)``, and an interrupted attempt goes
+straight back: the replica holds it until its weights are new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+_INTERRUPTED = ("aborted", "abort")
+# Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
+_REFUSED_BACKOFF_S = 0.05
+
+
+class VersionedLLMClient(FullyAsyncLLMServerClient):
+    """Adds ``extra_fields["version_spans"]``: ``[(weight version, tokens), …]`` in generation order."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """Generate to the end, across any number of interruptions (SeamlessFlow 1.1, partial rollout).
+
+        ``sampling_params`` is not changed. The token budget is counted over all attempts: verl's server would
+        otherwise derive a fresh one from the grown prompt.
+        """
+        prompt_ids = normalize_token_ids(prompt_ids)
+        params = dict(sampling_params)
+        budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
+        merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
+        spans: list[tuple[int, int]] = []
+        cached_tokens: int | None = None
+        while True:
+            attempt_params = dict(params)
+            if budget is not None:
+                attempt_params["max_tokens"] = budget - len(merged.token_ids)
+            output = await LLMServerClient.generate(
+                self,
+                request_id=request_id,
+                prompt_ids=prompt_ids + merged.token_ids,
+                sampling_params=attempt_params,
+                **kwargs,
+            )
+            version = output.extra_fields.get("global_steps")
+            _append(merged, output)
+            if output.token_ids:
+                spans = _extended(spans, version, len(output.token_ids))
+            if cached_tokens is None:
+                cached_tokens = output.extra_fields.get("num_cached_tokens")
+            if budget is not None and len(merged.token_ids) >= budget:
+                if output.stop_reason in _INTERRUPTED:
+                    merged.stop_reason = "length"
+                break
+            if output.stop_reason not in _INTERRUPTED:
+                break
+            if not output.token_ids:
+                await asyncio.sleep(_REFUSED_BACKOFF_S)
+        versions = [span[0] for span in spans] or [version]
+        merged.extra_fields.update(
+            global_steps=version,
+            min_global_steps=versions[0],
+            max_global_steps=versions[-1],
+            num_cached_tokens=cached_tokens,
+            version_spans=spans,
+        )
+        return merged
+
+
+def _append(merged: TokenOutput, output: TokenOutput) -> None:
+    merged.token_ids.extend(output.token_ids)
+    if output.log_probs is not None:
+        merged.log_probs.extend(output.log_probs)
+    if output.num_preempted is not None:
+        merged.num_preempted += output.num_preempted
+    if output.routed_experts is not None and output.token_ids:
+        if merged.routed_experts is None:
+            merged.routed_experts = output.routed_experts
+        else:
+            import numpy as np
+
+            new = output.routed_experts[-len(output.token_ids) :]
+            merged.routed_experts = np.concatenate([merged.routed_experts, new])
+    merged.stop_reason = output.stop_reason
+
+
+def _extended(spans: list[tuple[int, int]], version: int, tokens: int) -> list[tuple[int, int]]:
+    if spans and spans[-1][0] == version:
+        return [*spans[:-1], (version, spans[-1][1] + tokens)]
+    return [*spans, (version, tokens)]

@@ -1,0 +1,44 @@
+"""Entry point ``verl.plugins``: loaded at the end of ``import verl`` in every process of a run.
+
+It must stay light (it runs in each Ray worker), so nothing is imported until verl itself imports the module we extend.
+verl logs a plug-in that fails to load at DEBUG level only, and the user is left with "Unknown trainer 'seamless'";
+hence the loud complaint here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+AGENT_LOOP_NAME = "seamless_agent"
+TRAINER_MODE = "seamless"
+
+
+def _register_agent_loop(agent_loop: ModuleType) -> None:
+    # The registry takes a Hydra target, so the class itself is imported only by the worker that runs it.
+    target = "seamless_verl.verl_adapter.agent_loop.ProxyAgentLoop"
+    agent_loop._agent_loop_registry[AGENT_LOOP_NAME] = {"_target_": target}
+
+
+def _register_trainer(_: ModuleType) -> None:
+    import seamless_verl.verl_adapter.trainer  # noqa: F401  (registers itself under TRAINER_MODE)
+
+
+def _load() -> None:
+    import wrapt
+
+    if os.environ.get("VERL_PLATFORM", "").lower() == "cpu":
+        import seamless_verl.verl_adapter.cpu_platform  # noqa: F401  (registers the platform)
+    wrapt.register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
+    wrapt.register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
+
+
+try:
+    _load()
+except Exception as error:
+    sys.stderr.write(
+        f"seamless_verl: the verl plug-in could not be loaded, so trainer_mode={TRAINER_MODE} will be unknown to verl: "
+        f"{type(error).__name__}: {error}. Run `seamless-verl doctor` to see what is missing.\n"
+    )
+    raise

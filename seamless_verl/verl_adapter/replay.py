@@ -1,0 +1,32 @@
+"""verl's asynchronous replay buffer under the staleness bound of SeamlessFlow, without its two-second poll."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+# TransferQueue 0.1.11 has no notification; the price of a look is one RPC to its controller.
+# Replaced by events when the streaming dataloader lands.
+_POLL_S = 0.05
+
+
+class BoundedReplayBuffer(ReplayBufferAsync):
+    """Hands out whole groups, oldest first; waits for the stragglers that the bound asks for and drops nothing.
+
+    A prompt dispatched during step ``s`` starts with weights of version ``s - 1`` or newer, and the batch of step
+    ``k`` updates version ``k - 1``. Waiting for every prompt of step ``k - eta`` before the batch of step ``k`` is
+    handed out therefore keeps ``V_traj + eta >= V_train`` (StaleFlow 2.1): verl's ``wait`` strategy with threshold
+    ``eta + 1`` does exactly that.
+    """
+
+    def __init__(self, *, eta: int, trainer_config: Any, sampler_kwargs: Any, **kwargs: Any) -> None:
+        super().__init__(
+            trainer_mode="seamless",
+            trainer_config=trainer_config,
+            max_off_policy_threshold=eta + 1,
+            max_off_policy_strategy="wait",
+            sampler_kwargs=sampler_kwargs,
+            poll_interval=_POLL_S,
+            **kwargs,
+        )

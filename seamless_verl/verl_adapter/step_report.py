@@ -1,0 +1,164 @@
+"""Measures a step on verl's data: the audit of what is trained, log-prob agreement, staleness, idle shares."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+
+from seamless_verl.observe.report import StepReport, ValidationReport
+from seamless_verl.observe.statistics import clustered_mean
+from seamless_verl.verl_adapter.rows import ROW_FIELD, row_digest
+
+_AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
+
+
+class StepMeter:
+    """Collects over the mini-batches of a step; `finish` closes the step and starts the next."""
+
+    def __init__(self) -> None:
+        self._window_start = 0.0
+        self._busy_before: dict[str, float] | None = None
+        self._rollout_idle: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows = 0
+        self._audited = 0
+        self._violations = 0
+        self._policy_tokens = 0
+        self._logprob_diff: float | None = None
+        self._staleness: list[int] = []
+        # session key -> (row index, reward, passed): the last row of a session carries its reward
+        self._sessions: dict[str, tuple[int, float, float | None]] = {}
+
+    def audit(self, batch: KVBatchMeta) -> None:
+        """Compare every row about to be trained with the stamp that the proxy put on it after its own audit."""
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_AUDIT_FIELDS)
+        columns = {name: _rows_of(data[name]) for name in _AUDIT_FIELDS if name in data}
+        for position, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
+            if tag.get("is_padding", False):
+                continue
+            row = {name: column[position] for name, column in columns.items()}
+            self._rows += 1
+            self._policy_tokens += int(row["response_mask"].sum())
+            self._count_session(key, row)
+            stamp = (row["extra_fields"] or {}).get(ROW_FIELD)
+            if stamp is None:
+                continue  # rows of verl's own agent loops carry no stamp
+            self._audited += 1
+            found = row_digest(row["prompts"], row["responses"], row["response_mask"], row["rollout_log_probs"])
+            self._violations += int(found != stamp["digest"] or stamp["violations"] > 0)
+
+    def _count_session(self, key: str, row: Mapping[str, Any]) -> None:
+        session, _, index = key.rpartition("_")
+        known = self._sessions.get(session)
+        if known is None or known[0] < int(index):
+            info = (row["extra_fields"] or {}).get("reward_extra_info") or {}
+            self._sessions[session] = (int(index), float(row["rm_scores"].sum()), info.get("passed"))
+
+    def compare_log_probs(self, batch: KVBatchMeta, current_version: int) -> None:
+        """Largest |trainer - rollout| log-prob over rows generated wholly by the version being trained."""
+        self._staleness += [
+            current_version - tag["min_global_steps"] for tag in batch.tags if not tag.get("is_padding", False)
+        ]
+        on_policy = [
+            key
+            for key, tag in zip(batch.keys, batch.tags, strict=True)
+            if not tag.get("is_padding", False)
+            and tag["min_global_steps"] == tag["max_global_steps"] == current_version
+        ]
+        if not on_policy:
+            return
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys=on_policy, partition_id=batch.partition_id, select_fields=fields)
+        if "rollout_log_probs" not in data:
+            return
+        for trained, sampled, mask in zip(*(_rows_of(data[name]) for name in fields), strict=True):
+            difference = ((trained - sampled).abs() * mask).max().item()
+            self._logprob_diff = max(self._logprob_diff or 0.0, difference)
+
+    def finish(
+        self,
+        *,
+        step: int,
+        total_steps: int,
+        timing: Mapping[str, float],
+    ) -> StepReport:
+        """Close the step. ``timing`` is verl's ``timing_raw``: ``gen`` is the trainer's wait for rows."""
+        step_s = timing["step"]
+        passed = [p for _, _, p in self._sessions.values() if p is not None]
+        rewards = [reward for _, reward, _ in self._sessions.values()]
+        report = StepReport(
+            step=step,
+            total_steps=total_steps,
+            step_s=step_s,
+            reward=float(np.mean(rewards)) if rewards else 0.0,
+            pass_rate=float(np.mean(passed)) if passed else None,
+            tokens_per_s=self._policy_tokens / step_s,
+            staleness_mean=float(np.mean(self._staleness)) if self._staleness else 0.0,
+            staleness_max=max(self._staleness, default=0),
+            rows=self._rows,
+            rollouts=len(self._sessions),
+            rows_audited=self._audited,
+            audit_violations=self._violations,
+            max_logprob_diff=self._logprob_diff,
+            idle_share={
+                "trainer": min(1.0, timing.get("gen", 0.0) / step_s),
+                "rollout": self._rollout_idle,
+            },
+        )
+        self._clear()
+        return report
+
+    def open_window(self, busy_seconds: Mapping[str, float] | None) -> None:
+        """A step begins; ``busy_seconds`` is each replica's stopwatch, ``None`` where nobody measures."""
+        self._window_start = time.monotonic()
+        self._busy_before = dict(busy_seconds) if busy_seconds is not None else None
+
+    def close_window(self, busy_seconds: Mapping[str, float] | None) -> None:
+        """The step's work is done; validation and bookkeeping that follow are no part of it."""
+        window = time.monotonic() - self._window_start
+        if not busy_seconds or self._busy_before is None or window <= 0:
+            self._rollout_idle = None
+            return
+        used = sum(seconds - self._busy_before.get(server, 0.0) for server, seconds in busy_seconds.items())
+        self._rollout_idle = max(0.0, 1.0 - used / (window * len(busy_seconds)))
+
+
+def validation_report(
+    step: int, data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]]
+) -> Iterator[ValidationReport]:
+    """One report per data source, on ``passed`` where the reward has it, else on the reward itself."""
+    metric = "passed" if "passed" in infos else "reward"
+    names = infos.get("task_id") or uids
+    by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for source, task, uid, value in zip(data_sources, names, uids, infos[metric], strict=True):
+        if value is not None:
+            by_source[source][str(task or uid)].append(float(value))
+    for source, values in by_source.items():
+        estimate = clustered_mean(values)
+        yield ValidationReport(
+            step=step,
+            name=source,
+            metric=metric,
+            mean=estimate.mean,
+            low=estimate.low,
+            high=estimate.high,
+            tasks=estimate.tasks,
+            rollouts=estimate.rollouts,
+            task_means={task: sum(v) / len(v) for task, v in values.items()},
+        )
+
+
+def _rows_of(column: Any) -> list[Any]:
+    """A TransferQueue column as a list, one entry per row: jagged tensors, stacks or lists of plain objects."""
+    if isinstance(column, torch.Tensor):
+        return list(column.unbind())
+    return list(column.tolist() if hasattr(column, "tolist") else column)

@@ -1,0 +1,181 @@
+"""Trainer mode ``seamless``: verl's ``separate_async`` with a bound on staleness, an audit and a report per step.
+
+    prompts ─► agent loops ─► TransferQueue ─► BoundedReplayBuffer ─► audit ─► verl's PPO steps ─► weights ─► replicas
+
+Everything between the audit and the weights is verl's own code.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+import verl.trainer.ppo.v1.trainer_separate_async as separate_async
+from omegaconf import DictConfig, OmegaConf, open_dict
+from transfer_queue import KVBatchMeta
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.utils import update_prometheus_config
+
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.observe.reporter import Reporter
+from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
+from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+from seamless_verl.verl_adapter.plugin import TRAINER_MODE
+from seamless_verl.verl_adapter.replay import BoundedReplayBuffer
+from seamless_verl.verl_adapter.step_report import StepMeter, validation_report
+
+
+def adopt_config(config: DictConfig) -> SeamlessConfig:
+    """Translate ``seamless`` and ``trainer.v1.seamless`` into what ``separate_async`` reads; change ``config`` in place.
+
+    * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
+    * ``num_warmup_batches`` = eta: with the batch of the step itself, (eta + 1) batches are in flight.
+    * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
+    """
+    section = OmegaConf.select(config, "seamless")
+    seamless = SeamlessConfig.from_mapping(OmegaConf.to_container(section, resolve=True) if section else None)
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    with open_dict(config):
+        modes = config.trainer.v1
+        if modes.get(TRAINER_MODE) is None:
+            modes[TRAINER_MODE] = {}
+        sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+        modes[TRAINER_MODE].parameter_sync_step = sync_step
+        modes.separate_async.parameter_sync_step = sync_step
+        modes.separate_async.num_warmup_batches = seamless.staleness.eta
+        if engine.backend == "naive":
+            if config.trainer.device == "cpu":
+                engine.backend = "cpu_zmq"
+                engine.custom_backend_module = "seamless_verl.verl_adapter.cpu_weights"
+            else:
+                engine.backend = "nccl"
+    return seamless
+
+
+@register_trainer(TRAINER_MODE)
+class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
+    """See the module. Bad configuration is refused before Ray starts anything (`seamless_verl.preflight`)."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.seamless = adopt_config(config)
+        super().__init__(config)
+        self.reporter = Reporter.for_run(self.seamless.run_dir)
+        self._meter = StepMeter()
+        self.standalone_server_manager: LLMServerManager
+        self.standalone_checkpoint_manager: CheckpointEngineManager
+        self.current_mode = separate_async.HybridEngineMode.TRAINER
+
+    # ---------------------------------------------------------------- construction
+
+    def _build_replay_buffer(self) -> Any:
+        sampler = self.config.trainer.v1.sampler
+        custom = sampler.get("custom_sampler") or {}
+        if custom.get("path") and custom.get("name"):
+            return super()._build_replay_buffer()
+        return BoundedReplayBuffer(
+            eta=self.seamless.staleness.eta,
+            trainer_config=self.config.trainer.v1.get(TRAINER_MODE),
+            sampler_kwargs=sampler.sampler_kwargs,
+            refill_fn=self._add_prompts_to_generate,
+            filter_groups_metric=self._resolve_filter_groups_metric(),
+        )
+
+    def _setup(self) -> None:
+        """As `PPOTrainerSeparateAsync._setup`, with the standalone replicas starting beside the trainer's workers.
+
+        It is written out instead of called because verl 0.9.1 starts them one after the other, and because its last
+        line raises TypeError when hybrid replicas are off (``logger.info(…, flush=True)``, line 181).
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="replicas") as pool:
+            replicas = pool.submit(self._start_standalone_replicas)
+            try:
+                PPOTrainer._setup(self)
+            finally:
+                self.standalone_server_manager = replicas.result()
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.prometheus.enable:
+            addresses = self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses
+            update_prometheus_config(rollout.prometheus, addresses, rollout.name)
+        self.standalone_checkpoint_manager = CheckpointEngineManager(
+            config=omega_conf_to_dataclass(rollout.checkpoint_engine),
+            actor_wg=self.actor_rollout_wg,
+            replicas=self.standalone_server_manager.get_replicas(),
+        )
+        if self._enable_hybrid_replicas:
+            self.current_mode = separate_async.HybridEngineMode.ROLLOUT
+            self.add_replicas_to_balancer()
+
+    def _start_standalone_replicas(self) -> LLMServerManager:
+        rollout = self.config.actor_rollout_ref.rollout
+        own_router = rollout.get("router_config_path") is not None
+        return LLMServerManager.create(
+            config=self.config,
+            start_rank=self._num_hybrid_replicas(),
+            load_balancer_cls=None if own_router else MeteredLoadBalancer,
+        )
+
+    def _num_hybrid_replicas(self) -> int:
+        if not self._enable_hybrid_replicas:
+            return 0
+        rollout, trainer = self.config.actor_rollout_ref.rollout, self.config.trainer
+        replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+        return int(trainer.nnodes * trainer.n_gpus_per_node // replica)
+
+    def get_llm_client(self) -> VersionedLLMClient:
+        return self.standalone_server_manager.get_client(client_cls=VersionedLLMClient)
+
+    # ---------------------------------------------------------------- a step
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self._meter.audit(batch)
+        batch = super()._compute_old_log_prob(batch, metrics)
+        self._meter.compare_log_probs(batch, current_version=self.global_steps - 1)
+        return batch
+
+    def _compute_metrics(
+        self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        report = self._meter.finish(
+            step=global_steps,
+            total_steps=self.total_training_steps,
+            timing=timing_raw,
+        )
+        metrics.update(report.as_metrics())
+        self.reporter.step(report, metrics)
+
+    def on_step_begin(self) -> None:
+        self._meter.open_window(self._replica_busy_seconds())
+        super().on_step_begin()
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._meter.close_window(self._replica_busy_seconds())
+
+    def _replica_busy_seconds(self) -> dict[str, float] | None:
+        if self.config.actor_rollout_ref.rollout.get("router_config_path") is not None:
+            return None  # a router of the user's own has no stopwatch
+        return ray.get(self.standalone_server_manager.global_load_balancer.busy_seconds.remote())
+
+    def _val_metrics_update(
+        self,
+        data_sources: list[str],
+        sample_uids: list[str],
+        reward_extra_infos_dict: dict[str, list[Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        for report in validation_report(self.global_steps, data_sources, sample_uids, reward_extra_infos_dict):
+            self.reporter.validation(report)
+        return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        self.reporter.checkpoint(self.global_steps)
+
+
+__all__ = ["SeamlessTrainer", "adopt_config"]
