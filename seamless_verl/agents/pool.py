@@ -1,0 +1,270 @@
+"""A warm pool of worker processes for agents written in Python: JSON lines in, JSON lines out.
+
+A worker runs many jobs at once in threads and lives until the pool closes. A worker that dies takes only its own jobs
+with it, each of which fails with ``WorkerDied``, and is replaced. Workers get a new session and a short list of
+environment variables, and they end with the process that owns the pool, even when that is killed.
+
+This file holds both sides: ``AgentPool`` for the owner, ``serve`` for the worker's script. Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from seamless_verl.errors import SeamlessError
+
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE")
+_MAX_LINE_BYTES = 64 << 20
+_STDERR_LINES = 20
+_START_ATTEMPTS = 3
+_PR_SET_PDEATHSIG = 1
+_OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
+
+# What a worker's script gives to `serve`: the job's payload and an event that is set when nobody waits any more.
+Handler = Callable[[dict[str, Any], threading.Event], Any]
+
+
+class WorkerDied(SeamlessError):
+    """The worker process of this job ended; other jobs of the pool go on."""
+
+
+class JobFailed(SeamlessError):
+    """The handler in the worker raised; the message names the exception."""
+
+
+class JobTimedOut(SeamlessError):
+    """No result within the time given; the worker was told to forget the job."""
+
+
+class _Worker:
+    """One process and the jobs that it holds."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.jobs: dict[int, asyncio.Future[Any]] = {}
+        self.ready = asyncio.get_running_loop().create_future()
+        self.stderr: deque[str] = deque(maxlen=_STDERR_LINES)
+        self.readers: list[asyncio.Task[None]] = []
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def story(self) -> str:
+        """How it ended, and the last of what it said."""
+        status = self.process.returncode
+        how = f"killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"status {status}"
+        said = " | ".join(self.stderr)
+        return f"worker {self.process.pid} ended ({how})" + (f"; it last wrote: {said}" if said else "")
+
+
+class AgentPool:
+    """Runs jobs on worker processes.
+
+    Args:
+        command: how to start a worker; its script must call ``serve``.
+        processes: number of workers.
+        threads: jobs that one worker runs at a time; further jobs wait in the pool.
+        environment: variables to add to the few that are passed on (``ENVIRONMENT``).
+
+    The pool belongs to one event loop. Workers start with the first job.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        processes: int = 2,
+        threads: int = 64,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        if processes < 1 or threads < 1:
+            raise ValueError(f"a pool needs processes and threads, got {processes} and {threads}")
+        self._command = tuple(command)
+        self._threads = threads
+        inherited = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        self._environment = {**inherited, **(environment or {})}
+        self._workers: list[_Worker | None] = [None] * processes
+        self._starting = [asyncio.Lock() for _ in range(processes)]
+        self._room = asyncio.Semaphore(processes * threads)
+        self._load = [0] * processes
+        self._ids = itertools.count()
+        self._closed = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the live workers."""
+        return tuple(worker.process.pid for worker in self._workers if worker is not None)
+
+    async def run(self, payload: Mapping[str, Any], timeout: float) -> Any:
+        """Result of one job, within ``timeout`` seconds counted from now, the wait for room included.
+
+        Raises:
+            JobTimedOut, JobFailed, WorkerDied: see there.
+            SeamlessError: the pool is closed.
+        """
+        try:
+            return await asyncio.wait_for(self._run(payload), timeout)
+        except asyncio.TimeoutError:
+            raise JobTimedOut(f"no result after {timeout:.1f} s") from None
+
+    async def _run(self, payload: Mapping[str, Any]) -> Any:
+        async with self._room:
+            return await self._run_on_some_worker(payload)
+
+    async def _run_on_some_worker(self, payload: Mapping[str, Any]) -> Any:
+        slot = min(range(len(self._load)), key=self._load.__getitem__)
+        self._load[slot] += 1
+        try:
+            worker = await self._started(slot)
+            job = next(self._ids)
+            worker.jobs[job] = future = asyncio.get_running_loop().create_future()
+            try:
+                worker.send({"job": job, "payload": payload})
+                return await future
+            except asyncio.CancelledError:
+                with contextlib.suppress(OSError, RuntimeError):
+                    worker.send({"forget": job})
+                raise
+            finally:
+                worker.jobs.pop(job, None)
+        finally:
+            self._load[slot] -= 1
+
+    async def _started(self, slot: int) -> _Worker:
+        """The slot's worker, started now if it has none; a worker that never gets ready is an error with its story."""
+        async with self._starting[slot]:
+            worker = self._workers[slot]
+            for _ in range(_START_ATTEMPTS):
+                if self._closed:
+                    raise SeamlessError("the agent pool is closed")
+                if worker is None:
+                    worker = await self._start(slot)
+                if await worker.ready:
+                    return worker
+                story, worker = worker.story(), None
+            raise WorkerDied(f"{' '.join(self._command)}: {_START_ATTEMPTS} workers ended at their start; {story}")
+
+    async def _start(self, slot: int) -> _Worker:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env={**self._environment, _OWNER: str(os.getpid())},
+            start_new_session=True,
+            limit=_MAX_LINE_BYTES,
+        )
+        worker = _Worker(process)
+        worker.send({"threads": self._threads})
+        worker.readers = [asyncio.ensure_future(self._read(slot, worker)), asyncio.ensure_future(_keep_stderr(worker))]
+        self._workers[slot] = worker
+        return worker
+
+    async def _read(self, slot: int, worker: _Worker) -> None:
+        """Hand results to their jobs until the worker ends, then fail what is left of them."""
+        assert worker.process.stdout is not None
+        async for line in worker.process.stdout:
+            message: dict[str, Any] = json.loads(line)
+            if "ready" in message:
+                worker.ready.set_result(True)
+                continue
+            future = worker.jobs.get(message["job"])
+            if future is None or future.done():
+                continue
+            if "error" in message:
+                future.set_exception(JobFailed(message["error"]))
+            else:
+                future.set_result(message["result"])
+        _kill(worker)
+        await worker.process.wait()
+        await worker.readers[1]
+        if self._workers[slot] is worker:
+            self._workers[slot] = None
+        if not worker.ready.done():
+            worker.ready.set_result(False)
+        for future in worker.jobs.values():
+            if not future.done():
+                future.set_exception(WorkerDied(worker.story()))
+
+    async def close(self) -> None:
+        """End every worker and what it started; jobs in progress fail with ``WorkerDied``. Idempotent."""
+        self._closed = True
+        for worker in [worker for worker in self._workers if worker is not None]:
+            _kill(worker)
+            await asyncio.gather(*worker.readers)
+
+
+def _kill(worker: _Worker) -> None:
+    """SIGKILL for the worker's whole process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+
+
+async def _keep_stderr(worker: _Worker) -> None:
+    assert worker.process.stderr is not None
+    async for line in worker.process.stderr:
+        worker.stderr.append(line.decode("utf-8", "replace").rstrip())
+
+
+def serve(handler: Handler) -> None:
+    """The worker's side: answer jobs from standard input until it closes. Call it from the script's main thread.
+
+    ``handler`` runs in a thread per job; what it returns must be JSON-compatible, what it raises fails the job. What
+    is printed goes to standard error, whose last lines the owner quotes when the worker dies.
+    """
+    _die_with_owner()
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    writing = threading.Lock()
+    forgotten: dict[int, threading.Event] = {}
+
+    def answer(message: Mapping[str, Any]) -> None:
+        with writing, contextlib.suppress(BrokenPipeError):  # the owner is gone, and soon this process too
+            results.write(json.dumps(message).encode() + b"\n")
+            results.flush()
+
+    def run(job: int, payload: dict[str, Any]) -> None:
+        try:
+            answer({"job": job, "result": handler(payload, forgotten[job])})
+        except Exception as error:  # noqa: BLE001 - handed to the owner, who raises JobFailed
+            answer({"job": job, "error": f"{type(error).__name__}: {error}"})
+        finally:
+            del forgotten[job]
+
+    threads = json.loads(sys.stdin.buffer.readline() or "{}").get("threads", 1)
+    executor = ThreadPoolExecutor(threads, thread_name_prefix="job")
+    answer({"ready": os.getpid()})
+    for line in sys.stdin.buffer:
+        message: dict[str, Any] = json.loads(line)
+        if "forget" in message:
+            event = forgotten.get(message["forget"])
+            if event is not None:
+                event.set()
+        else:
+            forgotten[message["job"]] = threading.Event()
+            executor.submit(run, message["job"], message["payload"])
+    os._exit(0)  # jobs in progress have nobody left to answer to
+
+
+def _die_with_owner() -> None:
+    """SIGKILL when the owner ends; a worker started by hand, without an owner, goes on."""
+    owner = os.environ.pop(_OWNER, None)
+    if owner is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(owner):
+        os._exit(1)
