@@ -104,6 +104,11 @@ class TinySweRunner:
         self._root = tempfile.mkdtemp(prefix="tiny-swe-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         self._closed = False
 
+    @property
+    def agent_pids(self) -> tuple[int, ...]:
+        """Process ids of the live agent workers."""
+        return self._pool.pids
+
     async def run(self, job: AgentJob) -> AgentReport:
         """Run and grade one attempt. Raises ``ConfigError`` for a malformed task, before the model is asked."""
         task = PublicTask.parse(job.task)

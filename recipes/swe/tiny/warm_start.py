@@ -43,7 +43,7 @@ class Phase:
     tokens: int
 
 
-NOISY_FINISH = (Phase(right=1.0, tokens=1_100_000), Phase(right=0.2, tokens=400_000))
+SHIPPED = (Phase(right=1.0, tokens=1_100_000), Phase(right=0.2, tokens=400_000))
 CLEAN = (Phase(right=1.0, tokens=1_500_000),)
 
 
