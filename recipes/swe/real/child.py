@@ -1,0 +1,203 @@
+"""Processes of one attempt, seen from the runner: start, wait, and leave nothing behind.
+
+::
+
+    spawn ──► request on stdin ──► result file ──► exit 0
+      └─ time limit or cancellation ──► SIGTERM (the child ends its sandbox) ──► grace ──► SIGKILL of everything
+                                                                                    └──► containers by label
+
+Invariant: when `run_child` returns or raises, no process of the attempt runs on this machine and, for Docker, no
+container carries its label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
+from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
+
+from seamless_verl.errors import SeamlessError
+
+GRACE_S = 20.0
+"""From SIGTERM to SIGKILL: swe-rex may take ten seconds to end a container."""
+
+_FORWARD = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+    "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY", "XDG_RUNTIME_DIR",
+    "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET",
+)  # fmt: skip
+
+
+class ChildError(SeamlessError):
+    """A process of an attempt ended without a result: the runner, not the agent, is at fault."""
+
+
+class ChildTimeout(SeamlessError):
+    """A process of an attempt was stopped by its time limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """What to run.
+
+    Attributes:
+        module: module with a `protocol.serve` entry point.
+        token: names the process tree and the containers of this run.
+        request: bytes for its stdin.
+        timeout_s: wall limit; `GRACE_S` more until everything is killed.
+        forward_env: variables to pass on beside paths, locale, proxies and container clients.
+        container_runtime: ``docker`` or ``podman`` where containers may have to be removed; empty elsewhere.
+        log: file that gets stdout and stderr; ``None`` keeps them only until the end.
+    """
+
+    module: str
+    token: str
+    request: bytes
+    timeout_s: float
+    forward_env: tuple[str, ...] = ()
+    container_runtime: str = ""
+    log: Path | None = None
+
+
+async def run_child(child: Child) -> Mapping[str, Any]:
+    """Run it to its end; returns the result it wrote.
+
+    Raises:
+        ChildTimeout: stopped by its limit.
+        SandboxError: it reports that the sandbox failed.
+        ChildError: it ended without a result, or reports another error.
+    """
+    with tempfile.TemporaryDirectory(prefix="seamless-swe-") as folder:
+        result = Path(folder, "result.json")
+        log = child.log or Path(folder, "log.txt")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as sink:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", child.module, str(result),
+                stdin=asyncio.subprocess.PIPE, stdout=sink, stderr=sink,
+                cwd=folder, env=_environment(child, folder), start_new_session=True,
+            )  # fmt: skip
+            clean = False
+            try:
+                await asyncio.wait_for(process.communicate(child.request), timeout=child.timeout_s)
+                clean = process.returncode == 0
+            except asyncio.TimeoutError as error:
+                raise ChildTimeout(f"{child.module} did not end within {child.timeout_s:.0f} s") from error
+            finally:
+                await _leave_nothing(process, child, clean=clean)
+        return _read(result, child, process.returncode, log)
+
+
+async def _leave_nothing(process: asyncio.subprocess.Process, child: Child, *, clean: bool) -> None:
+    """End the process tree. Shielded: a second cancellation must not stop the cleaning."""
+    cleaning = asyncio.ensure_future(_clean(process, child, clean=clean))
+    try:
+        await asyncio.shield(cleaning)
+    except asyncio.CancelledError:
+        await asyncio.wait({cleaning})
+        raise
+
+
+async def _clean(process: asyncio.subprocess.Process, child: Child, *, clean: bool) -> None:
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), timeout=GRACE_S)
+    kill_group(process.pid)
+    await process.wait()
+    await asyncio.to_thread(kill_marked, child.token)
+    if not clean and child.container_runtime:
+        await remove_containers(child.container_runtime, child.token)
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL to a process group, which may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def kill_marked(token: str) -> None:
+    """SIGKILL to every process that inherited ``token``, daemons and other sessions included.
+
+    A loop, because a process can start another one between the look and the kill.
+    """
+    for _ in range(20):
+        found = list(_marked(token))
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        psutil.wait_procs(found, timeout=1)
+    raise ChildError(f"processes of attempt {token} do not end: {sorted(p.pid for p in _marked(token))}")
+
+
+def _marked(token: str) -> Iterable[psutil.Process]:
+    for process in psutil.process_iter():
+        # A zombie, a process of another user and one that just ended cannot be read, and need no killing.
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(TOKEN_VARIABLE) == token:
+                yield process
+
+
+async def remove_containers(runtime: str, token: str) -> None:
+    """Remove every container labelled with ``token``.
+
+    Raises:
+        ChildError: the container client fails, so that containers may be left.
+    """
+    label = f"label={CONTAINER_LABEL}={token}"
+    ids = (await _client(runtime, "ps", "--all", "--quiet", "--filter", label)).split()
+    if ids:
+        await _client(runtime, "rm", "--force", "--volumes", *ids)
+
+
+async def _client(runtime: str, *args: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        runtime, *args, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    if process.returncode != 0:
+        raise ChildError(f"{runtime} {args[0]} failed, containers may be left: {err.decode(errors='replace').strip()}")
+    return out.decode()
+
+
+def _environment(child: Child, folder: str) -> dict[str, str]:
+    """Little of ours: keys and tokens of the trainer are none of the agent's business."""
+    wanted = {*_FORWARD, *child.forward_env}
+    return {
+        **{name: value for name, value in os.environ.items() if name in wanted},
+        TOKEN_VARIABLE: child.token,
+        "PYTHONUNBUFFERED": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else every import fetches a price list
+        "MSWEA_SILENT_STARTUP": "1",
+        "MSWEA_GLOBAL_CONFIG_DIR": folder,  # else the user's own keys and limits are loaded
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        # A retry is a new sample. What may be repeated (429, a lost connection) the OpenAI client repeats itself.
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+    }
+
+
+def _read(result: Path, child: Child, returncode: int | None, log: Path) -> Mapping[str, Any]:
+    if not result.exists():
+        tail = log.read_bytes()[-2000:].decode(errors="replace").strip()
+        raise ChildError(f"{child.module} ended with {returncode} and no result: {tail}")
+    answer = json.loads(result.read_text(encoding="utf-8"))
+    if "error" in answer:
+        kind, message = answer["error"]["type"], answer["error"]["message"]
+        raise SandboxError(message) if kind == SandboxError.__name__ else ChildError(message)
+    outcome: Mapping[str, Any] = answer["result"]
+    return outcome

@@ -1,0 +1,86 @@
+"""Process of one grading: a fresh sandbox, the agent's patch, the task's tests. ``python -m … RESULT < REQUEST``.
+
+Nothing of the agent's sandbox is reused: only its diff comes over, minus the parts that touch tests or protected
+files. The tests come from the task's test patch, on top of the base commit's own test files.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from seamless_verl.recipes.swe.real import protocol
+from seamless_verl.recipes.swe.real.patches import touched_paths, without_paths
+from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
+from seamless_verl.recipes.swe.real.results import Outcome, ReportError, Score, parse_junit, parse_log, score
+from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
+from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, prepare_workspace
+
+
+async def main(raw: bytes) -> GradeResult:
+    """Grade one patch."""
+    request = protocol.load_grade_request(raw)
+    sandbox = Sandbox(request.settings.sandbox, image=request.task.view.image, token=request.token)
+    try:
+        await sandbox.start()
+        await prepare_workspace(sandbox, request.task.view, request.settings.sandbox)
+        return await _grade(sandbox, request)
+    finally:
+        await sandbox.stop()
+
+
+async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
+    task = request.task
+    protected = (*request.settings.protected_paths, *sorted(touched_paths(task.test_patch)))
+    patch, dropped = without_paths(request.patch, protected)
+    notes = [f"left out of the patch: {', '.join(dropped[:5])}"] if dropped else []
+    if patch.strip():
+        if problem := await apply_patch(sandbox, patch, name="agent"):
+            num_tests = len(task.expected) or 1
+            return GradeResult(num_passed=0, num_tests=num_tests, detail=f"the patch does not apply: {problem}")
+    else:
+        notes.append("the patch is empty")
+    await apply_tests(sandbox, task.test_patch)
+    result, outcomes = await run_tests(sandbox, task.test_command, limit_s=request.limit_s)
+    graded = score(task.expected, outcomes, exit_code=None if result.timed_out else result.exit_code)
+    notes += _explain(graded, result, outcomes)
+    return GradeResult(
+        num_passed=graded.num_passed,
+        num_tests=graded.num_tests,
+        detail="; ".join(notes),
+        exit_code=result.exit_code,
+    )
+
+
+async def run_tests(sandbox: Sandbox, command: str, *, limit_s: float) -> tuple[CommandResult, dict[str, Outcome]]:
+    """Run a test command; outcomes from a JUnit report where the command ends in pytest, else from its output."""
+    report = f"{sandbox.scratch}/junit.xml"
+    # By environment, so that the command stays the task's: tox, make or a script may stand between it and pytest.
+    options = shlex.quote(f"--junitxml={report} -rA -p no:cacheprovider")
+    line = f'export PYTEST_ADDOPTS="${{PYTEST_ADDOPTS:-}} "{options} PYTHONDONTWRITEBYTECODE=1\n{command}\n'
+    result = await sandbox.run_long(line, timeout_s=limit_s)
+    found = await sandbox.run(f"test -s {report}", timeout_s=30)
+    if found.exit_code == 0:
+        try:
+            return result, parse_junit(await sandbox.read(report))
+        except ReportError:
+            # A report cut short by a crash: what was printed until then still counts.
+            return result, parse_log(result.output)
+    return result, parse_log(result.output)
+
+
+def _explain(graded: Score, result: CommandResult, outcomes: dict[str, Outcome]) -> list[str]:
+    if graded.all_passed:
+        return []
+    notes = [f"{graded.num_passed} of {graded.num_tests} tests passed"]
+    if result.timed_out:
+        notes.append("the tests were stopped by their time limit")
+    if not outcomes:
+        tail = " ".join(result.output.split())[-300:]
+        notes.append(f"no test result was found in the output (exit code {result.exit_code}): {tail}")
+    elif graded.missing:
+        notes.append(f"not run: {', '.join(graded.missing[:3])}")
+    return notes
+
+
+if __name__ == "__main__":
+    raise SystemExit(protocol.serve(main))

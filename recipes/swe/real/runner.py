@@ -1,0 +1,196 @@
+"""`MiniSweRunner`: real software-engineering tasks with mini-swe-agent, for ``seamless.agent.runner``.
+
+::
+
+    job ─► harness process ─ sandbox A: base commit, agent's commands ─► diff ─► sandbox A is gone
+             └ model calls to the session's URL                            │
+        ─► grade process ── sandbox B (fresh): base commit, diff, tests ◄──┘ ─► reward
+
+This module imports neither swe-rex nor mini-swe-agent: both live in the processes of the attempts.
+
+Invariant: `run` raises only when the machinery failed (sandbox, packages), so that no such failure becomes a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.recipes.swe.real import protocol
+from seamless_verl.recipes.swe.real.child import GRACE_S, Child, ChildTimeout, run_child
+from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult, HarnessRequest, HarnessResult
+from seamless_verl.recipes.swe.real.sandbox import INSTALL
+from seamless_verl.recipes.swe.real.settings import KEY, RunnerSettings
+from seamless_verl.recipes.swe.real.task import SweTask
+
+from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
+from seamless_verl.errors import ConfigError, MachineError
+
+_PACKAGES = {"swerex": "swe-rex", "minisweagent": "mini-swe-agent"}
+_PACKAGE = "seamless_verl.recipes.swe.real"
+
+# Ways in which mini-swe-agent ends by itself. Anything else is the name of an error.
+_ORDERLY = frozenset({"Submitted", "LimitsExceeded", "RepeatedFormatError"})
+_OVERTIME = frozenset({"TimedOut", "TimeExceeded"})
+
+
+class MiniSweRunner:
+    """An `AgentRunner`: one mini-swe-agent per job, in its own process, graded in a sandbox of its own.
+
+    Args:
+        options: fields of `RunnerSettings`, as plain data.
+
+    Raises:
+        ConfigError: an option that cannot work.
+        MachineError: a package is missing, or Docker is not reachable.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._settings = RunnerSettings.from_mapping(options)
+        check_machine(self._settings)
+        self._places = asyncio.Semaphore(self._settings.max_concurrent)
+        self._jobs: set[asyncio.Task[AgentReport]] = set()
+        self._closed = False
+
+    async def run(self, job: AgentJob) -> AgentReport:
+        """Run and grade one attempt within ``job.deadline_s``.
+
+        Raises:
+            TaskError: ``job.task`` is no task of `prepare`.
+            ConfigError: the deadline leaves the agent no time.
+            SandboxError, ChildError: the machinery failed; says nothing about the agent.
+        """
+        if self._closed:
+            raise RuntimeError("MiniSweRunner.run after close")
+        work = asyncio.ensure_future(self._attempt(job))
+        self._jobs.add(work)
+        work.add_done_callback(self._jobs.discard)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.cancel()
+            await asyncio.wait({work})
+            raise
+
+    async def close(self) -> None:
+        """Cancel what runs and wait until its processes and sandboxes are gone; idempotent."""
+        self._closed = True
+        jobs = set(self._jobs)
+        for work in jobs:
+            work.cancel()
+        if jobs:
+            await asyncio.wait(jobs)
+
+    async def _attempt(self, job: AgentJob) -> AgentReport:
+        settings = self._settings
+        task = SweTask.from_mapping(job.task)
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + job.deadline_s
+        if job.deadline_s <= settings.grade_timeout_s:
+            raise ConfigError(
+                "seamless.agent.deadline_s",
+                job.deadline_s,
+                f"leaves the agent no time beside {KEY}.grade_timeout_s={settings.grade_timeout_s:g}",
+                "raise the one or lower the other",
+            )
+        async with self._places:
+            agent_s = ends_at - loop.time() - settings.grade_timeout_s
+            if agent_s <= 0:
+                return _report(AgentStatus.TIMED_OUT, None, settings, f"no place free; raise {KEY}.max_concurrent")
+            token = secrets.token_hex(8)
+            left = await self._run_agent(job, task, token, agent_s)
+            grade = await self._grade(task, left.patch, token, ends_at - loop.time())
+        return _report(_status(left), grade, settings, "; ".join(filter(None, (left.detail, grade.detail))))
+
+    async def _run_agent(self, job: AgentJob, task: SweTask, token: str, limit_s: float) -> HarnessResult:
+        log = self._log(task, token)
+        request = HarnessRequest(
+            token=f"{token}-agent",
+            view=task.agent_view(),
+            base_url=job.base_url,
+            api_key=job.api_key,
+            model=job.model,
+            limit_s=max(1.0, limit_s - GRACE_S),
+            settings=self._settings,
+            trajectory=str(log / "trajectory.json") if log else "",
+        )
+        child = self._child("harness", request, limit_s, log)
+        try:
+            return HarnessResult(**await run_child(child))
+        except ChildTimeout as error:
+            # The process takes the diff before its limit; one that could not was stuck in its sandbox.
+            return HarnessResult(ended="TimedOut", patch="", detail=str(error))
+
+    async def _grade(self, task: SweTask, patch: str, token: str, limit_s: float) -> GradeResult:
+        request = GradeRequest(
+            token=f"{token}-grade", task=task, patch=patch, limit_s=max(1.0, limit_s - GRACE_S), settings=self._settings
+        )
+        try:
+            return GradeResult(**await run_child(self._child("grade", request, limit_s, self._log(task, token))))
+        except ChildTimeout as error:
+            return GradeResult(num_passed=0, num_tests=len(task.expected) or 1, detail=str(error))
+
+    def _child(self, module: str, request: HarnessRequest | GradeRequest, limit_s: float, log: Path | None) -> Child:
+        return Child(
+            module=f"{_PACKAGE}.{module}",
+            token=request.token,
+            request=protocol.dump(request),
+            timeout_s=max(limit_s, 1.0),
+            forward_env=self._settings.forward_env,
+            container_runtime=container_runtime(self._settings),
+            log=log / f"{module}.log" if log else None,
+        )
+
+    def _log(self, task: SweTask, token: str) -> Path | None:
+        folder = self._settings.log_dir
+        return Path(folder).absolute() / f"{task.view.instance_id}-{token}" if folder else None
+
+
+def check_machine(settings: RunnerSettings) -> None:
+    """Fail before anything starts where this machine cannot run an attempt.
+
+    Raises:
+        MachineError: names what is missing and how to get it.
+    """
+    for module, package in _PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            raise MachineError(package, "not installed", INSTALL)
+    if runtime := container_runtime(settings):
+        _check_containers(runtime)
+
+
+def container_runtime(settings: RunnerSettings) -> str:
+    """``docker`` or ``podman`` where sandboxes are local containers, else an empty string."""
+    if settings.sandbox.kind != "docker":
+        return ""
+    return str(settings.sandbox.options.get("container_runtime", "docker"))
+
+
+def _check_containers(runtime: str) -> None:
+    fix = f"start it, or set {KEY}.sandbox.kind to remote or modal"
+    if shutil.which(runtime) is None:
+        raise MachineError(runtime, "not found in PATH", f"install it, or set {KEY}.sandbox.kind to remote or modal")
+    try:
+        done = subprocess.run([runtime, "ps", "--quiet"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise MachineError(runtime, "does not answer within 30 s", fix) from error
+    if done.returncode != 0:
+        raise MachineError(runtime, f"not usable ({done.stderr.strip()[-300:]})", fix)
+
+
+def _status(left: HarnessResult) -> AgentStatus:
+    if left.ended in _OVERTIME:
+        return AgentStatus.TIMED_OUT
+    return AgentStatus.FINISHED if left.ended in _ORDERLY else AgentStatus.FAILED
+
+
+def _report(status: AgentStatus, grade: GradeResult | None, settings: RunnerSettings, detail: str) -> AgentReport:
+    share = grade.num_passed / grade.num_tests if grade and grade.num_tests else 0.0
+    passed = float(share == 1.0)
+    reward = passed if settings.reward == "all" else share
+    return AgentReport(status=status, reward=reward, rewards={"passed": passed, "share": share}, detail=detail)

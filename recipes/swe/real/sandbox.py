@@ -1,0 +1,231 @@
+"""A place to run commands, through swe-rex: a container per attempt, or a folder on a machine that exists already.
+
+The only module that talks to swe-rex; it is imported on use, so that the trainer's processes never load it.
+
+Invariant: after `stop` nothing of the sandbox is left (container, folder, running command), whatever happened before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from seamless_verl.recipes.swe.real.settings import KEY, MAX_COMMAND_S, SandboxSettings
+
+from seamless_verl.errors import ConfigError, MachineError, SeamlessError
+
+CONTAINER_LABEL = "seamless-verl-job"
+"""Label of every container we start, with the job's token as value."""
+INSTALL = 'pip install "seamless-verl[swe]"'
+
+# One shell line around every command: a limit that ends the whole process group, and a cap on what is kept of the
+# output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted.
+_WRAPPER = 'set -o pipefail; timeout -k 5 "$1" bash -c "$2" 2>&1 </dev/null | head -c "$3"'
+_TIMED_OUT = 124
+_POLL_S = (0.2, 5.0)
+
+
+class SandboxError(SeamlessError):
+    """The sandbox itself failed (did not start, went away): says nothing about the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """What a command left.
+
+    Attributes:
+        output: stdout and stderr together, cut at the limit.
+        exit_code: its exit status; 124 when it was stopped by its limit.
+        timed_out: True when it was stopped by its limit.
+    """
+
+    output: str
+    exit_code: int
+    timed_out: bool = False
+
+
+class Sandbox:
+    """One deployment of swe-rex.
+
+    Args:
+        settings: kind and options.
+        image: the task's image; used by the kinds that start one.
+        token: the job's token; labels the container and names the scratch folder.
+    """
+
+    def __init__(self, settings: SandboxSettings, *, image: str, token: str) -> None:
+        self._settings = settings
+        self._image = image
+        self._token = token
+        self._deployment: Any = None
+        self.scratch = f"/tmp/seamless-swe-{token}"
+        self.cwd: str = "/"
+
+    async def start(self) -> None:
+        """Start the deployment and make the scratch folder.
+
+        Raises:
+            MachineError: swe-rex or a package of the kind is not installed.
+            SandboxError: it did not start.
+        """
+        problems: list[str] = []
+        for attempt in range(self._settings.start_attempts):
+            await asyncio.sleep(min(attempt, 10))
+            self._deployment = build_deployment(self._settings, image=self._image, token=self._token)
+            try:
+                await self._deployment.start()
+                await self.check(f"mkdir -p {self.scratch}")
+                return
+            except Exception as error:  # noqa: BLE001 - swe-rex raises whatever the kind's client raises
+                problems = [f"{type(error).__name__}: {error}"]
+            try:
+                await self._stop_deployment()
+            except SandboxError as error:
+                problems.append(str(error))
+        reason = "; ".join(problems)[-2000:]
+        raise SandboxError(f"sandbox {self._settings.kind} ({self._image or 'no image'}) did not start: {reason}")
+
+    async def stop(self) -> None:
+        """Remove the scratch folder and end the deployment; idempotent."""
+        if self._deployment is None:
+            return
+        if self._settings.shared:
+            self.cwd = "/"
+            try:
+                await self.run(f"rm -rf {self.scratch}", timeout_s=60)
+            except SandboxError as error:
+                await self._stop_deployment()
+                raise SandboxError(f"folder {self.scratch} may be left: {error}") from error
+        await self._stop_deployment()
+
+    async def run(self, command: str, *, timeout_s: float) -> CommandResult:
+        """Run a bash command in `cwd`; a command that fails or hangs is a result, not an error.
+
+        Raises:
+            SandboxError: the sandbox did not answer.
+        """
+        from swerex.exceptions import CommandTimeoutError
+        from swerex.runtime.abstract import Command
+
+        seconds = min(timeout_s, MAX_COMMAND_S)
+        pairs = [f"{key}={value}" for key, value in self._settings.command_env.items()]
+        limit = str(self._settings.output_limit_bytes)
+        argv = ["env", *pairs, "bash", "-c", _WRAPPER, "run", f"{seconds:.1f}", command, limit]
+        # A background process that holds the output open outlives the wrapper's limit; the request has one as well.
+        request = Command(command=argv, cwd=self.cwd, timeout=seconds + 10, merge_output_streams=True)
+        try:
+            response = await self._deployment.runtime.execute(request)
+        except CommandTimeoutError:
+            return CommandResult(output="", exit_code=_TIMED_OUT, timed_out=True)
+        except Exception as error:
+            raise SandboxError(f"sandbox did not answer: {type(error).__name__}: {error}") from error
+        exit_code = response.exit_code if response.exit_code is not None else 1
+        return CommandResult(output=response.stdout, exit_code=exit_code, timed_out=exit_code == _TIMED_OUT)
+
+    async def check(self, command: str, *, timeout_s: float = MAX_COMMAND_S) -> str:
+        """Run a command that has to succeed; returns its output.
+
+        Raises:
+            SandboxError: it did not.
+        """
+        result = await self.run(command, timeout_s=timeout_s)
+        if result.exit_code != 0:
+            raise SandboxError(f"command failed with {result.exit_code}: {command}\n{result.output[-2000:]}")
+        return result.output
+
+    async def run_long(self, command: str, *, timeout_s: float) -> CommandResult:
+        """Like `run`, for commands that take longer than one request may: started in the background, then polled."""
+        folder = f"{self.scratch}/long"
+        await self.check(f"rm -rf {folder} && mkdir -p {folder}")
+        await self.write(f"{folder}/command.sh", command)
+        line = (
+            f"timeout -k 10 {timeout_s:.1f} bash {folder}/command.sh 2>&1 </dev/null"
+            f" | head -c {self._settings.output_limit_bytes * 10} > {folder}/out;"
+            f" echo ${{PIPESTATUS[0]}} > {folder}/code.part; mv {folder}/code.part {folder}/code"
+        )
+        await self.check(f"setsid nohup bash -c {shlex.quote(line)} >/dev/null 2>&1 </dev/null &")
+        waited, pause = 0.0, _POLL_S[0]
+        while waited < timeout_s + 30:
+            code = (await self.run(f"cat {folder}/code 2>/dev/null || true", timeout_s=30)).output.strip()
+            if code:
+                output = await self.read(f"{folder}/out")
+                return CommandResult(output=output, exit_code=int(code), timed_out=int(code) == _TIMED_OUT)
+            await asyncio.sleep(pause)
+            waited, pause = waited + pause, min(pause * 1.5, _POLL_S[1])
+        raise SandboxError(f"command did not end {waited:.0f} s after its start, limit {timeout_s:.0f} s")
+
+    async def write(self, path: str, content: str) -> None:
+        """Write a text file."""
+        from swerex.runtime.abstract import WriteFileRequest
+
+        try:
+            await self._deployment.runtime.write_file(WriteFileRequest(path=path, content=content))
+        except Exception as error:
+            raise SandboxError(f"cannot write {path}: {type(error).__name__}: {error}") from error
+
+    async def read(self, path: str) -> str:
+        """Read a text file, bytes that are no UTF-8 replaced."""
+        from swerex.runtime.abstract import ReadFileRequest
+
+        request = ReadFileRequest(path=path, encoding="utf-8", errors="replace")
+        try:
+            return str((await self._deployment.runtime.read_file(request)).content)
+        except Exception as error:
+            raise SandboxError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+
+    async def _stop_deployment(self) -> None:
+        deployment, self._deployment = self._deployment, None
+        # A remote server is not ours to stop: it would close the shells of everybody on it.
+        if deployment is None or self._settings.kind == "remote":
+            return
+        try:
+            await deployment.stop()
+        except Exception as error:
+            # swe-rex 1.4 closes the connection first and skips the container when that fails. The runner removes
+            # containers by label after every attempt that ends other than well, so tell it by failing.
+            raise SandboxError(f"sandbox did not stop: {type(error).__name__}: {error}") from error
+
+
+def build_deployment(settings: SandboxSettings, *, image: str, token: str) -> Any:
+    """A swe-rex deployment, not started.
+
+    Raises:
+        MachineError: swe-rex, or what the kind needs beside it, is not installed.
+        ConfigError: swe-rex refuses the options.
+        SandboxError: the kind needs an image and the task names none.
+    """
+    try:
+        from swerex.deployment import config
+    except ImportError as error:
+        raise MachineError("swe-rex", f"not installed ({error})", INSTALL) from error
+    classes = {
+        "local": config.LocalDeploymentConfig,
+        "docker": config.DockerDeploymentConfig,
+        "remote": config.RemoteDeploymentConfig,
+        "modal": config.ModalDeploymentConfig,
+        "fargate": config.FargateDeploymentConfig,
+        "daytona": config.DaytonaDeploymentConfig,
+    }
+    options = dict(settings.options)
+    if not settings.shared:
+        if not image:
+            raise SandboxError(
+                f"sandbox {settings.kind} starts from an image and the task names none. Fix: prepare the data with "
+                "--image-template, or give the records an image_name"
+            )
+        options["image"] = image
+    if settings.kind == "docker":
+        options["docker_args"] = [*options.get("docker_args", ()), "--label", f"{CONTAINER_LABEL}={token}"]
+    try:
+        return classes[settings.kind](**options).get_deployment()
+    except ValueError as error:  # pydantic's ValidationError
+        raise ConfigError(
+            f"{KEY}.sandbox.options", options, f"is refused by swe-rex ({error})", "see its deployment configuration"
+        ) from error
+    except ImportError as error:
+        extra = f"swe-rex[{settings.kind}]"
+        raise MachineError(
+            f"swe-rex for {settings.kind}", f"not installed ({error})", f'pip install "{extra}"'
+        ) from error

@@ -1,0 +1,120 @@
+"""The repository inside a sandbox: at its base commit before the agent, with a patch applied before grading.
+
+Both the agent and the grader start from `prepare_workspace`, so that a diff made in one applies in the other.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from seamless_verl.recipes.swe.real.patches import touched_paths
+from seamless_verl.recipes.swe.real.sandbox import Sandbox, SandboxError
+from seamless_verl.recipes.swe.real.settings import SandboxSettings
+from seamless_verl.recipes.swe.real.task import AgentView
+
+SETUP_TIMEOUT_S = 1800.0
+
+# What agents leave beside the source: their patch file and caches. Kept out of the diff taken for them.
+_NOT_SOURCE = ("patch.txt", "*.pyc", "__pycache__/**", ".pytest_cache/**")
+
+# The image's commit may be the base itself or one commit of build fixes on top of it; both are kept as they are.
+_CHECK_OUT = """
+set -e
+git config --global --add safe.directory {workdir}
+head=$(git rev-parse HEAD); parent=$(git rev-parse -q --verify 'HEAD^' || true)
+want=$(git rev-parse -q --verify {base}'^{{commit}}' || true)
+if [ -z "$want" ]; then git fetch -q --depth 1 origin {base}; want=$(git rev-parse FETCH_HEAD); fi
+if [ "$want" != "$head" ] && [ "$want" != "$parent" ]; then git checkout -q -f --detach "$want"; fi
+"""
+
+# The commits after the base hold the solution: without names and logs they are not found by looking around.
+_HIDE_FUTURE = """
+set -e
+git checkout -q --detach
+git for-each-ref --format='delete %(refname)' | git update-ref --stdin
+for name in $(git remote); do git remote remove "$name"; done
+git reflog expire --expire=now --all
+rm -f "$(git rev-parse --git-dir)/FETCH_HEAD" "$(git rev-parse --git-dir)/ORIG_HEAD"
+"""
+
+# What the image or the setup command left uncommitted belongs to the start, not to the agent's work.
+_COMMIT_LEFTOVERS = """
+set -e
+if [ -n "$(git status --porcelain)" ]; then
+  git add -A
+  git -c user.name=base -c user.email=base@localhost -c commit.gpgsign=false commit -q --no-verify -m base
+fi
+"""
+
+
+async def prepare_workspace(sandbox: Sandbox, view: AgentView, settings: SandboxSettings) -> None:
+    """Bring the repository to the task's base commit and make it the sandbox's working directory.
+
+    Raises:
+        SandboxError: no repository, no such commit, or the setup command fails.
+    """
+    base = shlex.quote(view.base_commit)
+    if settings.shared:
+        workdir = f"{sandbox.scratch}/repo"
+        url = shlex.quote(repository_url(view.repo, settings.repo_url))
+        # Depth 1: the commits after the base, where the solution is, never get here.
+        await sandbox.check(f"git init -q {workdir} && cd {workdir} && git fetch -q --depth 1 {url} {base}")
+        sandbox.cwd = workdir
+        await sandbox.check("git checkout -q --detach FETCH_HEAD")
+    else:
+        await sandbox.check(f"test -d {shlex.quote(view.workdir)}/.git")
+        sandbox.cwd = view.workdir
+        await sandbox.check(_CHECK_OUT.format(workdir=shlex.quote(view.workdir), base=base))
+    await sandbox.check(_HIDE_FUTURE)
+    if settings.setup_command:
+        result = await sandbox.run_long(settings.setup_command, timeout_s=SETUP_TIMEOUT_S)
+        if result.exit_code != 0:
+            raise SandboxError(f"setup_command failed with {result.exit_code}: {result.output[-2000:]}")
+    await sandbox.check(_COMMIT_LEFTOVERS)
+
+
+def repository_url(repo: str, template: str) -> str:
+    """What git fetches from: paths and URLs as they are, ``owner/name`` through the template."""
+    return repo if repo.startswith(("/", "file:")) or "://" in repo else template.format(repo=repo)
+
+
+async def worktree_diff(sandbox: Sandbox) -> str:
+    """Everything changed since the base commit, new files included, as one diff."""
+    leave_out = " ".join(shlex.quote(f":(exclude,glob)**/{name}") for name in _NOT_SOURCE)
+    path = f"{sandbox.scratch}/worktree.diff"
+    await sandbox.check("git add -A")
+    await sandbox.check(f"git -c core.fileMode=false diff --cached --binary HEAD -- . {leave_out} > {path}")
+    return await sandbox.read(path)
+
+
+async def apply_patch(sandbox: Sandbox, patch: str, *, name: str) -> str:
+    """Apply a diff; returns why it does not apply, or an empty string.
+
+    Tried as git has it, then with fuzz: models often get line numbers slightly wrong.
+    """
+    path = f"{sandbox.scratch}/{name}.diff"
+    await sandbox.write(path, patch if patch.endswith("\n") else patch + "\n")
+    first = await sandbox.run(f"git apply --whitespace=nowarn {path}", timeout_s=120)
+    if first.exit_code == 0:
+        return ""
+    fuzzy = f"patch --batch --forward --fuzz=5 -p1 --no-backup-if-mismatch -r - -i {path}"
+    dry = await sandbox.run(f"{fuzzy} --dry-run", timeout_s=120)
+    if dry.exit_code == 0:
+        await sandbox.check(fuzzy)
+        return ""
+    return first.output.strip()[-500:] or "git apply failed"
+
+
+async def apply_tests(sandbox: Sandbox, test_patch: str) -> None:
+    """Put the tests' files back to the base commit, then bring the new tests.
+
+    Raises:
+        SandboxError: the data set's own test patch does not apply.
+    """
+    if not test_patch.strip():
+        return
+    for path in sorted(touched_paths(test_patch)):
+        quoted = shlex.quote(path)
+        await sandbox.check(f"git checkout -q HEAD -- {quoted} 2>/dev/null || rm -rf {quoted}")
+    if problem := await apply_patch(sandbox, test_patch, name="tests"):
+        raise SandboxError(f"the task's test_patch does not apply to its base commit: {problem}")
