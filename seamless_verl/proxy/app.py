@@ -1,0 +1,331 @@
+"""The HTTP surface: routes, keys, bodies. Everything else is in the modules it calls.
+
+========================================  ===========================  ============================
+route                                     key                          body
+========================================  ===========================  ============================
+``POST /sessions``                        admin                        :class:`~.wire.OpenBody`
+``GET /sessions/{id}``                    admin, or the session's own
+``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.wire.RewardBody`
+``DELETE /sessions/{id}``                 admin
+``GET /stats``                            admin
+``POST [/sessions/{id}]/v1/chat/…``       the session's own            :class:`~.chat.ChatRequest`
+``GET [/sessions/{id}]/v1/models``        the session's own
+``GET /healthz``, ``/metrics``            none
+========================================  ===========================  ============================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from seamless_verl.proxy.chat import completion_body, completion_events, invalid, parse_chat
+from seamless_verl.proxy.engine import Engine
+from seamless_verl.proxy.errors import ApiError, bad_request
+from seamless_verl.proxy.flights import ClientGone
+from seamless_verl.proxy.journal import Journal, NullJournal
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.rendering import Codec
+from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
+from seamless_verl.proxy.turns import Gate, TurnService
+from seamless_verl.proxy.wire import OpenBody, RewardBody, audit_to_wire, row_to_wire, view_of
+from seamless_verl.trajectory.audit import audit_rows
+from seamless_verl.trajectory.rendering import Renderer
+from seamless_verl.trajectory.rows import build_rows
+
+_log = logging.getLogger(__name__)
+_CLIENT_CLOSED = 499
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyDeps:
+    """What a proxy is made of; built in the composition root.
+
+    Attributes:
+        admin_key: opens and closes sessions.
+        model: name that ``GET /v1/models`` shows; any other name is accepted and echoed, since the session decides.
+        gate: holds requests back while it is closed; None for no gate.
+        think_tags: opening and closing tag of reasoning in the model's text; None when it has none.
+        base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
+    """
+
+    engine: Engine
+    renderer: Renderer
+    codec: Codec
+    admin_key: str
+    model: str
+    journal: Journal = field(default_factory=NullJournal)
+    limits: Limits = field(default_factory=Limits)
+    counters: Counters = field(default_factory=Counters)
+    sessions: SessionStore = field(default_factory=SessionStore)
+    gate: Gate | None = None
+    think_tags: tuple[str, str] | None = None
+    base_url: str = ""
+
+
+class Proxy:
+    """Handlers of one proxy; :func:`make_app` gives them their routes."""
+
+    def __init__(self, deps: ProxyDeps) -> None:
+        self._deps = deps
+        self._admin_digest = key_digest(deps.admin_key)
+        self._turns = TurnService(
+            engine=deps.engine,
+            renderer=deps.renderer,
+            codec=deps.codec,
+            journal=deps.journal,
+            limits=deps.limits,
+            counters=deps.counters,
+            gate=deps.gate,
+            think_tags=deps.think_tags,
+        )
+
+    async def open_session(self, request: Request) -> Response:
+        self._require_admin(request)
+        await self._reap()
+        if len(self._deps.sessions) >= self._deps.limits.max_sessions:
+            story = f"The proxy holds {len(self._deps.sessions)} sessions, which is its limit."
+            raise ApiError(429, "too_many_sessions", story, retry_after_s=5.0)
+        spec = _validated(OpenBody, await self._body(request)).spec()
+        session, api_key = self._deps.sessions.open(spec, now=time.time())
+        await self._deps.journal.opened(session)
+        counters = self._deps.counters
+        counters.sessions_opened += 1
+        counters.num_sessions = len(self._deps.sessions)
+        root = self._deps.base_url or str(request.base_url).rstrip("/")
+        return _json({"id": session.id, "api_key": api_key, "base_url": f"{root}/sessions/{session.id}/v1"}, status=201)
+
+    async def view_session(self, request: Request) -> Response:
+        if self._is_admin(request):
+            return _json(view_of(self._deps.sessions.by_id(request.path_params["session_id"])))
+        return _json(view_of(self._session_of(request)))
+
+    async def reward_session(self, request: Request) -> Response:
+        self._require_admin(request)
+        session = self._deps.sessions.by_id(request.path_params["session_id"])
+        _apply_reward(session, _validated(RewardBody, await self._body(request)))
+        return _json({"reward": session.reward, "rewards": session.rewards})
+
+    async def close_session(self, request: Request) -> Response:
+        """Hand a session's rows over and forget it."""
+        self._require_admin(request)
+        session = self._deps.sessions.by_id(request.path_params["session_id"])
+        _apply_reward(session, _validated(RewardBody, await self._body(request)))
+        self._deps.sessions.drop(session)
+        await self._turns.drop(session)
+        rows = build_rows(session.tree)
+        report = audit_rows(rows, session.ledger.entries)
+        for violation in report.violations:
+            _log.error("session %s: audit: %s: %s", session.id, violation.kind.value, violation.story)
+        await self._deps.journal.closed(session.id)
+        counters = self._deps.counters
+        counters.audited(report)
+        counters.sessions_closed += 1
+        counters.num_sessions = len(self._deps.sessions)
+        result = {
+            "id": session.id,
+            "group": session.spec.group,
+            "index": session.spec.index,
+            "metadata": dict(session.spec.metadata),
+            "reward": session.reward,
+            "rewards": session.rewards,
+            "rows": [row_to_wire(row) for row in rows],
+            "audit": audit_to_wire(report),
+            "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
+            "drift": {reason.value: count for reason, count in session.tree.drift.items()},
+        }
+        return _json(result)
+
+    async def delete_session(self, request: Request) -> Response:
+        """Forget a session without its rows."""
+        self._require_admin(request)
+        await self._forget(self._deps.sessions.by_id(request.path_params["session_id"]))
+        return Response(status_code=204)
+
+    async def chat(self, request: Request) -> Response:
+        session = self._session_of(request)
+        call = parse_chat(await self._body(request))
+        served = await self._turns.answer(
+            session, call, retry_count=_retry_count(request), gone=lambda: _client_left(request)
+        )
+        headers = {"x-seamless-match": served.match}
+        if served.overrides:
+            headers["x-seamless-overrides"] = ", ".join(served.overrides)
+        if call.stream:
+            body, media_type = b"".join(completion_events(served.answer, call)), "text/event-stream"
+            headers["cache-control"] = "no-cache"
+        else:
+            body, media_type = completion_body(served.answer, call), "application/json"
+        return Response(body, headers=headers, media_type=media_type)
+
+    async def models(self, request: Request) -> Response:
+        self._session_of(request)
+        model = {"id": self._deps.model, "object": "model", "created": 0, "owned_by": "seamless_verl"}
+        return _json({"object": "list", "data": [model]})
+
+    async def stats(self, request: Request) -> Response:
+        self._require_admin(request)
+        return _json(self._deps.counters.snapshot(time.monotonic()))
+
+    async def healthz(self, request: Request) -> Response:
+        return _json({"status": "ok", "sessions": len(self._deps.sessions)})
+
+    async def metrics(self, request: Request) -> Response:
+        text = self._deps.counters.prometheus_text(time.monotonic())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _forget(self, session: Session) -> None:
+        self._deps.sessions.drop(session)
+        await self._turns.drop(session)
+        await self._deps.journal.closed(session.id)
+        self._deps.counters.num_sessions = len(self._deps.sessions)
+
+    async def _reap(self) -> None:
+        """Forget sessions whose deadline passed long ago and which nobody closed."""
+        now = time.time()
+        for session in self._deps.sessions:
+            if now > session.deadline + self._deps.limits.expired_grace_s:
+                _log.warning("session %s was never closed; forgetting its %d turns", session.id, session.tree.num_turns)
+                await self._forget(session)
+
+    def _is_admin(self, request: Request) -> bool:
+        return hmac.compare_digest(key_digest(_api_key(request)), self._admin_digest)
+
+    def _require_admin(self, request: Request) -> None:
+        if not self._is_admin(request):
+            raise ApiError(403, "admin_only", "This route needs the admin key.")
+
+    def _session_of(self, request: Request) -> Session:
+        """The session of the request's key, which must be the one in its path if there is one."""
+        session = self._deps.sessions.by_key(_api_key(request))
+        wanted = request.path_params.get("session_id", session.id)
+        if wanted != session.id:
+            raise ApiError(403, "wrong_session", "This API key belongs to another session.")
+        return session
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, unless it is too long or too slow."""
+        limits = self._deps.limits
+        too_long = ApiError(413, "body_too_large", f"The body may have {limits.max_body_bytes} bytes.")
+        announced = request.headers.get("content-length", "0")
+        if len(announced) > 18 or (announced.isdigit() and int(announced) > limits.max_body_bytes):
+            raise too_long
+
+        async def read() -> bytes:
+            chunks, size = [], 0
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limits.max_body_bytes:
+                    raise too_long
+                chunks.append(chunk)
+            return b"".join(chunks)
+
+        try:
+            return await asyncio.wait_for(read(), limits.body_timeout_s)
+        except asyncio.TimeoutError:
+            story = f"The body did not arrive within {limits.body_timeout_s:g} s."
+            raise ApiError(408, "body_too_slow", story) from None
+        except ClientDisconnect:
+            raise ClientGone from None
+
+
+def make_app(deps: ProxyDeps) -> FastAPI:
+    """A proxy as an ASGI application; it keeps no state outside ``deps``."""
+    proxy = Proxy(deps)
+    app = FastAPI(title="seamless_verl proxy", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.deps = deps
+    routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
+        ("POST", "/v1/chat/completions", proxy.chat),
+        ("POST", "/sessions/{session_id}/v1/chat/completions", proxy.chat),
+        ("GET", "/v1/models", proxy.models),
+        ("GET", "/sessions/{session_id}/v1/models", proxy.models),
+        ("POST", "/sessions", proxy.open_session),
+        ("GET", "/sessions/{session_id}", proxy.view_session),
+        ("DELETE", "/sessions/{session_id}", proxy.delete_session),
+        ("POST", "/sessions/{session_id}/reward", proxy.reward_session),
+        ("POST", "/sessions/{session_id}/close", proxy.close_session),
+        ("GET", "/stats", proxy.stats),
+        ("GET", "/healthz", proxy.healthz),
+        ("GET", "/metrics", proxy.metrics),
+    )
+    for method, path, handler in routes:
+        app.router.add_route(path, handler, methods=[method])
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        deps.counters.refusals[error.code] += 1
+        return _json(error.body(), status=error.status, headers=dict(error.headers()))
+
+    async def refuse_path(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = "method_not_allowed" if error.status_code == 405 else "unknown_path"
+        return await refuse(request, ApiError(error.status_code, code, f"{request.method} {request.url.path[:200]}?"))
+
+    async def nobody(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_CLOSED)
+
+    async def fail(request: Request, error: Exception) -> Response:
+        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return await refuse(request, ApiError(500, "internal_error", f"{type(error).__name__} inside the proxy."))
+
+    app.add_exception_handler(ApiError, refuse)
+    app.add_exception_handler(HTTPException, refuse_path)
+    app.add_exception_handler(ClientGone, nobody)
+    app.add_exception_handler(Exception, fail)
+    return app
+
+
+def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+def _validated(model: type[_Body], body: bytes) -> _Body:
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def _apply_reward(session: Session, body: RewardBody) -> None:
+    if body.reward is not None:
+        session.reward = body.reward
+    session.rewards.update(body.rewards)
+
+
+def _api_key(request: Request) -> str:
+    """The key of a request: ``Authorization: Bearer …`` or ``x-api-key``."""
+    bearers, plain = request.headers.getlist("authorization"), request.headers.getlist("x-api-key")
+    if len(bearers) > 1 or len(plain) > 1:
+        raise bad_request("The key was sent more than once.", code="duplicate_header")
+    if bearers:
+        scheme, _, key = bearers[0].partition(" ")
+        if scheme.lower() == "bearer" and key.strip():
+            return key.strip()
+    elif plain and plain[0]:
+        return plain[0]
+    raise ApiError(401, "missing_api_key", "Send the session's key as 'Authorization: Bearer KEY'.")
+
+
+def _retry_count(request: Request) -> int | None:
+    text = request.headers.get("x-stainless-retry-count", "")
+    return min(int(text), 1000) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+async def _client_left(request: Request) -> None:
+    """Returns when the client is gone; the body has been read, so anything else is noise."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,129 @@
+"""The trainer's side of a proxy: open sessions, close them, get rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.wire import audit_from_wire, row_from_wire
+from seamless_verl.trajectory.audit import AuditReport
+from seamless_verl.trajectory.rows import Row
+
+
+class ProxyRefused(SeamlessError):
+    """The proxy answered with an error; ``status`` and ``code`` as on the wire."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"the proxy refused ({status} {code}): {message}")
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionHandle:
+    """An open session. Agents need ``base_url`` and ``api_key``; the key alone works at the proxy's own ``/v1`` too."""
+
+    id: str
+    api_key: str
+    base_url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionResult:
+    """What a closed session left.
+
+    Attributes:
+        rows: one per leaf, the one with the most generated tokens first; empty when the agent never asked anything.
+        audit: comparison of the rows with the engine's ledger; ``audit.violations`` must be empty.
+        kinds: turns by ``clean``, ``realign``, ``fork``.
+        drift: how often each reason kept a turn from being clean.
+    """
+
+    id: str
+    group: str
+    index: int
+    metadata: Mapping[str, Any]
+    reward: float | None
+    rewards: Mapping[str, float]
+    rows: tuple[Row, ...]
+    audit: AuditReport
+    kinds: Mapping[str, int]
+    drift: Mapping[str, int]
+
+
+class ProxyAdmin:
+    """Admin client of one proxy.
+
+    Args:
+        base_url: as :attr:`seamless_verl.proxy.server.ProxyServer.base_url`.
+        admin_key: the proxy's admin key.
+        timeout_s: for one call; closing a long session transfers its rows.
+    """
+
+    def __init__(self, base_url: str, admin_key: str, *, timeout_s: float = 60.0) -> None:
+        # Proxies of the environment are for the outside world; this one is on our own network.
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            headers={"authorization": f"Bearer {admin_key}"},
+            timeout=timeout_s,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def open_session(self, spec: SessionSpec) -> SessionHandle:
+        """Open a session; see :class:`SessionSpec` for what can be asked."""
+        data = await self._call("POST", "/sessions", asdict(spec))
+        return SessionHandle(id=data["id"], api_key=data["api_key"], base_url=data["base_url"])
+
+    async def set_reward(
+        self, session_id: str, reward: float | None = None, rewards: Mapping[str, float] | None = None
+    ) -> None:
+        """Note a reward; closing may still change it."""
+        await self._call("POST", f"/sessions/{session_id}/reward", {"reward": reward, "rewards": dict(rewards or {})})
+
+    async def close_session(
+        self, session_id: str, reward: float | None = None, rewards: Mapping[str, float] | None = None
+    ) -> SessionResult:
+        """End a session and take its rows; whatever it has in flight is cancelled and not part of them."""
+        body = {"reward": reward, "rewards": dict(rewards or {})}
+        data = await self._call("POST", f"/sessions/{session_id}/close", body)
+        return SessionResult(
+            id=data["id"],
+            group=data["group"],
+            index=data["index"],
+            metadata=data["metadata"],
+            reward=data["reward"],
+            rewards=data["rewards"],
+            rows=tuple(row_from_wire(row) for row in data["rows"]),
+            audit=audit_from_wire(data["audit"]),
+            kinds=data["kinds"],
+            drift=data["drift"],
+        )
+
+    async def view_session(self, session_id: str) -> dict[str, Any]:
+        """The session's tree, without tokens."""
+        return await self._call("GET", f"/sessions/{session_id}")
+
+    async def delete_session(self, session_id: str) -> None:
+        """Forget a session and its rows."""
+        await self._call("DELETE", f"/sessions/{session_id}")
+
+    async def stats(self) -> dict[str, Any]:
+        """The proxy's counters; see :class:`seamless_verl.proxy.metrics.Counters`."""
+        return await self._call("GET", "/stats")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        response = await self._client.request(method, path, json=body)
+        if response.is_error:
+            error = response.json().get("error", {})
+            raise ProxyRefused(response.status_code, str(error.get("code")), str(error.get("message")))
+        data: dict[str, Any] = response.json() if response.content else {}
+        return data

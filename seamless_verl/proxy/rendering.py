@@ -1,0 +1,195 @@
+"""Chat templates of Hugging Face tokenizers, for prompts that grow and are never rendered twice.
+
+An extension is taken from a short stand-in conversation, so that its cost does not depend on the history::
+
+    before   [system] user  assistant:MARK<closing>
+    after    [system] user  assistant:MARK<closing> new messages … generation prompt
+                                          └──────── appended ────────┘
+
+What the engine already generated of ``<closing>`` (usually the stop token) is not appended again. What the template
+writes *before* the mark may shrink or grow right at the mark (templates that drop thinking from history do that): the
+recorded tokens of the real answer stand there anyway. Any other difference means that the template rewrites history,
+and the extension is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from seamless_verl.trajectory.messages import Message, Role
+from seamless_verl.trajectory.rendering import Extension, ExtensionRefused
+
+_MARK = "Zq7SeamlessMark7qZ"
+
+
+class RenderingFailed(Exception):
+    """The chat template refuses these messages; the client can mend that."""
+
+
+class Codec(Protocol):
+    """The way back from token ids to text."""
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end an answer and are no part of its text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class TokenizerRenderer:
+    """Renderer and codec over one tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        template_args: extra arguments of the template, e.g. ``{"enable_thinking": False}``.
+        stop_token_ids: ids that end an answer; the tokenizer's end-of-sequence token when None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template_args: dict[str, Any] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._template_args = dict(template_args or {})
+        eos = tokenizer.eos_token_id
+        found = stop_token_ids if stop_token_ids is not None else ([] if eos is None else [eos])
+        self._stop_token_ids = frozenset(int(token) for token in found)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return self._stop_token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that already contains its special tokens."""
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> list[int]:
+        """See :class:`seamless_verl.trajectory.rendering.Renderer`."""
+        return self.encode(self._text(messages, tools, add_generation_prompt=True))
+
+    def render_extension(
+        self,
+        previous_messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[str],
+        known_ids: Sequence[int],
+    ) -> Extension:
+        """See :class:`seamless_verl.trajectory.rendering.Renderer`."""
+        stub = _stub(previous_messages)
+        try:
+            before = self._text(stub, tools, add_generation_prompt=False)
+            after = self._text([*stub, *new_messages], tools, add_generation_prompt=True)
+        except RenderingFailed as error:
+            raise ExtensionRefused(f"the template refuses a short form of this conversation: {error}") from error
+        head_before, _, tail_before = before.partition(_MARK)
+        head_after, mark, tail_after = after.partition(_MARK)
+        if not mark or _MARK in tail_after:
+            raise ExtensionRefused("the template does not write an earlier answer exactly once")
+        if not head_before.startswith(head_after) and not head_after.startswith(head_before):
+            raise ExtensionRefused("the template changes what stands before an earlier answer when messages follow it")
+        if not tail_after.startswith(tail_before):
+            raise ExtensionRefused("the template changes what stands after an earlier answer when messages follow it")
+        closing = self.encode(self._closing(tail_before, tools))
+        added = self.encode(tail_after[len(tail_before) :])
+        return self._join(known_ids, closing, added)
+
+    def _join(self, known_ids: Sequence[int], closing: list[int], added: list[int]) -> Extension:
+        """Continue after whatever part of the closing the model generated itself."""
+        last = known_ids[-1]
+        if not closing:
+            # Templates without a closing let the model stop with the header of the next role.
+            if last in self._stop_token_ids and added and added[0] in self._stop_token_ids:
+                return Extension(token_ids=added, num_dropped=1)
+            return Extension(token_ids=added)
+        for length in range(min(len(closing), len(known_ids)), 0, -1):
+            if list(known_ids[-length:]) == closing[:length]:
+                return Extension(token_ids=closing[length:] + added)
+        return Extension(token_ids=closing + added)
+
+    def _closing(self, tail: str, tools: Sequence[str]) -> str:
+        """The end of an assistant message, without the tool calls that ``tail`` may begin with."""
+        plain = self._plain_closing(tuple(tools))
+        if tail.endswith(plain):
+            return plain
+        texts = [self._tokenizer.decode([token]) for token in self._stop_token_ids]
+        at = max((tail.rfind(text) for text in texts), default=-1)
+        if at < 0:
+            raise ExtensionRefused("the template ends an answer with tool calls in a way of its own")
+        return tail[at:]
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as its process
+    def _plain_closing(self, tools: tuple[str, ...]) -> str:
+        text = self._text(
+            [Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content=_MARK)],
+            tools,
+            add_generation_prompt=False,
+        )
+        return text.partition(_MARK)[2]
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[str], *, add_generation_prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [_template_message(message) for message in messages],
+                tools=_template_tools(tuple(tools)) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_args,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise RenderingFailed(f"the model's chat template refuses these messages: {error}") from error
+        return text
+
+
+def _stub(previous: Sequence[Message]) -> list[Message]:
+    """A short conversation that ends like ``previous``: same system message, same tool calls, marked content."""
+    answer = Message(role=Role.ASSISTANT, content=_MARK, tool_calls=previous[-1].tool_calls)
+    system = [previous[0]] if previous[0].role is Role.SYSTEM else []
+    return [*system, Message(role=Role.USER, content="?"), answer]
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _value(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name:
+        plain["name"] = message.name
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
+    return plain
+
+
+def _value(arguments: str) -> Any:
+    """Templates write arguments with ``tojson`` and expect a value; what is not an object stays text."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+@lru_cache(maxsize=64)
+def _template_tools(tools: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [json.loads(tool) for tool in tools]

@@ -1,0 +1,98 @@
+"""Serve an app inside a running event loop, e.g. that of a Ray actor.
+
+The socket is bound before anything starts, so that the port is known at once and a taken one is a clear error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from seamless_verl.errors import ConfigError
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process, not to one of its servers."""
+        yield
+
+
+class ProxyServer:
+    """One app on one socket.
+
+    Args:
+        app: from :func:`seamless_verl.proxy.app.make_app`.
+        host: address to bind; loopback unless told otherwise.
+        port: 0 takes a free one.
+        drain_s: how long :meth:`stop` waits for answers under way.
+    """
+
+    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0, *, drain_s: float = 5.0) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        self._drain_s = drain_s
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """``http://host:port``, once started."""
+        if self._socket is None:
+            raise RuntimeError("ProxyServer.base_url before start(): the port is not known yet")
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def start(self) -> str:
+        """Bind and serve; returns the base URL once requests are taken.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._socket = _bind(self._host, self._port)
+        config = uvicorn.Config(
+            self._app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=max(1, round(self._drain_s)),
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise RuntimeError(f"the server on {self._host}:{self._port} ended before it took requests")
+            await asyncio.sleep(0.005)
+        return self.base_url
+
+    async def stop(self) -> None:
+        """Take no more requests, let those under way finish, close the socket; idempotent."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+        if self._socket is not None:
+            self._socket.close()
+        self._server = self._task = None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            "proxy.port", port, f"cannot listen on {host}:{port}: {error}", "a port that is free, or 0 to take any"
+        ) from error
+    return listener

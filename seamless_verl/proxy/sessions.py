@@ -1,0 +1,204 @@
+"""Sessions of one proxy: who may talk, how much, until when.
+
+::
+
+    OPEN ──close──▶ CLOSED          only OPEN takes requests
+      └──deadline─▶ EXPIRED ──close──▶ CLOSED
+
+Keys are kept as digests only. Looking a key up compares digests, whose bytes an attacker cannot steer, and the final
+comparison takes constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import sha256
+from typing import Any
+
+from seamless_verl.proxy.engine import Ledger
+from seamless_verl.proxy.errors import ApiError
+from seamless_verl.trajectory.messages import Transcript
+from seamless_verl.trajectory.tree import SessionTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """What the trainer asks for when it opens a session.
+
+    Attributes:
+        group: prompt uid; sessions of one group answer the same task.
+        index: number of this session in its group.
+        deadline_s: seconds from opening after which the session takes no more requests.
+        max_turns, max_tokens: budgets of the whole session, in answers and in generated tokens.
+        max_model_len: prompt and answer of one turn together, in tokens; None for the model's own limit.
+        max_parallel: requests of this session that may be in flight at once.
+        sampling: parameters the trainer decides, whatever the agent asks for: ``temperature``, ``top_p``, ``top_k``,
+            ``seed``, ``max_tokens``. A ``seed`` is mixed with each request, so that two turns never share their noise.
+        metadata: the trainer's own notes, JSON-compatible.
+    """
+
+    group: str = ""
+    index: int = 0
+    deadline_s: float = 3600.0
+    max_turns: int = 1000
+    max_tokens: int = 1 << 30
+    max_model_len: int | None = None
+    max_parallel: int = 16
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SessionState(Enum):
+    OPEN = "open"
+    EXPIRED = "expired"
+    CLOSED = "closed"
+
+
+class Session:
+    """One attempt at one task: its tree, its ledger, its budgets."""
+
+    def __init__(self, *, session_id: str, key_digest: bytes, spec: SessionSpec, opened_at: float) -> None:
+        self.id = session_id
+        self.key_digest = key_digest
+        self.spec = spec
+        self.opened_at = opened_at
+        self.deadline = opened_at + spec.deadline_s
+        self.state = SessionState.OPEN
+        self.tree = SessionTree()
+        self.ledger = Ledger()
+        self.num_in_flight = 0
+        self.num_generated = 0
+        self.num_started = 0
+        self.reward: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.recent = RecentTranscripts()
+
+    def check_open(self, now: float) -> None:
+        """Raise unless the session takes requests."""
+        if self.state is SessionState.OPEN and now >= self.deadline:
+            self.state = SessionState.EXPIRED
+        if self.state is SessionState.EXPIRED:
+            late = f"Its deadline of {self.spec.deadline_s:g} s has passed."
+            raise ApiError(409, "session_expired", f"Session {self.id} is over. {late}")
+        if self.state is SessionState.CLOSED:
+            raise ApiError(409, "session_closed", f"Session {self.id} is closed; its trajectory was handed over.")
+
+    def check_budget(self) -> None:
+        """Raise when another turn would exceed a budget or the session's share of the engine."""
+        spec = self.spec
+        if self.tree.num_turns + self.num_in_flight >= spec.max_turns:
+            raise ApiError(429, "turn_budget_exhausted", f"Session {self.id} has used its {spec.max_turns} turns.")
+        if self.num_generated >= spec.max_tokens:
+            raise ApiError(429, "token_budget_exhausted", f"Session {self.id} has used its {spec.max_tokens} tokens.")
+        if self.num_in_flight >= spec.max_parallel:
+            story = f"Session {self.id} has {self.num_in_flight} requests in flight, which is its limit."
+            raise ApiError(429, "too_many_requests", story, retry_after_s=1.0)
+
+
+class RecentTranscripts:
+    """The last few requests as sent, so that a history is parsed and hashed once, however often it is sent again.
+
+    Bounded: ``size`` conversations (parallel branches and sub-agents each keep one).
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._entries: list[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], Transcript]] = []
+
+    def best(
+        self, raw_messages: list[Mapping[str, Any]]
+    ) -> tuple[int, Transcript | None, list[Mapping[str, Any]] | None]:
+        """Length of the longest common beginning with an earlier request, its transcript and its tools as sent."""
+        best: tuple[int, Transcript | None, list[Mapping[str, Any]] | None] = (0, None, None)
+        for known, tools, transcript in self._entries:
+            length = _common_length(known, raw_messages)
+            if length > best[0]:
+                best = (length, transcript, tools)
+        return best
+
+    def add(
+        self,
+        raw_messages: list[Mapping[str, Any]],
+        raw_tools: list[Mapping[str, Any]],
+        transcript: Transcript,
+        *,
+        replaces: Transcript | None,
+    ) -> None:
+        """Remember a request; one that continues ``replaces`` takes its place."""
+        self._entries = [entry for entry in self._entries if entry[2] is not replaces][-(self._size - 1) :]
+        self._entries.append((raw_messages, raw_tools, transcript))
+
+
+def _common_length(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> int:
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter
+    return next(at for at in range(shorter) if one[at] != other[at])
+
+
+class SessionStore:
+    """All sessions of one process, by id and by key.
+
+    Closed ones leave their id and key digest behind (the last ``num_tombstones``), so that late agents are told what
+    happened instead of being taken for strangers.
+    """
+
+    def __init__(self, *, num_tombstones: int = 10_000) -> None:
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+        self._gone: OrderedDict[bytes, str] = OrderedDict()
+        self._num_tombstones = num_tombstones
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Any:
+        return iter(tuple(self._by_id.values()))
+
+    def open(self, spec: SessionSpec, *, now: float) -> tuple[Session, str]:
+        """A new session and its key; the key exists nowhere else."""
+        api_key = "sk-seamless-" + secrets.token_urlsafe(24)
+        session = Session(session_id=secrets.token_hex(12), key_digest=key_digest(api_key), spec=spec, opened_at=now)
+        self.adopt(session)
+        return session, api_key
+
+    def adopt(self, session: Session) -> None:
+        """Take over a session, e.g. one that an earlier process left in its journal."""
+        self._by_id[session.id] = session
+        self._by_key[session.key_digest] = session
+
+    def by_id(self, session_id: str) -> Session:
+        session = self._by_id.get(session_id)
+        if session is not None:
+            return session
+        if session_id in self._gone.values():
+            raise ApiError(409, "session_closed", f"Session {session_id} is closed; its trajectory was handed over.")
+        raise ApiError(404, "session_not_found", f"There is no session {session_id[:64]!r}.")
+
+    def by_key(self, api_key: str) -> Session:
+        digest = key_digest(api_key)
+        session = self._by_key.get(digest)
+        if session is not None and hmac.compare_digest(session.key_digest, digest):
+            return session
+        if digest in self._gone:
+            raise ApiError(409, "session_closed", "The session of this key is closed; its trajectory was handed over.")
+        raise ApiError(401, "invalid_api_key", "This API key belongs to no session.")
+
+    def drop(self, session: Session) -> None:
+        """Forget a session's tokens; late requests still learn that it is closed."""
+        session.state = SessionState.CLOSED
+        if self._by_id.pop(session.id, None) is None:
+            return
+        del self._by_key[session.key_digest]
+        self._gone[session.key_digest] = session.id
+        while len(self._gone) > self._num_tombstones:
+            self._gone.popitem(last=False)
+
+
+def key_digest(api_key: str) -> bytes:
+    return sha256(api_key.encode("utf-8", "surrogatepass")).digest()

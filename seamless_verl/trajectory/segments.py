@@ -1,0 +1,197 @@
+"""The token side of a session: segments that hold only the tokens they add.
+
+::
+
+    root ── prompt 1 ── answer 1 ── context 2 ── answer 2          row A
+                           └─────── context 3 ── answer 3          row B  (answer 1 stored once, shared)
+
+A segment is either *given* (a prompt, tool results, template glue; ``turn is None``) or *generated* (exactly the ids of
+one generation). ``num_cut`` is how many trailing tokens of the parent a path through this segment leaves out: a prefix
+that ends inside a segment is a branch.
+
+Invariant: a token is stored in one segment only, and segments never change once they hang in the tree.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from seamless_verl.trajectory.generation import FinishReason, VersionSpan, pack_ids
+from seamless_verl.trajectory.messages import MessageKey
+
+
+class MatchKind(Enum):
+    CLEAN = "clean"
+    REALIGN = "realign"
+    FORK = "fork"
+
+
+class DriftReason(Enum):
+    """Why a turn did not simply extend a leaf of the tree."""
+
+    # REALIGN: the same history, spelled differently; the recorded tokens stay.
+    ARGUMENTS_RESPELLED = "arguments_respelled"
+    CALL_IDS_CHANGED = "call_ids_changed"
+    CONTENT_WHITESPACE = "content_whitespace"
+    REASONING_DROPPED = "reasoning_dropped"
+    # FORK: another history, or a known one that continues a second time.
+    BRANCHED = "branched"
+    RESAMPLED = "resampled"
+    HISTORY_REWRITTEN = "history_rewritten"
+    ROOT_CHANGED = "root_changed"
+    SYSTEM_CHANGED = "system_changed"
+    TOOLS_CHANGED = "tools_changed"
+    TEMPLATE_MISMATCH = "template_mismatch"
+    BOUNDARY_TRIMMED = "boundary_trimmed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """Everything that adds one answer to a tree, live or after a restart.
+
+    Attributes:
+        generation_id: the engine's name for this answer; unique in the session.
+        anchor: generation id of the answer that the tokens hang under, ``""`` for the root.
+        anchor_is_given: the anchor is the given segment directly before that answer instead.
+        num_cut: trailing tokens of the anchor left out.
+        context_ids: given tokens between anchor and answer.
+        token_ids, log_probs: the generated tokens.
+        chain, spelled: history up to and including the answer, by identity and by spelling.
+        spelled_before: the part of the history that ``keys`` does not cover, as this request spelled it.
+        keys: the messages this turn added, the answer last.
+        system: names the leading system message.
+        forked, realigned: why the match is not clean, as far as it was known before the answer.
+        detail: a renderer's own words where it refused to extend.
+    """
+
+    generation_id: str
+    request_digest: bytes
+    anchor: str
+    anchor_is_given: bool
+    num_cut: int
+    context_ids: array[int]
+    token_ids: array[int]
+    log_probs: array[float]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    tools_digest: bytes
+    chain: bytes
+    spelled: bytes
+    spelled_before: bytes
+    keys: tuple[MessageKey, ...]
+    system: bytes
+    forked: DriftReason | None
+    realigned: tuple[DriftReason, ...]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One committed answer: its record without the tokens (the segment has them), and how it fitted in.
+
+    Attributes:
+        ordinal: place in the order of commits, from 0.
+        reasons: empty exactly for ``CLEAN``.
+        parent_ordinal: the answer that this one continues, None at the root.
+    """
+
+    ordinal: int
+    generation_id: str
+    kind: MatchKind
+    reasons: tuple[DriftReason, ...]
+    detail: str
+    parent_ordinal: int | None
+    tools_digest: bytes
+    chain: bytes
+    spelled: bytes
+    spelled_before: bytes
+    keys: tuple[MessageKey, ...]
+    log_probs: array[float]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+
+class Segment:
+    """A run of tokens in the tree; see the module's picture."""
+
+    __slots__ = ("children", "end", "num_cut", "parent", "tokens", "turn")
+
+    def __init__(
+        self, *, parent: Segment | None, tokens: array[int], num_cut: int = 0, turn: Turn | None = None
+    ) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.num_cut = num_cut
+        self.turn = turn
+        self.children: list[Segment] = []
+        self.end: int = (0 if parent is None else parent.end - num_cut) + len(self.tokens)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether a row ends here: an answer that nothing continues in full."""
+        return self.turn is not None and all(child.num_cut for child in self.children)
+
+    def answer_above(self) -> Segment | None:
+        """The nearest generated segment that this one continues, itself excluded."""
+        segment = self.parent
+        while segment is not None and segment.turn is None:
+            segment = segment.parent
+        return segment
+
+
+def path_to(segment: Segment) -> list[tuple[Segment, int]]:
+    """Segments from the root to ``segment``, each with how many of its tokens the path uses."""
+    path: list[tuple[Segment, int]] = []
+    num_cut = 0
+    walk: Segment | None = segment
+    while walk is not None:
+        path.append((walk, len(walk.tokens) - num_cut))
+        num_cut = walk.num_cut
+        walk = walk.parent
+    path.reverse()
+    return path
+
+
+def ids_to(segment: Segment) -> array[int]:
+    """All token ids from the root to the end of ``segment``, as a new array."""
+    ids = pack_ids(())
+    for part, length in path_to(segment):
+        ids.extend(part.tokens if length == len(part.tokens) else part.tokens[:length])
+    return ids
+
+
+def segments_below(root: Segment) -> Iterator[Segment]:
+    """Every segment under ``root``, parents first."""
+    stack = [root]
+    while stack:
+        segment = stack.pop()
+        yield segment
+        stack.extend(reversed(segment.children))
+
+
+def deepest_token_match(root: Segment, ids: Sequence[int]) -> Segment:
+    """The segment farthest from the root whose path is a prefix of ``ids``; the earliest one where several are.
+
+    Only whole segments count, so the answer does not depend on how siblings happen to be cut.
+    """
+    wanted = pack_ids(ids)
+    best = root
+    stack = [root]
+    while stack:
+        segment = stack.pop()
+        if segment.end > best.end:
+            best = segment
+        stack.extend(
+            child
+            for child in reversed(segment.children)
+            if child.end <= len(wanted) and not child.num_cut and wanted[segment.end : child.end] == child.tokens
+        )
+    return best
+
+
+def count_stored_tokens(root: Segment) -> int:
+    """Tokens that the tree keeps in memory."""
+    return sum(len(segment.tokens) for segment in segments_below(root))
