@@ -124,7 +124,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._closed = False
         shared_memory = "/dev/shm"
-        self._root = tempfile.mkdtemp(prefix="sandbox-", dir=shared_memory if os.path.isdir(shared_memory) else None)
+        self.root = tempfile.mkdtemp(prefix="sandbox-", dir=shared_memory if os.path.isdir(shared_memory) else None)
 
     def run(self, *, source_file: str, source: str, test_file: str, tests: str) -> TestRun:
         """Run every ``test_*`` function of ``tests`` against ``source``; file names are plain names ending in ``.py``.
@@ -136,7 +136,7 @@ class Sandbox:
         for name in (source_file, test_file):
             if not name.removesuffix(".py").isidentifier() or not name.endswith(".py"):
                 raise ValueError(f"{name!r} is no plain name of a Python file")
-        with self._folder() as folder, self._borrowed() as slot:
+        with self._borrowed() as slot, self._folder() as folder:
             (Path(folder) / source_file).write_text(source, encoding="utf-8", errors="backslashreplace")
             request = {
                 "folder": folder, "source_file": source_file, "source": source, "test_file": test_file,
@@ -155,11 +155,11 @@ class Sandbox:
             if zygote is not None:
                 zygote.close()
         self._idle.put(None)  # wakes whoever still waits, to be told that the sandbox is closed
-        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[str]:
-        folder = tempfile.mkdtemp(dir=self._root)
+        folder = tempfile.mkdtemp(dir=self.root)
         try:
             yield folder
         finally:

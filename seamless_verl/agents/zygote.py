@@ -6,18 +6,12 @@
             ◄──reply───         ◄─report─       ──calls─►
                                                 ◄─values─
 
-The tests run in a process of their own and talk to the code under test by messages that hold plain values only
-(numbers, text, lists, …). So the code under test can return wrong values, end, hang or die, but holds no object, no
-memory and no file descriptor by which it could say that a test passed. The price: the tests see copies, not the
-objects themselves, and a function's changes to its arguments do not come back.
-
-A request and a reply are one line of JSON each. Standard library only; started with ``python -I -S -B``.
+What the two say to each other, and why the code under test cannot forge a verdict, is told in ``remote_code``. A
+request and a reply are one line of JSON each. Standard library only; started with ``python -I -S -B``.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
 import gc
 import json
@@ -26,170 +20,10 @@ import select
 import signal
 import sys
 import time
-from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from seamless_verl.agents.confinement import adopt_orphans, confine, die_with_parent
-
-MAX_MESSAGE_BYTES = 1 << 16
-
-
-class Disconnected(Exception):
-    """The code under test ended, or sent something that is no message."""
-
-
-class Channel:
-    """Messages of plain values over two pipes, each led by its length in 4 bytes."""
-
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        self.read_fd = read_fd
-        self.write_fd = write_fd
-
-    def send(self, *message: object) -> None:
-        data = repr(message).encode("utf-8", "backslashreplace")
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"message of {len(data)} bytes")
-        data = len(data).to_bytes(4, "big") + data
-        try:
-            while data:
-                data = data[os.write(self.write_fd, data) :]
-        except OSError as error:
-            raise Disconnected from error
-
-    def receive(self) -> tuple[Any, ...]:
-        size = int.from_bytes(self._read(4), "big")
-        if size > MAX_MESSAGE_BYTES:
-            raise Disconnected
-        try:
-            message = ast.literal_eval(self._read(size).decode())
-        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-            raise Disconnected from error
-        if not isinstance(message, tuple) or not message:
-            raise Disconnected
-        return message
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = os.read(self.read_fd, size - len(data))
-            if not piece:
-                raise Disconnected
-            data += piece
-        return data
-
-
-class CodeUnderTest(ModuleType):
-    """Stands in for the module under test; every function of it is a call into the other process."""
-
-    def __init__(self, name: str, channel: Channel) -> None:
-        super().__init__(name)
-        self._channel = channel
-        try:
-            loaded = channel.receive()
-        except Disconnected:
-            loaded = ("raised", "Crash", "")
-        self._load_error = loaded[1:] if loaded[0] == "raised" else None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if self._load_error is None:
-            self._channel.send("get", name)
-            kind, *rest = self._channel.receive()
-            if kind == "value":
-                return rest[0]
-            if kind == "raised":
-                raise AttributeError(name)
-
-        def call(*arguments: object, **keywords: object) -> Any:
-            return self._call(name, arguments, keywords)
-
-        return call
-
-    def _call(self, name: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> Any:
-        if self._load_error is not None:
-            _raise(*self._load_error)
-        self._channel.send("call", name, arguments, keywords)
-        kind, *rest = self._channel.receive()
-        if kind != "value" or len(rest) != 1:
-            _raise(*(rest if kind == "raised" else ("Disconnected", "")))
-        return rest[0]
-
-
-def _raise(name: object, text: object = "", *_: object) -> NoReturn:
-    """Raise the built-in exception of that name, or a new one when there is none that takes one text."""
-    known = getattr(builtins, str(name), None)
-    if isinstance(known, type) and issubclass(known, Exception):
-        with contextlib.suppress(TypeError):
-            raise known(str(text))
-    raise type(str(name), (Exception,), {})(str(text))
-
-
-def serve_code(channel: Channel, source_path: str, source: str, cpu_per_test_s: float) -> None:
-    """The code under test: load the source, then answer calls until the tests hang up."""
-    calling = False
-
-    def on_timer(number: int, frame: FrameType | None) -> None:
-        if calling:
-            raise TimeoutError
-
-    signal.signal(signal.SIGPROF, on_timer)
-    namespace: dict[str, Any] = {"__name__": os.path.basename(source_path)[:-3], "__file__": source_path}
-
-    def load() -> tuple[object, ...]:
-        exec(compile(source, source_path, "exec"), namespace)
-        return ("loaded",)
-
-    def answer(kind: str, name: str, *rest: Any) -> tuple[object, ...]:
-        if kind == "call":
-            return "value", namespace[name](*rest[0], **rest[1])
-        if name not in namespace:
-            raise AttributeError(name)
-        return ("function",) if callable(namespace[name]) else ("value", namespace[name])
-
-    request: tuple[Any, ...] = ()
-    while True:
-        calling = True
-        try:
-            if not request or request[0] == "test":
-                signal.setitimer(signal.ITIMER_PROF, cpu_per_test_s, cpu_per_test_s)
-            if not request or request[0] != "test":
-                reply = answer(*request) if request else load()
-                ast.literal_eval(repr(reply))
-                channel.send(*reply)
-        except Disconnected:
-            return
-        except BaseException as error:  # noqa: BLE001 - whatever the code raises is its outcome, SystemExit too
-            name = "Timeout" if isinstance(error, TimeoutError) else type(error).__name__
-            calling = False
-            channel.send("raised", name, str(error)[:200])
-        calling = False
-        request = channel.receive()
-
-
-def run_tests(channel: Channel, report_fd: int, module: str, test_path: str, tests: str) -> None:
-    """The tests: run every ``test_*`` function and write one line of JSON per outcome to ``report_fd``."""
-
-    def report(**line: object) -> None:
-        os.write(report_fd, json.dumps(line).encode() + b"\n")
-
-    code = CodeUnderTest(module, channel)
-    sys.modules[module] = code
-    namespace: dict[str, Any] = {"__name__": os.path.basename(test_path)[:-3], "__file__": test_path}
-    exec(compile(tests, test_path, "exec"), namespace)
-    functions = {name: value for name, value in namespace.items() if name.startswith("test") and callable(value)}
-    report(tests=list(functions), load_error=code._load_error and str(code._load_error[0])[:64])
-    for name, function in functions.items():
-        error: BaseException | None = None
-        try:
-            channel.send("test")
-            function()
-        except BaseException as raised:  # noqa: BLE001 - a test that raises anything has failed
-            error = raised
-        kind = type(error).__name__ if error is not None else None
-        report(test=name, error="Crash" if kind == "Disconnected" else kind, message=str(error or "")[:400],
-               doc=function.__doc__ or "")  # fmt: skip
-    report(end=True)
+from seamless_verl.agents.remote_code import Channel, run_tests, serve_code
 
 
 def _become(request: dict[str, Any], output_fd: int, keep: list[int], parent: int) -> None:
@@ -245,42 +79,46 @@ def run_once(request: dict[str, Any]) -> dict[str, Any]:
     os.close(output_write)
     with contextlib.suppress(OSError):  # the child does the same; whoever comes first
         os.setpgid(child, child)
-    report, output, timed_out = _collect(report_read, output_read, request["limits"])
+    report, output = bytearray(), bytearray()
+    in_time = _collect(report_read, output_read, report, output, request["limits"])
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
-    os.close(report_read)
-    os.close(output_read)
+    _drain(report_read, report, 1 << 20)
+    _drain(output_read, output, request["limits"]["output_bytes"])
     lines = [json.loads(line) for line in report.splitlines(keepends=True) if line.endswith(b"\n")]
-    return {"report": lines, "output": output.decode("utf-8", "replace"), "timed_out": timed_out}
+    return {"report": lines, "output": output.decode("utf-8", "replace"), "timed_out": not in_time}
 
 
-def _collect(report_fd: int, output_fd: int, limits: dict[str, Any]) -> tuple[bytes, bytes, bool]:
-    """Read the report to its end and the output up to its cap; output beyond the cap is read and dropped."""
+def _collect(report_fd: int, output_fd: int, report: bytearray, output: bytearray, limits: dict[str, Any]) -> bool:
+    """Read until the report ends (``True``) or the time is up; output beyond its cap is read and dropped."""
     deadline = time.monotonic() + limits["wall_s"]
-    report, output = bytearray(), bytearray()
     poll = select.poll()
     for fd in (report_fd, output_fd):
         poll.register(fd, select.POLLIN)
     poll.register(0, 0)  # asks for nothing, yet is told when the owner of this zygote is gone
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return bytes(report), bytes(output), True
+    while (left := deadline - time.monotonic()) > 0:
         for fd, _ in poll.poll(left * 1000):
             if fd == 0:
                 os._exit(0)  # the forked processes are tied to this one
             data = os.read(fd, 1 << 16)
+            if fd == report_fd and not data:
+                return True
             if fd == report_fd:
                 report += data
-                if not data:
-                    return bytes(report), bytes(output), False
             elif data:
                 output += data[: limits["output_bytes"] - len(output)]
             else:
                 poll.unregister(fd)
+    return False
+
+
+def _drain(fd: int, into: bytearray, most: int) -> None:
+    """Read what the dead have left in a pipe, and close it."""
+    with os.fdopen(fd, "rb") as pipe:
+        into += pipe.read()[: max(0, most - len(into))]
 
 
 def main() -> None:

@@ -98,6 +98,13 @@ def build(cache_dir: Path | None = None, *, recipe: Recipe | None = None, progre
     return _assets(folder)
 
 
+def locate(cache: str | None = None) -> Path | None:
+    """The folder of the default recipe, if it is built; imports nothing heavy and builds nothing."""
+    root = Path(cache).expanduser().resolve() if cache else default_cache()
+    folder = root / f"swe-tiny-{Recipe().digest()}"
+    return folder if folder.is_dir() else None
+
+
 def _assets(folder: Path) -> Assets:
     return Assets(
         model_dir=folder / "model",

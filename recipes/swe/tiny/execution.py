@@ -39,14 +39,21 @@ class Call:
 
 
 def load(lines: Sequence[str], function: str) -> Callable[..., Any] | str:
-    """The function, or the name of the exception that compiling and executing the source raised."""
+    """The function, or the name of the exception that compiling and executing the source raised.
+
+    A function that the source does not define comes as one that raises ``ImportError``, as in the sandbox.
+    """
     namespace: dict[str, Any] = {}
     try:
         exec(compile("\n".join(lines), _FILE, "exec"), namespace)
-        loaded: Callable[..., Any] = namespace[function]
     except Exception as error:  # noqa: BLE001 - any exception of generated code is an outcome
         return type(error).__name__
+    loaded: Callable[..., Any] = namespace.get(function, _missing)
     return loaded
+
+
+def _missing(*arguments: object) -> None:
+    raise ImportError
 
 
 def _too_large(value: object) -> bool:
@@ -81,4 +88,6 @@ def call(function: Callable[..., Any], arguments: Sequence[object], max_lines: i
         return Call(error=type(error).__name__)
     finally:
         sys.settrace(before)
+    if "[...]" in repr(value):  # a list that holds itself; no such value leaves the sandbox
+        return Call(error="RecursionError")
     return Call(value=value)

@@ -1,0 +1,236 @@
+"""The pool with real worker processes: what a worker is given, what its death costs, what is left after the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from seamless_verl.agents.pool import AgentPool, JobFailed, JobTimedOut, WorkerDied
+from seamless_verl.errors import SeamlessError
+
+WORKER = """
+import os, signal, subprocess, sys, threading
+from seamless_verl.agents.pool import serve
+
+meeting = threading.Barrier(4)
+
+def handle(payload, forgotten):
+    kind = payload["kind"]
+    if kind == "echo":
+        print("a line for people, not for the owner")
+        return {"echo": payload["text"], "pid": os.getpid()}
+    if kind == "meet":
+        meeting.wait(30)
+        return os.getpid()
+    if kind == "wait":
+        if "started" in payload:
+            open(payload["started"], "w").close()
+        forgotten.wait(60)
+        if "ended" in payload:
+            open(payload["ended"], "w").close()
+        return "forgotten"
+    if kind == "raise":
+        raise LookupError("no such thing")
+    if kind == "die":
+        print("I am about to die", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "environment":
+        return dict(os.environ)
+    if kind == "child":
+        return [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid, os.getpid()]
+    if kind == "session":
+        return [os.getsid(0), os.getpid()]
+
+serve(handle)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[str, ...]:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    return sys.executable, str(script)
+
+
+@pytest.fixture
+async def pool(command: tuple[str, ...]) -> AsyncIterator[AgentPool]:
+    pool = AgentPool(command, processes=2, threads=4)
+    yield pool
+    pids = pool.pids
+    await pool.close()
+    assert not any(map(psutil.pid_exists, pids))
+
+
+async def appears(path: Path) -> None:
+    """Wait for a file that a worker makes: the only event that two processes share here."""
+
+    def look() -> None:
+        deadline = time.monotonic() + 30
+        while not path.exists():
+            assert time.monotonic() < deadline, f"{path} never appeared"
+            time.sleep(0.01)
+
+    await asyncio.to_thread(look)
+
+
+async def test_jobs_come_back_to_whoever_asked(pool: AgentPool) -> None:
+    jobs = [pool.run({"kind": "echo", "text": f"é {number}\n"}, 30) for number in range(40)]
+    results = await asyncio.gather(*jobs)
+    assert [result["echo"] for result in results] == [f"é {number}\n" for number in range(40)]
+    assert {result["pid"] for result in results} == set(pool.pids)
+    assert len(pool.pids) == 2
+
+
+async def test_one_worker_runs_many_jobs_at_once(command: tuple[str, ...]) -> None:
+    pool = AgentPool(command, processes=1, threads=4)
+    try:
+        results = await asyncio.gather(*(pool.run({"kind": "meet"}, 30) for _ in range(4)))
+        assert len(set(results)) == 1, "four jobs met inside one process"
+    finally:
+        await pool.close()
+
+
+async def test_exception_of_the_handler_fails_its_job_only(pool: AgentPool) -> None:
+    with pytest.raises(JobFailed, match="LookupError: no such thing"):
+        await pool.run({"kind": "raise"}, 30)
+    assert (await pool.run({"kind": "echo", "text": "still here"}, 30))["echo"] == "still here"
+
+
+async def test_timeout_tells_the_worker_and_frees_the_place(command: tuple[str, ...], tmp_path: Path) -> None:
+    pool = AgentPool(command, processes=1, threads=1)
+    try:
+        await pool.run({"kind": "echo", "text": ""}, 30)
+        with pytest.raises(JobTimedOut, match=r"0\.2 s"):
+            await pool.run({"kind": "wait", "ended": str(tmp_path / "ended")}, 0.2)
+        await appears(tmp_path / "ended")
+        assert (await pool.run({"kind": "echo", "text": "next"}, 30))["echo"] == "next"
+    finally:
+        await pool.close()
+
+
+async def test_dead_worker_fails_only_its_jobs_and_is_replaced(pool: AgentPool, tmp_path: Path) -> None:
+    files = [tmp_path / "one", tmp_path / "two"]
+    waiting = [asyncio.ensure_future(pool.run({"kind": "wait", "started": str(file)}, 60)) for file in files]
+    for file in files:
+        await appears(file)
+    first, second = pool.pids
+    os.kill(first, signal.SIGKILL)
+    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == len(pending) == 1
+    with pytest.raises(WorkerDied, match=f"worker {first} ended \\(killed by SIGKILL\\)"):
+        await done.pop()
+    pids = {(await pool.run({"kind": "echo", "text": ""}, 30))["pid"] for _ in range(4)}
+    assert first not in pids
+    assert second in pool.pids
+    assert len(pool.pids) == 2
+    for job in pending:
+        job.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def test_last_words_of_a_dead_worker_are_quoted(pool: AgentPool) -> None:
+    with pytest.raises(WorkerDied, match="I am about to die"):
+        await pool.run({"kind": "die"}, 30)
+
+
+async def test_worker_that_cannot_start_is_a_clear_error(tmp_path: Path) -> None:
+    pool = AgentPool((sys.executable, "-c", "raise SystemExit('no licence for this agent')"), processes=1)
+    try:
+        with pytest.raises(WorkerDied, match=r"3 workers ended at their start.*no licence for this agent"):
+            await pool.run({}, 60)
+    finally:
+        await pool.close()
+
+
+async def test_environment_is_not_passed_on_wholesale(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "t0ken")
+    pool = AgentPool(command, processes=1, environment={"AGENT_COLOUR": "blue"})
+    try:
+        environment: dict[str, str] = await pool.run({"kind": "environment"}, 30)
+    finally:
+        await pool.close()
+    assert "SECRET_TOKEN" not in environment
+    assert environment["PATH"] == os.environ["PATH"]
+    assert environment["AGENT_COLOUR"] == "blue"
+
+
+async def test_worker_has_a_session_of_its_own(pool: AgentPool) -> None:
+    session, pid = await pool.run({"kind": "session"}, 30)
+    assert session == pid
+
+
+async def test_close_ends_workers_their_children_and_their_jobs(command: tuple[str, ...], tmp_path: Path) -> None:
+    pool = AgentPool(command, processes=1)
+    child, worker = await pool.run({"kind": "child"}, 30)
+    child_process = psutil.Process(child)
+    job = asyncio.ensure_future(pool.run({"kind": "wait", "started": str(tmp_path / "started")}, 60))
+    await appears(tmp_path / "started")
+    await pool.close()
+    await pool.close()
+    with pytest.raises(WorkerDied):
+        await job
+    assert not psutil.pid_exists(worker)
+    # The child may stay a zombie until init has waited for it; it runs no more.
+    psutil.wait_procs([child_process], timeout=30)
+    assert not child_process.is_running() or child_process.status() == psutil.STATUS_ZOMBIE
+    assert pool.pids == ()
+    with pytest.raises(SeamlessError, match="closed"):
+        await pool.run({"kind": "echo", "text": ""}, 30)
+
+
+OWNER = """
+import asyncio, sys
+from seamless_verl.agents.pool import AgentPool
+
+async def main():
+    pool = AgentPool((sys.executable, sys.argv[1]), processes=2)
+    await asyncio.gather(*(pool.run({"kind": "echo", "text": ""}, 30) for _ in range(4)))
+    print(*pool.pids, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_with_a_killed_owner(command: tuple[str, ...]) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, command[1]], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner:
+        workers = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(workers) == 2
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_serve_ends_with_its_input(command: tuple[str, ...]) -> None:
+    lines = [{"threads": 1}, {"job": 0, "payload": {"kind": "echo", "text": "hi"}}]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        for line in lines:
+            worker.stdin.write(json.dumps(line) + "\n")
+        worker.stdin.flush()
+        said: list[dict[str, Any]] = [json.loads(worker.stdout.readline()) for _ in lines]
+        worker.stdin.close()
+        assert worker.wait(30) == 0
+    assert said == [{"ready": worker.pid}, {"job": 0, "result": {"echo": "hi", "pid": worker.pid}}]
+
+
+@pytest.mark.parametrize("size", [{"processes": 0}, {"threads": 0}])
+def test_empty_pool_is_refused(size: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="needs processes and threads"):
+        AgentPool(("true",), **size)
