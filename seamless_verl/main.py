@@ -36,6 +36,8 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    # vLLM keeps the in-process executor on the CPU only under this setting; the engine itself stays a process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -110,8 +112,10 @@ def _assets(module: str, cache: str | None) -> Path:
     assets = importlib.import_module(module)
     found: Path | None = assets.locate(cache)
     if found is None:
+        _say("model and data of this recipe are not built yet; building them once:")
         command = [sys.executable, "-m", module, *(["--cache", cache] if cache else [])]
-        code = subprocess.call(command)
+        # Threads that spin while they wait would starve whatever else runs on a small machine.
+        code = subprocess.call(command, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ})
         found = assets.locate(cache)
         if code or found is None:
             raise ConfigError("seamless.assets.module", module, f"building failed with exit code {code}", "see above")

@@ -7,6 +7,7 @@ subreaper, the supervisor also inherits orphans whose parents were killed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -32,18 +33,19 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str]) -> i
     A first Ctrl-C (or SIGTERM) lets the trainer clean up, a second one ends it at once.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    started = time.time()
     ray_dir = Path(tempfile.mkdtemp(prefix="sv-"))  # short: Ray puts sockets below it, and their paths are limited
     (run_dir / "pid").write_text(str(os.getpid()))
     command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
-    env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir)}
+    env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
     trainer = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)
     try:
         return _wait(trainer)
     finally:
-        shared = sweep(run_id)
+        sweep(run_id)
         _collect_logs(ray_dir, run_dir / "logs")
         shutil.rmtree(ray_dir, ignore_errors=True)
-        _remove_shared_memory(shared)
+        _remove_shared_memory(started)
         (run_dir / "pid").unlink(missing_ok=True)
 
 
@@ -73,20 +75,15 @@ def _wait(trainer: subprocess.Popen[bytes]) -> int:
             signal.signal(number, handler)
 
 
-def sweep(run_id: str, patience_s: float = 3.0) -> set[Path]:
-    """End every process of a run that is still alive; return the shared-memory files that they had in use."""
-    shared: set[Path] = set()
-    for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, patience_s)):
+def sweep(run_id: str, patience_s: float = 3.0) -> None:
+    """End every process of a run that is still alive: a request first, then by force."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         left = list(processes_of(run_id))
         for process in left:
-            shared |= _shared_memory_of(process.pid)
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=wait_s)
+        psutil.wait_procs(left, timeout=patience_s)
         _reap_orphans()
-    return shared
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:
@@ -103,22 +100,28 @@ def processes_of(run_id: str) -> Iterator[psutil.Process]:
             yield process
 
 
-def _shared_memory_of(pid: int) -> set[Path]:
+def _remove_shared_memory(since: float) -> None:
+    """Remove segments that a killed vLLM or verl process could not: theirs by name, made since, used by nobody."""
+    candidates = [
+        file
+        for prefix in ("psm_", "verl_weights_")
+        for file in _SHARED_MEMORY.glob(prefix + "*")
+        if file.stat().st_ctime >= since and file.stat().st_uid == os.getuid()
+    ]
+    if not candidates:
+        return
+    in_use = set().union(*(_mapped_files(process.pid) for process in psutil.process_iter()))
+    for file in candidates:
+        if str(file) not in in_use:
+            file.unlink(missing_ok=True)
+
+
+def _mapped_files(pid: int) -> set[str]:
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:
-        return set()
-    names = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in maps.splitlines() if "/dev/shm/" in line}
-    return {Path(name) for name in names}
-
-
-def _remove_shared_memory(files: set[Path]) -> None:
-    in_use: set[Path] = set()
-    for process in psutil.process_iter():
-        in_use |= _shared_memory_of(process.pid)
-    for file in files - in_use:
-        if _SHARED_MEMORY in file.parents:
-            file.unlink(missing_ok=True)
+        return set()  # ended meanwhile, or not ours to look into
+    return {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line}
 
 
 def _reap_orphans() -> None:
@@ -126,7 +129,7 @@ def _reap_orphans() -> None:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 return
-        except ChildProcessError:
+        except ChildProcessError:  # no child is left
             return
 
 

@@ -120,7 +120,7 @@ def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> Non
         read_records(run_dir / STEPS),
         read_records(run_dir / VALIDATION),
         wall_s=round(time.time() - start_up.started_at, 2),
-        time_to_first_step_s=round(getattr(trainer, "first_step_at", time.time()) - start_up.started_at, 2),
+        time_to_first_step_s=round((trainer.first_step_at or time.time()) - start_up.started_at, 2),
         start_up_s=start_up.parts,
     )
     temporary = run_dir / "summary.json.part"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 AGENT_LOOP_NAME = "seamless_agent"
 TRAINER_MODE = "seamless"
@@ -25,6 +26,33 @@ def _register_trainer(_: ModuleType) -> None:
     import seamless_verl.verl_adapter.trainer  # noqa: F401  (registers itself under TRAINER_MODE)
 
 
+def _scope_weight_sockets(rollout: ModuleType) -> None:
+    """Keep two runs on one machine apart: verl names its weight sockets after the Ray job id.
+
+    Each embedded run has a Ray cluster of its own, and the first job of every cluster has the same id, so both would
+    bind ``/tmp/rl-colocate-zmq-01000000-…``. Remove when verl 0.9.1's handle carries something unique per cluster.
+    """
+    run_id = os.environ.get("SEAMLESS_RUN_ID")
+    if run_id is None:
+        return
+
+    def scoped(handle: str) -> str:
+        return handle.replace("-replica-", f"-{run_id}-replica-", 1)
+
+    if hasattr(rollout, "ServerAdapter"):
+        original_init = rollout.ServerAdapter.__init__
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original_init(self, *args, **kwargs)
+            self.zmq_handle = scoped(self.zmq_handle)
+
+        rollout.ServerAdapter.__init__ = init
+    if hasattr(rollout, "vLLMColocateWorkerExtension"):
+        extension = rollout.vLLMColocateWorkerExtension
+        original_handle = extension._get_zmq_handle
+        extension._get_zmq_handle = lambda self: scoped(original_handle(self))
+
+
 def _load() -> None:
     import wrapt
 
@@ -32,6 +60,8 @@ def _load() -> None:
         import seamless_verl.verl_adapter.cpu_platform  # noqa: F401  (registers the platform)
     wrapt.register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
     wrapt.register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
+    for module in ("vllm_rollout", "utils"):
+        wrapt.register_post_import_hook(_scope_weight_sockets, f"verl.workers.rollout.vllm_rollout.{module}")
 
 
 try:

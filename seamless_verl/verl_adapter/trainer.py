@@ -7,6 +7,7 @@ Everything between the audit and the weights is verl's own code.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,6 +65,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.seamless = adopt_config(config)
         super().__init__(config)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
+        self.first_step_at: float | None = None
         self._meter = StepMeter()
         self.standalone_server_manager: LLMServerManager
         self.standalone_checkpoint_manager: CheckpointEngineManager
@@ -149,6 +151,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.reporter.step(report, metrics)
 
     def on_step_begin(self) -> None:
+        if self.first_step_at is None:
+            self.first_step_at = time.time()
         self._meter.open_window(self._replica_busy_seconds())
         super().on_step_begin()
 

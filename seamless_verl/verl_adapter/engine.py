@@ -1,0 +1,47 @@
+"""The proxy's engine under the trainer: verl's balanced, resuming client behind the proxy's protocol."""
+
+from __future__ import annotations
+
+from ray.exceptions import RayError
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from seamless_verl.proxy.engine import EngineUnavailable, FinishReason, Generation, GenerationRequest, VersionSpan
+
+
+class VerlEngine:
+    """An `Engine` over `VersionedLLMClient`: interrupted generations continue, every token knows its version.
+
+    Args:
+        client: as verl hands it to agent loops.
+        max_model_len: prompt and answer together, in tokens.
+        stop_token_ids: ids that end an answer.
+    """
+
+    def __init__(self, client: LLMServerClient, *, max_model_len: int, stop_token_ids: frozenset[int]) -> None:
+        self._client = client
+        self._max_model_len = max_model_len
+        self._stop_token_ids = stop_token_ids
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """See `Engine.generate`; ``request.session_id`` keeps a session on one replica for its prefix cache."""
+        prompt_ids = list(request.prompt_ids)
+        params = {**request.sampling, "logprobs": True, "repetition_penalty": 1.0}
+        try:
+            output = await self._client.generate(
+                request_id=request.session_id, prompt_ids=prompt_ids, sampling_params=params
+            )
+        except (RayError, RuntimeError) as error:
+            raise EngineUnavailable(f"{type(error).__name__}: {error}") from error
+        room = min(int(request.sampling["max_tokens"]), self._max_model_len - len(prompt_ids))
+        stopped = bool(output.token_ids) and output.token_ids[-1] in self._stop_token_ids
+        # verl reports "stop" and "length" alike as "completed".
+        finish = FinishReason.STOP if stopped or len(output.token_ids) < room else FinishReason.LENGTH
+        return Generation(
+            token_ids=output.token_ids,
+            log_probs=output.log_probs or [],
+            version_spans=tuple(
+                VersionSpan(version=version, num_tokens=tokens)
+                for version, tokens in output.extra_fields["version_spans"]
+            ),
+            finish_reason=finish,
+        )
