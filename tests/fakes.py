@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import httpx
+import openai
+
+from seamless_verl.proxy.app import ProxyDeps, make_app
+from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
 from seamless_verl.proxy.engine import FinishReason, Generation, GenerationRequest, VersionSpan
-from seamless_verl.trajectory.messages import Message, Role
-from seamless_verl.trajectory.rendering import Extension, ExtensionRefused
+from seamless_verl.proxy.rendering import TokenizerRenderer
+from seamless_verl.proxy.server import ProxyServer
+from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
+from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
+from seamless_verl.trajectory.rendering import Extension, ExtensionRefused, Renderer
+from seamless_verl.trajectory.rows import Row, build_rows
+from seamless_verl.trajectory.segments import Turn, TurnRecord
+from seamless_verl.trajectory.tree import PendingTurn, SessionTree
 
 CHATML = (
     "{%- if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -21,7 +35,7 @@ CHATML = (
 
 
 def small_tokenizer(template: str = CHATML, *, special: Sequence[str] = ("<|im_start|>", "<|im_end|>")) -> Any:
-    """A real byte-level BPE tokenizer of a few hundred ids, with merges, made on the spot; ``special[-1]`` ends turns."""
+    """A real byte-level BPE tokenizer with merges, made on the spot; ``special[-1]`` ends turns."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +53,7 @@ def small_tokenizer(template: str = CHATML, *, special: Sequence[str] = ("<|im_s
         * 4,
         trainer,
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[-1])
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[-1])
     fast.chat_template = template
     return fast
 
@@ -67,11 +81,13 @@ class ScriptedEngine:
         self.delay_s = delay_s
         self.num_versions = num_versions
         self.requests: list[GenerationRequest] = []
+        self.started = asyncio.Event()
         self.num_cancelled = 0
         self.failure: Exception | None = None
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
+        self.started.set()
         try:
             await asyncio.sleep(self.delay_s)
         except asyncio.CancelledError:
@@ -112,7 +128,7 @@ class ScriptedRenderer:
     SEPARATOR = 9
     END = 8
     PROMPT = 7
-    _ROLES = {Role.SYSTEM: 1, Role.USER: 2, Role.ASSISTANT: 3, Role.TOOL: 4}
+    ROLES = (Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL)
 
     def __init__(self) -> None:
         self._words: dict[str, int] = {}
@@ -128,7 +144,7 @@ class ScriptedRenderer:
     def _message(self, message: Message) -> list[int]:
         words = [message.reasoning, message.content, *(f"{c.name}({c.arguments})" for c in message.tool_calls)]
         ids = [self.word(word) for text in words for word in text.split()]
-        return [self._ROLES[message.role], *ids, self.END, self.SEPARATOR]
+        return [1 + self.ROLES.index(message.role), *ids, self.END, self.SEPARATOR]
 
     def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> list[int]:
         ids = [self.word(tool) for tool in tools]
@@ -148,3 +164,116 @@ class ScriptedRenderer:
         closing = [self.SEPARATOR] if known_ids[-1] == self.END else [self.END, self.SEPARATOR]
         new = [token for message in new_messages for token in self._message(message)]
         return Extension(token_ids=[*closing, *new, 3, self.PROMPT])
+
+
+class ScriptedEdge:
+    """Stands where the HTTP edge stands: takes requests through a tree and keeps the engine's ledger."""
+
+    def __init__(self, renderer: Renderer | None = None) -> None:
+        self.renderer = renderer or ScriptedRenderer()
+        self.tree = SessionTree()
+        self.ledger: list[LedgerEntry] = []
+
+    def ask(
+        self,
+        messages: Sequence[Message],
+        answer: Message | str,
+        *,
+        ids: Sequence[int] | None = None,
+        tools: Sequence[str] = (),
+        finish: FinishReason = FinishReason.STOP,
+    ) -> Turn:
+        """One request with its answer; ``ids`` are what the engine generated, by default the answer's words."""
+        pending = self.tree.prepare_with(self.renderer, transcript_of(tuple(messages), tuple(tools)))
+        return self.tree.commit(self.seal(pending, answer, ids=ids, finish=finish))
+
+    def seal(
+        self,
+        pending: PendingTurn,
+        answer: Message | str,
+        *,
+        ids: Sequence[int] | None = None,
+        finish: FinishReason = FinishReason.STOP,
+    ) -> TurnRecord:
+        """The record of an answer to a prepared request; the engine's side of it is in the ledger."""
+        message = answer if isinstance(answer, Message) else Message(role=Role.ASSISTANT, content=answer)
+        if ids is None:
+            assert isinstance(self.renderer, ScriptedRenderer)
+            words = [message.reasoning, message.content, *(call.name for call in message.tool_calls)]
+            ids = self.renderer.answer_ids(" ".join(words))
+        generation = scripted_generation(ids, finish=finish, num_versions=1 + len(ids) % 3)
+        generation_id = f"g{len(self.ledger)}"
+        entry = ledger_entry(generation_id=generation_id, prompt_ids=pending.prompt_ids, generation=generation)
+        self.ledger.append(entry)
+        return pending.seal(generation_id=generation_id, generation=generation, answer=message)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The session's rows, audited."""
+        rows = build_rows(self.tree)
+        report = audit_rows(rows, self.ledger)
+        assert report.is_clean, report.violations
+        return rows
+
+
+def system(content: str) -> Message:
+    return Message(role=Role.SYSTEM, content=content)
+
+
+def user(content: str) -> Message:
+    return Message(role=Role.USER, content=content)
+
+
+def assistant(content: str, *calls: ToolCall, reasoning: str = "") -> Message:
+    return Message(role=Role.ASSISTANT, content=content, tool_calls=calls, reasoning=reasoning)
+
+
+def tool(content: str, call_id: str = "") -> Message:
+    return Message(role=Role.TOOL, content=content, tool_call_id=call_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A real proxy on loopback over a scripted engine; only the engine is not real."""
+
+    engine: ScriptedEngine
+    deps: ProxyDeps
+    server: ProxyServer
+    admin: ProxyAdmin
+    http: httpx.AsyncClient
+
+    async def open(self, **options: Any) -> SessionHandle:
+        return await self.admin.open_session(SessionSpec(**options))
+
+    def sdk(self, handle: SessionHandle, **options: Any) -> openai.AsyncOpenAI:
+        """The real OpenAI client, as an agent would make it."""
+        return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, **options)
+
+    async def post(self, handle: SessionHandle, body: Any, **headers: str) -> httpx.Response:
+        """One chat completion without any SDK around it."""
+        return await self.http.post(
+            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {handle.api_key}", **headers}
+        )
+
+
+@asynccontextmanager
+async def serving(
+    script: Callable[[str], str] = lambda prompt: "ok",
+    *,
+    delay_s: float = 0.0,
+    template: str = CHATML,
+    **options: Any,
+) -> AsyncIterator[Served]:
+    """Start a proxy, stop it at the end; ``options`` go to :class:`ProxyDeps`."""
+    tokenizer = small_tokenizer(template)
+    engine = ScriptedEngine(tokenizer, script, delay_s=delay_s, num_versions=2)
+    renderer = TokenizerRenderer(tokenizer)
+    deps = ProxyDeps(engine=engine, renderer=renderer, codec=renderer, admin_key="admin-key", model="tiny", **options)
+    server = ProxyServer(make_app(deps), drain_s=1.0)
+    base_url = await server.start()
+    admin = ProxyAdmin(base_url, "admin-key")
+    try:
+        async with httpx.AsyncClient(base_url=base_url, trust_env=False, timeout=20) as http:
+            yield Served(engine=engine, deps=deps, server=server, admin=admin, http=http)
+    finally:
+        await admin.close()
+        await server.stop()

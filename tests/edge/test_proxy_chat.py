@@ -1,0 +1,260 @@
+"""Agents with the real OpenAI SDK against a real server: what they get, and what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from seamless_verl.proxy.engine import EngineUnavailable
+from seamless_verl.proxy.limits import Limits
+from tests.fakes import serving
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+async def test_a_conversation_is_one_row_and_its_audit_is_clean() -> None:
+    async with serving(lambda prompt: f"answer {prompt.count('<|im_end|>')}") as proxy:
+        handle = await proxy.open(group="g7", index=3, metadata={"task": 1})
+        messages = [{"role": "system", "content": "be good"}, *HI]
+        async with proxy.sdk(handle) as sdk:
+            for number in range(3):
+                answer = await sdk.chat.completions.create(model="whatever", messages=messages)  # type: ignore[arg-type]
+                assert answer.model == "whatever"
+                assert answer.choices[0].message.content == f"answer {2 + 2 * number}"
+                assert answer.choices[0].finish_reason == "stop"
+                assert answer.usage is not None
+                assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+                messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+        result = await proxy.admin.close_session(handle.id, 0.5, {"passed": 1.0})
+        assert (result.group, result.index, result.metadata) == ("g7", 3, {"task": 1})
+        assert (result.reward, result.rewards) == (0.5, {"passed": 1.0})
+        assert result.audit.is_clean
+        assert (result.kinds, result.drift) == ({"clean": 3}, {})
+        (row,) = result.rows
+        sent = proxy.engine.requests[-1]
+        assert row.token_ids[: len(sent.prompt_ids)] == tuple(sent.prompt_ids)
+        assert {span.version for span in row.version_spans} == {3, 4}
+        stats = await proxy.admin.stats()
+        assert (stats["turns"], stats["rows_audited"], stats["violations"], stats["in_flight"]) == (3, 1, 0, 0)
+        assert stats["busy_s"] > 0
+
+
+async def test_the_key_alone_reaches_the_session() -> None:
+    async with serving() as proxy:
+        handle = await proxy.open()
+        async with openai.AsyncOpenAI(base_url=f"{proxy.server.base_url}/v1", api_key=handle.api_key) as sdk:
+            assert [model.id async for model in sdk.models.list()] == ["tiny"]
+            await sdk.chat.completions.create(model="tiny", messages=HI)
+        assert (await proxy.admin.view_session(handle.id))["turns"][0]["kind"] == "clean"
+
+
+async def test_streaming_is_well_formed_and_recorded_like_any_other_answer() -> None:
+    async with serving(lambda prompt: "some words") as proxy:
+        handle = await proxy.open()
+        async with proxy.sdk(handle) as sdk:
+            stream = await sdk.chat.completions.create(
+                model="m", messages=HI, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "some words"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage is not None
+        assert len({chunk.id for chunk in chunks}) == 1
+        raw = await proxy.post(handle, {"model": "m", "messages": HI, "stream": True})
+        assert raw.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in raw.text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        assert all(json.loads(line.removeprefix("data: "))["object"] for line in lines[:-1])
+        assert (await proxy.admin.close_session(handle.id)).audit.is_clean
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_calls_go_out_and_come_back(stream: bool) -> None:
+    def script(prompt: str) -> str:
+        if "<|im_start|>tool" in prompt:
+            return "done"
+        return 'let me see <tool_call>\n{"name": "run", "arguments": {"b": 1, "a": "é"}}\n</tool_call>'
+
+    async with serving(script) as proxy:
+        handle = await proxy.open()
+        async with proxy.sdk(handle) as sdk:
+            if stream:
+                events = await sdk.chat.completions.create(model="m", messages=HI, tools=TOOLS, stream=True)
+                deltas = [event.choices[0] async for event in events]
+                calls = [call for delta in deltas for call in delta.delta.tool_calls or []]
+                assert deltas[-1].finish_reason == "tool_calls"
+            else:
+                answer = await sdk.chat.completions.create(model="m", messages=HI, tools=TOOLS)
+                calls = answer.choices[0].message.tool_calls or []  # type: ignore[assignment]
+                assert answer.choices[0].finish_reason == "tool_calls"
+            (call,) = calls
+            assert call.function is not None
+            assert json.loads(call.function.arguments or "") == {"b": 1, "a": "é"}
+            respelled = json.dumps({"a": "é", "b": 1.0}, indent=1)
+            back = [
+                *HI,
+                {
+                    "role": "assistant",
+                    "content": "let me see",
+                    "tool_calls": [
+                        {"id": call.id, "type": "function", "function": {"name": "run", "arguments": respelled}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": call.id, "content": "out"},
+            ]
+            await sdk.chat.completions.create(model="m", messages=back, tools=TOOLS)
+        result = await proxy.admin.close_session(handle.id)
+        assert result.audit.is_clean
+        assert len(result.rows) == 1
+        assert result.drift == {"arguments_respelled": 1}
+
+
+async def test_without_tools_a_call_is_just_text() -> None:
+    async with serving(lambda prompt: '<tool_call>{"name": "run"}</tool_call>') as proxy:
+        handle = await proxy.open()
+        for extra in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            answer = await proxy.post(handle, {"model": "m", "messages": HI, **extra})
+            assert answer.json()["choices"][0]["message"]["content"].startswith("<tool_call>")
+
+
+async def test_reasoning_is_kept_apart() -> None:
+    async with serving(lambda prompt: "<think>\nsince\n</think>\n\nyes", think_tags=("<think>", "</think>")) as proxy:
+        handle = await proxy.open()
+        message = (await proxy.post(handle, {"model": "m", "messages": HI})).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("yes", "since")
+        history = [*HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]
+        answer = await proxy.post(handle, {"model": "m", "messages": history})
+        assert answer.headers["x-seamless-match"] == "realign"
+        assert (await proxy.admin.close_session(handle.id)).drift == {"reasoning_dropped": 1}
+
+
+async def test_sampling_reaches_the_engine_and_overrides_are_announced() -> None:
+    async with serving(lambda prompt: "one two STOP three") as proxy:
+        handle = await proxy.open(sampling={"temperature": 1.0, "top_p": 0.9, "seed": 11})
+        body = {"model": "m", "messages": HI, "temperature": 0.2, "max_tokens": 50, "stop": "STOP", "top_p": 0.9}
+        first = await proxy.post(handle, body)
+        assert first.headers["x-seamless-overrides"] == "temperature=1.0"
+        assert first.json()["choices"][0]["message"]["content"] == "one two "
+        await proxy.post(handle, body)
+        one, two = (request.sampling for request in proxy.engine.requests)
+        assert {key: one[key] for key in ("temperature", "top_p", "max_tokens", "stop")} == {
+            "temperature": 1.0,
+            "top_p": 0.9,
+            "max_tokens": 50,
+            "stop": ["STOP"],
+        }
+        assert one["seed"] != two["seed"]
+        plain = await proxy.open()
+        await proxy.post(plain, {"model": "m", "messages": HI, "seed": 5, "max_completion_tokens": 2})
+        assert proxy.engine.requests[-1].sampling == {"seed": 5, "max_tokens": 2}
+
+
+async def test_length_and_logprobs() -> None:
+    async with serving(lambda prompt: "one two three") as proxy:
+        handle = await proxy.open()
+        answer = await proxy.post(handle, {"model": "m", "messages": HI, "max_tokens": 2, "logprobs": True})
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert "".join(token["token"] for token in choice["logprobs"]["content"]) == choice["message"]["content"]
+        assert all(token["logprob"] < 0 for token in choice["logprobs"]["content"])
+
+
+async def test_parallel_branches_and_sub_agents() -> None:
+    async with serving(lambda prompt: f"a{len(prompt)}", delay_s=0.02) as proxy:
+        handle = await proxy.open()
+        async with proxy.sdk(handle) as sdk:
+            first = await sdk.chat.completions.create(model="m", messages=HI)
+            history = [*HI, {"role": "assistant", "content": first.choices[0].message.content}]
+            requests = [[*history, {"role": "user", "content": "x" * n}] for n in range(1, 5)]
+            requests.append([{"role": "system", "content": "a sub-agent"}, *HI])
+            await asyncio.gather(*(sdk.chat.completions.create(model="m", messages=r) for r in requests))
+        result = await proxy.admin.close_session(handle.id)
+        assert result.audit.is_clean
+        assert len(result.rows) == 5
+        assert result.drift == {"branched": 3, "system_changed": 1}
+
+
+async def test_two_identical_requests_at_once_get_one_generation() -> None:
+    async with serving(delay_s=0.1) as proxy:
+        handle = await proxy.open()
+        body = {"model": "m", "messages": HI}
+        one, two = await asyncio.gather(proxy.post(handle, body), proxy.post(handle, body))
+        assert one.content == two.content
+        retry = await proxy.post(handle, body, **{"x-stainless-retry-count": "1"})
+        assert retry.content == one.content
+        assert len(proxy.engine.requests) == 1
+        await proxy.post(handle, body, **{"x-stainless-retry-count": "0"})
+        assert len(proxy.engine.requests) == 2
+        stats = await proxy.admin.stats()
+        assert (stats["retries_joined"], stats["retries_replayed"]) == (1, 1)
+
+
+async def test_an_sdk_that_times_out_finds_its_answer_when_it_retries() -> None:
+    async with serving(delay_s=0.6) as proxy:
+        handle = await proxy.open()
+        async with proxy.sdk(handle, timeout=0.4, max_retries=2) as sdk:
+            answer = await sdk.chat.completions.create(model="m", messages=HI)
+        assert answer.choices[0].message.content == "ok"
+        assert len(proxy.engine.requests) == 1
+        result = await proxy.admin.close_session(handle.id)
+        assert (result.audit.num_generations, len(result.rows)) == (1, 1)
+
+
+async def test_a_client_that_leaves_for_good_leaves_no_trace() -> None:
+    async with serving(delay_s=5.0, limits=Limits(orphan_grace_s=0.05)) as proxy:
+        handle = await proxy.open()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(proxy.post(handle, {"model": "m", "messages": HI}), 0.3)
+        for _ in range(100):
+            if proxy.engine.num_cancelled:
+                break
+            await asyncio.sleep(0.02)
+        assert proxy.engine.num_cancelled == 1
+        assert (await proxy.admin.stats())["in_flight"] == 0
+        result = await proxy.admin.close_session(handle.id)
+        assert (result.rows, result.audit.num_generations, result.kinds) == ((), 0, {})
+
+
+async def test_an_answer_that_lands_after_its_client_left_is_discarded() -> None:
+    async with serving(delay_s=0.3, limits=Limits(orphan_grace_s=0.6)) as proxy:
+        handle = await proxy.open()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(proxy.post(handle, {"model": "m", "messages": HI}), 0.15)
+        await asyncio.sleep(1.0)
+        assert (await proxy.admin.view_session(handle.id))["turns"] == []
+        result = await proxy.admin.close_session(handle.id)
+        assert result.rows == ()
+        assert result.audit.is_clean
+        assert result.audit.num_generations == 1
+
+
+async def test_closing_cancels_what_is_in_flight() -> None:
+    async with serving(delay_s=5.0) as proxy:
+        handle = await proxy.open()
+        asking = asyncio.create_task(proxy.post(handle, {"model": "m", "messages": HI}))
+        await proxy.engine.started.wait()
+        result = await proxy.admin.close_session(handle.id)
+        assert result.rows == ()
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_closed")
+
+
+async def test_an_engine_that_is_away_is_a_503_that_sdks_retry() -> None:
+    async with serving() as proxy:
+        handle = await proxy.open()
+        proxy.engine.failure = EngineUnavailable("all replicas drained")
+        answer = await proxy.post(handle, {"model": "m", "messages": HI})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "all replicas drained" in answer.json()["error"]["message"]
+        proxy.engine.failure = None
+        assert (await proxy.post(handle, {"model": "m", "messages": HI})).status_code == 200
+        assert (await proxy.admin.close_session(handle.id)).audit.is_clean
