@@ -24,8 +24,8 @@ _PIECE = (
 )  # fmt: skip
 
 
-def train(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train on message texts. Raises ``ValueError`` when they are too poor for ``VOCABULARY`` entries."""
+def train(conversations: Iterable[Sequence[str]]) -> PreTrainedTokenizerFast:
+    """Train on conversations (user and assistant texts). Raises ``ValueError`` when they are too poor."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -40,7 +40,7 @@ def train(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator(("user\nassistant\n".join(texts) for texts in conversations), trainer)
     bpe.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in TOOL_MARKS])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
@@ -52,7 +52,7 @@ def train(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         chat_template=files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8"),
     )
     if len(tokenizer) != VOCABULARY:
-        raise ValueError(f"the texts gave {len(tokenizer)} tokens instead of {VOCABULARY}; give more of them")
+        raise ValueError(f"the conversations gave {len(tokenizer)} tokens instead of {VOCABULARY}; give more of them")
     return tokenizer
 
 

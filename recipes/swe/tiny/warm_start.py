@@ -51,7 +51,7 @@ def train(phases: Sequence[Phase], seed: int, progress: Progress) -> tuple[Qwen3
     """Make data, train the tokenizer and the model; the learning rate falls linearly over the second half."""
     started = time.monotonic()
     texts = [_conversations(phase, seed * 100 + index) for index, phase in enumerate(phases)]
-    tokenizer = tokenizers.train(text for conversation in texts[0][:_TOKENIZER_CONVERSATIONS] for text in conversation)
+    tokenizer = tokenizers.train(texts[0][:_TOKENIZER_CONVERSATIONS])
     data = [[tokenizers.encode_conversation(tokenizer, c) for c in conversations] for conversations in texts]
     progress(f"{sum(map(len, data))} demonstrations made and encoded in {time.monotonic() - started:.0f} s")
     model = new_model(seed)
@@ -127,9 +127,8 @@ def _step(model: Qwen3ForCausalLM, pair: Sequence[torch.optim.Optimizer], batch:
         ids[row, : len(tokens)] = torch.tensor(tokens)
         answer[row, : len(tokens)] = torch.tensor(mask, dtype=torch.float32)
         valid[row, : len(tokens)] = 1
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=ids).logits[:, :-1]
-    losses = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     losses = losses.view(len(batch), -1)
     in_answer, in_prompt = answer[:, 1:], (valid - answer)[:, 1:]
     answer_loss = (losses * in_answer).sum() / in_answer.sum()
