@@ -6,6 +6,7 @@ files. The tests come from the task's test patch, on top of the base commit's ow
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 
 from seamless_verl.recipes.swe.real import protocol
@@ -23,9 +24,10 @@ async def main(raw: bytes) -> GradeResult:
     try:
         await sandbox.start()
         await prepare_workspace(sandbox, request.task.view, request.settings.sandbox)
-        return await _grade(sandbox, request)
+        result = await _grade(sandbox, request)
     finally:
-        await sandbox.stop()
+        unclean = await sandbox.stop()
+    return dataclasses.replace(result, unclean=unclean)
 
 
 async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from typing import Any
@@ -93,12 +94,11 @@ async def main(raw: bytes) -> HarnessResult:
     config = load_config(request)
     sandbox = Sandbox(request.settings.sandbox, image=request.view.image, token=request.token)
     try:
-        await asyncio.wait_for(_prepare(sandbox, request), timeout=request.limit_s)
-        return await _run_agent(sandbox, request, config, deadline=deadline)
-    except asyncio.TimeoutError as error:
-        raise SandboxError(f"sandbox was not ready within the attempt's {request.limit_s:.0f} s") from error
+        await _prepare(sandbox, request)
+        result = await _run_agent(sandbox, request, config, deadline=deadline)
     finally:
-        await sandbox.stop()
+        unclean = await sandbox.stop()
+    return dataclasses.replace(result, unclean=unclean)
 
 
 def load_config(request: HarnessRequest) -> dict[str, Any]:
@@ -131,8 +131,14 @@ def load_config(request: HarnessRequest) -> dict[str, Any]:
 
 
 async def _prepare(sandbox: Sandbox, request: HarnessRequest) -> None:
-    await sandbox.start()
-    await prepare_workspace(sandbox, request.view, request.settings.sandbox)
+    async def both() -> None:
+        await sandbox.start()
+        await prepare_workspace(sandbox, request.view, request.settings.sandbox)
+
+    try:
+        await asyncio.wait_for(both(), timeout=request.limit_s)
+    except asyncio.TimeoutError as error:
+        raise SandboxError(f"sandbox was not ready within the attempt's {request.limit_s:.0f} s") from error
 
 
 async def _run_agent(

@@ -25,6 +25,8 @@ from seamless_verl.errors import SeamlessError
 TOKEN_VARIABLE = "SEAMLESS_SWE_JOB"
 """Set in every process of an attempt: what the runner looks for when it cleans up behind one."""
 
+_UNCLEAN = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessRequest:
@@ -60,12 +62,14 @@ class HarnessResult:
         patch: the submitted diff, or what changed in the repository where none was submitted.
         detail: the error in one line, or empty.
         num_calls: model calls.
+        unclean: what the sandbox may have left behind, or empty.
     """
 
     ended: str
     patch: str
     detail: str = ""
     num_calls: int = 0
+    unclean: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +100,14 @@ class GradeResult:
         num_tests: tests that had to pass.
         detail: what a person wants to know first.
         exit_code: of the test command; ``None`` when it was not run.
+        unclean: what the sandbox may have left behind, or empty.
     """
 
     num_passed: int
     num_tests: int
     detail: str = ""
     exit_code: int | None = None
+    unclean: str = ""
 
 
 def dump(message: HarnessRequest | GradeRequest) -> bytes:
@@ -128,18 +134,22 @@ def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> in
     """Entry point of an attempt's process: request from stdin, result to the file named on the command line.
 
     SIGTERM cancels ``main``, so that its ``finally`` blocks end the sandbox. An error that we raise on purpose goes
-    into the result; anything else ends the process with its traceback in the log.
+    into the result; anything else ends the process with its traceback in the log. The exit code is 0 only when the
+    sandbox is gone.
     """
     target = Path(sys.argv[1])
     raw = sys.stdin.buffer.read()
+    code = 0
     try:
-        answer: Mapping[str, Any] = {"result": dataclasses.asdict(asyncio.run(_until_signal(main(raw))))}
+        result = asyncio.run(_until_signal(main(raw)))
+        answer: Mapping[str, Any] = {"result": dataclasses.asdict(result)}
+        code = _UNCLEAN if result.unclean else 0
     except SeamlessError as error:
-        answer = {"error": {"type": type(error).__name__, "message": str(error)}}
+        answer, code = {"error": {"type": type(error).__name__, "message": str(error)}}, 1
     partial = target.with_suffix(".part")
     partial.write_text(json.dumps(answer), encoding="utf-8")
     partial.replace(target)
-    return 0 if "result" in answer else 1
+    return code
 
 
 async def _until_signal(main: Awaitable[HarnessResult | GradeResult]) -> HarnessResult | GradeResult:

@@ -105,7 +105,7 @@ class MiniSweRunner:
             token = secrets.token_hex(8)
             left = await self._run_agent(job, task, token, agent_s)
             grade = await self._grade(task, left.patch, token, ends_at - loop.time())
-        return _report(_status(left), grade, settings, "; ".join(filter(None, (left.detail, grade.detail))))
+        return _report(_status(left), grade, settings, _detail(left, grade))
 
     async def _run_agent(self, job: AgentJob, task: SweTask, token: str, limit_s: float) -> HarnessResult:
         log = self._log(task, token)
@@ -181,6 +181,10 @@ def _check_containers(runtime: str) -> None:
         raise MachineError(runtime, "does not answer within 30 s", fix) from error
     if done.returncode != 0:
         raise MachineError(runtime, f"not usable ({done.stderr.strip()[-300:]})", fix)
+
+
+def _detail(left: HarnessResult, grade: GradeResult) -> str:
+    return "; ".join(filter(None, (left.detail, grade.detail, left.unclean, grade.unclean)))
 
 
 def _status(left: HarnessResult) -> AgentStatus:

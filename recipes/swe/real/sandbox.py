@@ -2,7 +2,7 @@
 
 The only module that talks to swe-rex; it is imported on use, so that the trainer's processes never load it.
 
-Invariant: after `stop` nothing of the sandbox is left (container, folder, running command), whatever happened before.
+Invariant: after `stop` nothing of the sandbox is left (container, folder, running command), or `stop` says what may be.
 """
 
 from __future__ import annotations
@@ -80,25 +80,26 @@ class Sandbox:
                 return
             except Exception as error:  # noqa: BLE001 - swe-rex raises whatever the kind's client raises
                 problems = [f"{type(error).__name__}: {error}"]
-            try:
-                await self._stop_deployment()
-            except SandboxError as error:
-                problems.append(str(error))
-        reason = "; ".join(problems)[-2000:]
+            problems.append(await self._stop_deployment())
+        reason = "; ".join(filter(None, problems))[-2000:]
         raise SandboxError(f"sandbox {self._settings.kind} ({self._image or 'no image'}) did not start: {reason}")
 
-    async def stop(self) -> None:
-        """Remove the scratch folder and end the deployment; idempotent."""
-        if self._deployment is None:
-            return
-        if self._settings.shared:
+    async def stop(self) -> str:
+        """Remove the scratch folder and end the deployment; idempotent.
+
+        Returns:
+            What may be left, or an empty string. Not an error: the attempt's result stands, and the runner removes
+            containers by label when it is told.
+        """
+        problems = []
+        if self._deployment is not None and self._settings.shared:
             self.cwd = "/"
             try:
-                await self.run(f"rm -rf {self.scratch}", timeout_s=60)
+                await self.check(f"rm -rf {self.scratch}", timeout_s=60)
             except SandboxError as error:
-                await self._stop_deployment()
-                raise SandboxError(f"folder {self.scratch} may be left: {error}") from error
-        await self._stop_deployment()
+                problems.append(f"folder {self.scratch} may be left: {error}")
+        problems.append(await self._stop_deployment())
+        return "; ".join(filter(None, problems))
 
     async def run(self, command: str, *, timeout_s: float) -> CommandResult:
         """Run a bash command in `cwd`; a command that fails or hangs is a result, not an error.
@@ -175,17 +176,17 @@ class Sandbox:
         except Exception as error:
             raise SandboxError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
-    async def _stop_deployment(self) -> None:
+    async def _stop_deployment(self) -> str:
         deployment, self._deployment = self._deployment, None
         # A remote server is not ours to stop: it would close the shells of everybody on it.
         if deployment is None or self._settings.kind == "remote":
-            return
+            return ""
         try:
             await deployment.stop()
-        except Exception as error:
-            # swe-rex 1.4 closes the connection first and skips the container when that fails. The runner removes
-            # containers by label after every attempt that ends other than well, so tell it by failing.
-            raise SandboxError(f"sandbox did not stop: {type(error).__name__}: {error}") from error
+        except Exception as error:  # noqa: BLE001 - swe-rex raises whatever the kind's client raises
+            # swe-rex 1.4 closes the connection first, and skips the container when that fails.
+            return f"sandbox did not stop: {type(error).__name__}: {error}"
+        return ""
 
 
 def build_deployment(settings: SandboxSettings, *, image: str, token: str) -> Any:

@@ -17,22 +17,22 @@ SETUP_TIMEOUT_S = 1800.0
 # What agents leave beside the source: their patch file and caches. Kept out of the diff taken for them.
 _NOT_SOURCE = ("patch.txt", "*.pyc", "__pycache__/**", ".pytest_cache/**")
 
-# The image's commit may be the base itself or one commit of build fixes on top of it; both are kept as they are.
+# The images of SWE-bench have one commit of build fixes on top of the base, by an author of that name; it is kept.
 _CHECK_OUT = """
 set -e
 git config --global --add safe.directory {workdir}
-head=$(git rev-parse HEAD); parent=$(git rev-parse -q --verify 'HEAD^' || true)
 want=$(git rev-parse -q --verify {base}'^{{commit}}' || true)
 if [ -z "$want" ]; then git fetch -q --depth 1 origin {base}; want=$(git rev-parse FETCH_HEAD); fi
-if [ "$want" != "$head" ] && [ "$want" != "$parent" ]; then git checkout -q -f --detach "$want"; fi
+if [ "$(git log -1 --format=%an)" = SWE-bench ] && [ "$(git rev-parse -q --verify 'HEAD^')" = "$want" ]; then exit 0; fi
+if [ "$(git rev-parse HEAD)" != "$want" ]; then git checkout -q -f --detach "$want"; fi
 """
 
 # The commits after the base hold the solution: without names and logs they are not found by looking around.
 _HIDE_FUTURE = """
 set -e
 git checkout -q --detach
-git for-each-ref --format='delete %(refname)' | git update-ref --stdin
 for name in $(git remote); do git remote remove "$name"; done
+git for-each-ref --format='option no-deref%0adelete %(refname)' | git update-ref --stdin
 git reflog expire --expire=now --all
 rm -f "$(git rev-parse --git-dir)/FETCH_HEAD" "$(git rev-parse --git-dir)/ORIG_HEAD"
 """
@@ -84,7 +84,8 @@ async def worktree_diff(sandbox: Sandbox) -> str:
     path = f"{sandbox.scratch}/worktree.diff"
     await sandbox.check("git add -A")
     await sandbox.check(f"git -c core.fileMode=false diff --cached --binary HEAD -- . {leave_out} > {path}")
-    return await sandbox.read(path)
+    diff: str = await sandbox.read(path)
+    return diff
 
 
 async def apply_patch(sandbox: Sandbox, patch: str, *, name: str) -> str:

@@ -1,0 +1,190 @@
+"""Shared by the tests of the real SWE runner: a scripted model server and a small repository with a bug."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
+
+from seamless_verl.agents.contract import AgentJob
+
+KEY = "sk-session-7f"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+FIX = "sed -i 's/return a - b/return a + b/' calc.py"
+SUBMIT_PATCH = [FIX, "git diff -- calc.py > patch.txt", "cat patch.txt", f"{SUBMIT} && cat patch.txt"]
+SECRET = "canary_the_agent_must_not_see"
+TEST_PATCH = "\n".join(
+    (
+        "diff --git a/test_calc.py b/test_calc.py",
+        "--- a/test_calc.py",
+        "+++ b/test_calc.py",
+        "@@ -1,5 +1,13 @@",
+        "-from calc import add",
+        "+from calc import add, double",
+        " ",
+        " ",
+        " def test_add_zero():",
+        "     assert add(3, 0) == 3",
+        "+",
+        "+",
+        "+def test_add():",
+        f"+    assert add(2, 3) == 5  # {SECRET}",
+        "+",
+        "+",
+        "+def test_double():",
+        "+    assert double(4) == 8",
+        "",
+    )
+)
+
+
+class ModelServer(ThreadingHTTPServer):
+    """Answers chat completions with one scripted bash command after the other, and keeps the requests."""
+
+    daemon_threads = True
+
+    def __init__(self, commands: list[str], *, text: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.commands = commands
+        self.text = text
+        self.wait_s = wait_s
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.asked = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ModelServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        turn = len(self.server.requests)
+        self.server.requests.append(body)
+        self.server.keys.append(self.headers["Authorization"])
+        self.server.asked.set()
+        time.sleep(self.server.wait_s)
+        command = self.server.commands[min(turn, len(self.server.commands) - 1)]
+        message: dict[str, Any] = {"role": "assistant", "content": "THOUGHT: next."}
+        if self.server.text:
+            message["content"] = f"THOUGHT: next.\n\n```mswea_bash_command\n{command}\n```"
+        else:
+            call = {"name": "bash", "arguments": json.dumps({"command": command})}
+            message["tool_calls"] = [{"id": f"call_{turn}", "type": "function", "function": call}]
+        choice = {"index": 0, "message": message, "finish_reason": "stop" if self.server.text else "tool_calls"}
+        answer = {"id": f"c{turn}", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        answer["usage"] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        data = json.dumps(answer).encode()
+        try:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except ConnectionError:
+            pass  # the attempt was stopped while we thought
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def model_server(commands: list[str], **kwargs: Any) -> Iterator[ModelServer]:
+    """A `ModelServer` in a thread."""
+    server = ModelServer(commands, **kwargs)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def make_repository(folder: Path) -> tuple[Path, str]:
+    """A repository whose second commit repairs what its first one gets wrong; tasks start from the first."""
+    folder.mkdir()
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost"]
+
+    def run(*args: str) -> str:
+        return subprocess.run([*git, *args], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+    run("init", "-q", "-b", "main")
+    broken = "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return add(a, a)\n"
+    (folder / "calc.py").write_text(broken)
+    (folder / "test_calc.py").write_text("from calc import add\n\n\ndef test_add_zero():\n    assert add(3, 0) == 3\n")
+    run("add", "-A")
+    run("commit", "-qm", "start")
+    base = run("rev-parse", "HEAD")
+    (folder / "calc.py").write_text(broken.replace("a - b", "a + b"))
+    run("commit", "-qam", "the repair that must not be found")
+    return folder, base
+
+
+def job_of(repository: tuple[Path, str], server: ModelServer, *, deadline_s: float = 200.0, **more: str) -> AgentJob:
+    """The task of `make_repository` against a scripted model; ``more`` are further keys of the task."""
+    task = {
+        "instance_id": "calc__calc-1",
+        "repo": str(repository[0]),
+        "base_commit": repository[1],
+        "problem_statement": "add() subtracts.",
+        "test_command": f"{sys.executable} -m pytest -q test_calc.py",
+        "fail_to_pass": ["test_calc.py::test_add", "test_calc.py::test_double"],
+        "pass_to_pass": ["test_calc.py::test_add_zero"],
+        "test_patch": TEST_PATCH,
+        **more,
+    }
+    return AgentJob(task=task, base_url=server.url, api_key=KEY, model="Qwen/Qwen3-8B", deadline_s=deadline_s)
+
+
+async def first_request(server: ModelServer) -> None:
+    """Wait until the agent has asked the model for the first time."""
+    assert await asyncio.to_thread(server.asked.wait, 60), "no request within 60 s"
+
+
+@contextmanager
+def nothing_left(*, scratch: bool = True) -> Iterator[None]:
+    """Asserts that the body leaves no process of an attempt and, with ``scratch``, no folder."""
+    before = _scratch()
+    yield
+    assert not scratch or not _scratch() - before
+    assert not [process for process in psutil.process_iter() if _marked(process)]
+
+
+def _scratch() -> set[str]:
+    return {path.name for path in Path("/tmp").glob("seamless-swe-*")}
+
+
+def _marked(process: psutil.Process) -> bool:
+    try:
+        return TOKEN_VARIABLE in process.environ()
+    except psutil.Error:
+        return False
+
+
+def test_the_scripted_server_answers_in_turn() -> None:
+    with model_server(["ls", "pwd"]) as server:
+        for command in ("ls", "pwd", "pwd"):
+            request = urllib.request.Request(
+                f"{server.url}/chat/completions", data=b"{}", headers={"Authorization": "Bearer k"}
+            )
+            with urllib.request.urlopen(request) as response:
+                (choice,) = json.load(response)["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"command": command}
