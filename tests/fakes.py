@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -34,7 +35,8 @@ CHATML = (
 )
 
 
-def small_tokenizer(template: str = CHATML, *, special: Sequence[str] = ("<|im_start|>", "<|im_end|>")) -> Any:
+@lru_cache(maxsize=16)
+def small_tokenizer(template: str = CHATML, *, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
     """A real byte-level BPE tokenizer with merges, made on the spot; ``special[-1]`` ends turns."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

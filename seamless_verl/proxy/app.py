@@ -34,7 +34,7 @@ from seamless_verl.proxy.chat import completion_body, completion_events, invalid
 from seamless_verl.proxy.engine import Engine
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.flights import ClientGone
-from seamless_verl.proxy.journal import Journal, NullJournal
+from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.rendering import Codec
@@ -101,7 +101,11 @@ class Proxy:
             raise ApiError(429, "too_many_sessions", story, retry_after_s=5.0)
         spec = _validated(OpenBody, await self._body(request)).spec()
         session, api_key = self._deps.sessions.open(spec, now=time.time())
-        await self._deps.journal.opened(session)
+        try:
+            await self._deps.journal.opened(session)
+        except JournalFailed as error:
+            self._deps.sessions.drop(session)
+            raise ApiError(503, "journal_failed", f"The session could not be recorded: {error}.") from None
         counters = self._deps.counters
         counters.sessions_opened += 1
         counters.num_sessions = len(self._deps.sessions)
@@ -130,7 +134,7 @@ class Proxy:
         report = audit_rows(rows, session.ledger.entries)
         for violation in report.violations:
             _log.error("session %s: audit: %s: %s", session.id, violation.kind.value, violation.story)
-        await self._deps.journal.closed(session.id)
+        await self._record_closed(session)
         counters = self._deps.counters
         counters.audited(report)
         counters.sessions_closed += 1
@@ -190,8 +194,15 @@ class Proxy:
     async def _forget(self, session: Session) -> None:
         self._deps.sessions.drop(session)
         await self._turns.drop(session)
-        await self._deps.journal.closed(session.id)
+        await self._record_closed(session)
         self._deps.counters.num_sessions = len(self._deps.sessions)
+
+    async def _record_closed(self, session: Session) -> None:
+        try:
+            await self._deps.journal.closed(session.id)
+        except JournalFailed as error:
+            # The rows matter more: at worst a restart brings a session back, and its deadline ends it.
+            _log.error("session %s: the journal still holds it: %s", session.id, error)
 
     async def _reap(self) -> None:
         """Forget sessions whose deadline passed long ago and which nobody closed."""

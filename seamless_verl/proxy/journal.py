@@ -1,4 +1,8 @@
-"""What must be on disk before an answer leaves."""
+"""What must be on disk before an answer leaves.
+
+Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turn again; when it has
+raised, the turn is neither on disk nor in the tree.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,12 @@ from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.segments import TurnRecord
 
 
+class JournalFailed(Exception):
+    """The journal could not be written; earlier data is intact."""
+
+
 class Journal(Protocol):
-    """Append-only memory of sessions; every method returns only once its data is safe."""
+    """Append-only memory of open sessions. Every method returns only once its data is safe, or raises JournalFailed."""
 
     async def opened(self, session: Session) -> None: ...
 

@@ -20,7 +20,7 @@ from seamless_verl.proxy.chat import ChatAnswer, ChatCall, canonical_message, ca
 from seamless_verl.proxy.engine import Engine, EngineUnavailable, FinishReason, Generation, GenerationRequest
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.flights import Flight, FlightBoard, Served
-from seamless_verl.proxy.journal import Journal
+from seamless_verl.proxy.journal import Journal, JournalFailed
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.parsing import cut_at_stop, parse_answer
@@ -267,7 +267,11 @@ class TurnService:
             raise
 
     async def _journal_and_commit(self, session: Session, record: TurnRecord, pending: PendingTurn) -> Turn:
-        await self._journal.append(session.id, record, session.ledger.entry(record.generation_id))
+        try:
+            await self._journal.append(session.id, record, session.ledger.entry(record.generation_id))
+        except JournalFailed as error:
+            story = f"The answer could not be recorded, so it is not given: {error}."
+            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
         turn = session.tree.commit(record)
         num_generated = len(record.token_ids)
         session.num_generated += num_generated

@@ -165,7 +165,8 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json"),
     (b'{"model": "m", "messages": ' + b"[" * 100_000, "invalid_json"),
     (b'{"model": "m", "metadata": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}", "invalid_json"),
-    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}", "invalid_value"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}", "invalid_json"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 50 + b"}", "invalid_value"),
     (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "invalid_value"),
     (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "top_p": NaN}', "invalid_value"),
 ]
@@ -273,7 +274,7 @@ _FIELDS = ["model", "messages", "tools", "stop", "seed", "temperature", "tool_ch
 _PARTS = ["role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.one_of(
