@@ -9,6 +9,7 @@ Needs the `swe` extra. To run it where that is not installed:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -163,6 +164,18 @@ async def test_the_deadline_ends_a_model_that_does_not_answer(serve: Serve, repo
     assert report.status is AgentStatus.TIMED_OUT
     assert report.reward == 1.0
     assert "stopped after" in report.detail
+
+
+async def test_a_model_that_cannot_be_reached_fails_the_agent_and_not_the_runner(
+    serve: Serve, repository: Repository, unused_tcp_port: int
+) -> None:
+    job = dataclasses.replace(job_of(repository, serve(["ls"])), base_url=f"http://127.0.0.1:{unused_tcp_port}/v1")
+
+    report = await attempt(job, reward="share")
+
+    assert report.status is AgentStatus.FAILED
+    assert report.reward == pytest.approx(1 / 3)
+    assert "Connection error" in report.detail
 
 
 async def test_background_processes_of_the_agent_are_ended(serve: Serve, repository: Repository) -> None:
