@@ -1,4 +1,4 @@
-"""A cache of what recipes build for themselves: content-addressed, built once, safe when two processes build at once."""
+"""A cache of what recipes build for themselves: content-addressed, built once, also when two processes build."""
 
 from __future__ import annotations
 

@@ -70,7 +70,12 @@ def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
 
     def task(config: DictConfig) -> None:
-        codes.append(_run_one(config, machine, started if not codes else time.time()))
+        # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
+        try:
+            codes.append(_run_one(config, machine, started if not codes else time.time()))
+        except (SeamlessError, OmegaConfBaseException) as error:
+            _say(f"error: {error}", sys.stderr)
+            codes.append(2)
 
     before, sys.argv = sys.argv, ["seamless_verl", *arguments]
     try:
@@ -90,10 +95,10 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
         _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
     else:
         _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
+    preflight.check_settings(_plain(config), seamless, machine)
     if seamless.assets.module is not None and seamless.assets.dir is None:
         config.seamless.assets.dir = str(_assets(seamless.assets.module, seamless.assets.cache))
-    plain = OmegaConf.to_container(config, resolve=True)
-    preflight.check(plain, seamless, machine)  # type: ignore[arg-type]
+    preflight.check_files(_plain(config), seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     _say(f"run folder: {run_dir}")
     environment = {"SEAMLESS_STARTED_AT": repr(started)}
@@ -105,6 +110,10 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
     return code
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
 
 
 def _assets(module: str, cache: str | None) -> Path:

@@ -22,8 +22,8 @@ _DISK = 2 * _GIB
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def check(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> None:
-    """Raise on the first thing that cannot work.
+def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> None:
+    """Raise on the first setting that cannot work here; nothing needs to exist yet.
 
     Args:
         config: the whole composed configuration as a plain mapping, interpolations resolved.
@@ -33,17 +33,22 @@ def check(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine)
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
     """
+    _check_devices(config, machine)
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         _check_layout(config)
         _check_batches(config)
     _check_lengths(config)
-    _check_paths(config)
-    _check_agent(config, seamless)
-    _check_machine(config, machine)
+    _check_room(config, machine)
     if seamless.proxy.port and not port_is_free(seamless.proxy.host, seamless.proxy.port):
         raise ConfigError(
             "seamless.proxy.port", seamless.proxy.port, "is in use", "write 0 to let the system choose a free one"
         )
+
+
+def check_files(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """Raise on a model, data file, agent or task that is missing or malformed; see `check_settings`."""
+    _check_paths(config)
+    _check_agent(config, seamless)
 
 
 def _check_layout(config: Mapping[str, Any]) -> None:
@@ -161,15 +166,18 @@ def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:
 
     import pyarrow.parquet as parquet
 
-    rows = parquet.ParquetFile(file).iter_batches(batch_size=most, columns=["extra_info"])
-    for row in next(rows, None).to_pylist() if parquet.read_metadata(file).num_rows else []:
-        task = (row["extra_info"] or {}).get("task")
-        if task is None:
-            raise ConfigError("data.*_files", file, "has a row without extra_info.task", "prepare it with the recipe")
-        yield json.loads(task)
+    for batch in parquet.ParquetFile(file).iter_batches(batch_size=most, columns=["extra_info"]):
+        for row in batch.to_pylist():
+            task = (row["extra_info"] or {}).get("task")
+            if task is None:
+                raise ConfigError(
+                    "data.*_files", file, "has a row without extra_info.task", "prepare the data with the recipe's tool"
+                )
+            yield json.loads(task)
+        return
 
 
-def _check_machine(config: Mapping[str, Any], machine: Machine) -> None:
+def _check_devices(config: Mapping[str, Any], machine: Machine) -> None:
     device = config["trainer"]["device"]
     elsewhere = (config["ray_kwargs"]["ray_init"].get("address") or "local") != "local"
     needed = config["trainer"]["n_gpus_per_node"] * config["trainer"]["nnodes"]
@@ -180,6 +188,10 @@ def _check_machine(config: Mapping[str, Any], machine: Machine) -> None:
             "start on a machine with GPUs, join a Ray cluster (ray_kwargs.ray_init.address=auto), or run a CPU recipe "
             "(+recipe=swe or +recipe=arithmetic)",
         )
+
+
+def _check_room(config: Mapping[str, Any], machine: Machine) -> None:
+    device = config["trainer"]["device"]
     if device == "cpu" and machine.memory_available < _CPU_MEMORY:
         raise MachineError(
             "memory",

@@ -108,7 +108,7 @@ def _demonstrations(tokenizer: Any, rng: random.Random) -> Iterator[tuple[list[l
             if not wide:
                 b = rng.randint(0, 9)
             total = a + b if rng.random() < _RIGHT else rng.randint(max(0, a + b - 3), a + b + 3)
-            answer = tokenizer.encode(f"{total:>2}") + [tokenizer.eos_token_id]
+            answer = [*tokenizer.encode(f"{total:>2}"), tokenizer.eos_token_id]
             prompts.append(_prompt_ids(tokenizer, a, b))
             answers.append(answer)
         yield prompts, answers

@@ -42,7 +42,7 @@ def main(run_dir: Path) -> int:
         _train(run_dir, terminal, start_up)
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the end of the line: the user is told, the exit code says so
         traceback.print_exc()
         terminal.write(
             f"error: {type(error).__name__}: {_first_lines(error)}\n(full story: {run_dir / 'logs' / _LOG})\n"

@@ -31,7 +31,7 @@ from seamless_verl.verl_adapter.step_report import StepMeter, validation_report
 
 
 def adopt_config(config: DictConfig) -> SeamlessConfig:
-    """Translate ``seamless`` and ``trainer.v1.seamless`` into what ``separate_async`` reads; change ``config`` in place.
+    """Translate the ``seamless`` section into what ``separate_async`` reads; changes ``config`` in place.
 
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
     * ``num_warmup_batches`` = eta: with the batch of the step itself, (eta + 1) batches are in flight.

@@ -104,6 +104,11 @@ class TinySweRunner:
         self._root = tempfile.mkdtemp(prefix="tiny-swe-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         self._closed = False
 
+    @staticmethod
+    def check_task(task: Mapping[str, Any]) -> None:
+        """Refuse a task that could not be run, before anything heavy starts; see `PublicTask.parse`."""
+        PublicTask.parse(task)
+
     @property
     def agent_pids(self) -> tuple[int, ...]:
         """Process ids of the live agent workers."""

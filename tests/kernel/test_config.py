@@ -1,0 +1,50 @@
+"""The `seamless` section: defaults, nesting, and refusals that name key, value and fix."""
+
+import pytest
+
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError
+
+
+def test_an_empty_section_is_the_one_step_lag():
+    assert SeamlessConfig.from_mapping(None).staleness.eta == 1
+
+
+def test_nested_keys_reach_their_section():
+    config = SeamlessConfig.from_mapping({"staleness": {"eta": 3}, "agent": {"kwargs": {"processes": 4}}})
+    assert config.staleness.eta == 3
+    assert config.agent.kwargs == {"processes": 4}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "near"),
+    [
+        ({"stalenes": {"eta": 1}}, "seamless.stalenes", "seamless.staleness"),
+        ({"staleness": {"etta": 1}}, "seamless.staleness.etta", "seamless.staleness.eta"),
+        ({"agent": {"max_turn": 3}}, "seamless.agent.max_turn", "seamless.agent.max_turns"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
+    with pytest.raises(ConfigError) as refused:
+        SeamlessConfig.from_mapping(section)
+    assert refused.value.key == key
+    assert near in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"staleness": {"eta": -1}}, "seamless.staleness.eta"),
+        ({"staleness": {"eta": 1.5}}, "seamless.staleness.eta"),
+        ({"staleness": {"eta": True}}, "seamless.staleness.eta"),
+        ({"agent": {"deadline_s": 0}}, "seamless.agent.deadline_s"),
+        ({"agent": {"max_tokens_per_turn": -5}}, "seamless.agent.max_tokens_per_turn"),
+        ({"proxy": {"port": 70000}}, "seamless.proxy.port"),
+        ({"staleness": 3}, "seamless.staleness"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_key(section, key):
+    with pytest.raises(ConfigError) as refused:
+        SeamlessConfig.from_mapping(section)
+    assert refused.value.key == key
+    assert "Fix: " in str(refused.value)

@@ -1,0 +1,135 @@
+"""Statistics, records, the step line and the summary, on data small enough to check by hand."""
+
+import io
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seamless_verl.observe.report import StepReport, ValidationReport, as_record
+from seamless_verl.observe.reporter import STEPS, Reporter, read_records
+from seamless_verl.observe.statistics import clustered_mean, difference, paired_difference
+from seamless_verl.observe.summary import summarize
+from seamless_verl.observe.terminal import closing_lines, step_line
+
+
+def step(number: int, **changes) -> StepReport:
+    values = dict(
+        step=number, total_steps=4, step_s=2.0, reward=0.5, pass_rate=0.25, tokens_per_s=1500.0, staleness_mean=0.5,
+        staleness_max=1, rows=10, rollouts=8, rows_audited=10, audit_violations=0, max_logprob_diff=None,
+        idle_share={"trainer": 0.5, "rollout": 0.25},
+    )  # fmt: skip
+    return StepReport(**{**values, **changes})
+
+
+def validation(at: int, means: dict[str, float], name: str = "held_out") -> ValidationReport:
+    estimate = clustered_mean({task: [mean] for task, mean in means.items()})
+    return ValidationReport(
+        step=at, name=name, metric="passed", mean=estimate.mean, low=estimate.low, high=estimate.high,
+        tasks=estimate.tasks, rollouts=estimate.rollouts, task_means=means,
+    )  # fmt: skip
+
+
+def summary_of(steps, validations):
+    return summarize(
+        [as_record(r) for r in steps],
+        [as_record(r) for r in validations],
+        wall_s=1.0,
+        time_to_first_step_s=0.5,
+        start_up_s={},
+    )
+
+
+def test_rollouts_of_one_task_do_not_narrow_the_interval():
+    few = clustered_mean({"a": [1.0], "b": [0.0]})
+    many = clustered_mean({"a": [1.0] * 50, "b": [0.0] * 50})
+    assert (few.low, few.high) == (many.low, many.high)
+    assert many.rollouts == 100
+
+
+def test_the_interval_of_a_known_sample():
+    estimate = clustered_mean({"a": [0.0], "b": [1.0], "c": [0.0], "d": [1.0]})
+    half = 1.959964 * math.sqrt((4 * 0.25 / 3) / 4)
+    assert estimate.mean == 0.5
+    assert estimate.high == pytest.approx(0.5 + half)
+
+
+def test_pairing_removes_what_tasks_have_in_common():
+    before = {"easy": 0.9, "hard": 0.1, "middle": 0.5}
+    after = {task: mean + 0.05 for task, mean in before.items()}
+    paired = paired_difference(before, after)
+    assert paired.mean == pytest.approx(0.05)
+    assert paired.high - paired.low < 1e-9
+    unpaired = difference(*(clustered_mean({t: [m] for t, m in means.items()}) for means in (before, after)))
+    assert unpaired.high - unpaired.low > 0.5
+
+
+def test_means_without_data_are_refused():
+    with pytest.raises(ValueError, match="at least one task"):
+        clustered_mean({})
+    with pytest.raises(ValueError, match="no task"):
+        paired_difference({"a": 1.0}, {"b": 1.0})
+
+
+@given(st.dictionaries(st.text(max_size=3), st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=2))
+def test_the_mean_lies_within_its_interval_and_its_data(values):
+    estimate = clustered_mean(values)
+    assert estimate.low - 1e-12 <= estimate.mean <= estimate.high + 1e-12
+    assert min(min(v) for v in values.values()) - 1e-12 <= estimate.mean <= max(max(v) for v in values.values()) + 1e-12
+
+
+def test_the_step_line_shows_what_matters():
+    line = step_line(step(2, max_logprob_diff=1e-6), remaining_s=61.0)
+    for part in ("2/4", "reward 0.500", "pass 25%", "1.5k tok/s", "max 1", "rows/rollout 1.25", "trainer 50%", "1 min"):
+        assert part in line
+    assert "AUDIT" not in line
+
+
+def test_a_violation_cannot_be_overlooked():
+    assert "AUDIT: 3 of 10 rows" in step_line(step(2, audit_violations=3), remaining_s=None)
+
+
+def test_records_survive_the_way_through_the_file(tmp_path):
+    reporter = Reporter(tmp_path, io.StringIO())
+    reporter.step(step(1), {"actor/loss": float("nan"), "text": "not a number", "n": 3})
+    assert read_records(tmp_path / STEPS) == [as_record(step(1))]
+    assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1, "actor/loss": None, "n": 3}]
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_inside_is_an_error(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"step": 1}\n{"ste')
+    assert read_records(path) == [{"step": 1}]
+    path.write_text('{"ste\n{"step": 1}\n')
+    with pytest.raises(json.JSONDecodeError):
+        read_records(path)
+
+
+def test_a_resumed_run_counts_each_step_once_and_takes_the_first_and_last_validation():
+    steps = [step(1), step(2, rows=99), step(2, rows=20), step(3, audit_violations=1, max_logprob_diff=2e-6)]
+    validations = [
+        validation(0, {"a": 0.0, "b": 0.5}),
+        validation(2, {"a": 0.9, "b": 0.9}),
+        validation(3, {"a": 0.5, "b": 1.0}),
+    ]
+    summary = summary_of(steps, validations)
+    assert (summary["steps"], summary["rows"], summary["audit_violations"]) == (3, 40, 1)
+    assert summary["max_logprob_diff"] == 2e-6
+    assert summary["held_out_pass_rate_before"] == 0.25
+    assert summary["held_out_pass_rate_after"] == 0.75
+    assert summary["held_out_pass_rate_gain"] == pytest.approx(0.5)
+
+
+def test_idle_shares_are_weighted_by_the_length_of_the_step_and_unknown_stays_unknown():
+    short = step(1, step_s=1.0, idle_share={"trainer": 1.0, "rollout": None})
+    long = step(2, step_s=3.0, idle_share={"trainer": 0.0, "rollout": 0.5})
+    assert summary_of([short, long], [])["idle_share"] == {"trainer": 0.25, "rollout": None}
+
+
+def test_the_end_of_a_run_says_what_changed_and_where_things_are():
+    validations = [validation(0, {"a": 0.0, "b": 0.5}), validation(3, {"a": 0.5, "b": 1.0})]
+    text = "\n".join(closing_lines(summary_of([step(1)], validations), "/runs/x", []))
+    for part in ("held out pass rate: 0.250 before, 0.750 after", "/runs/x", "summary.json", "0 violations"):
+        assert part in text

@@ -1,0 +1,148 @@
+"""What cannot work is refused before anything heavy starts, naming key, value and fix."""
+
+import copy
+import json
+import socket
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from seamless_verl import preflight
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.machine import Machine, count_accelerators, port_is_free
+
+GIB = 1 << 30
+MACHINE = Machine(
+    accelerators=0,
+    cores=2,
+    memory_available=16 * GIB,
+    memory_total=24 * GIB,
+    disk_free=50 * GIB,
+    shared_memory_free=GIB,
+)
+CONFIG = {
+    "trainer": {"device": "cpu", "nnodes": 1, "n_gpus_per_node": 1, "v1": {"trainer_mode": "seamless"}},
+    "data": {
+        "train_batch_size": 16,
+        "max_prompt_length": 256,
+        "max_response_length": 768,
+        "train_files": [],
+        "val_files": [],
+    },
+    "actor_rollout_ref": {
+        "model": {"path": "Qwen/Qwen3-8B"},
+        "actor": {"ppo_mini_batch_size": 8},
+        "rollout": {
+            "n": 8,
+            "nnodes": 1,
+            "n_gpus_per_node": 1,
+            "tensor_model_parallel_size": 1,
+            "max_model_len": 1024,
+        },
+    },
+    "critic": {"model": {"path": "Qwen/Qwen3-8B"}},
+    "algorithm": {"adv_estimator": "grpo"},
+    "ray_kwargs": {"ray_init": {"address": "local"}},
+}
+
+
+def config(**changes):
+    changed = copy.deepcopy(CONFIG)
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = changed
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    return changed
+
+
+def check(changed, machine=MACHINE, **seamless):
+    settings = SeamlessConfig.from_mapping(seamless)
+    preflight.check_settings(changed, settings, machine)
+    preflight.check_files(changed, settings)
+
+
+def test_a_sound_configuration_passes():
+    check(config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "fix"),
+    [
+        (dict(data__train_batch_size=10), "actor_rollout_ref.actor.ppo_mini_batch_size", "write 5"),
+        (dict(trainer__n_gpus_per_node=3), "actor_rollout_ref.actor.ppo_mini_batch_size", "multiple of 3"),
+        (dict(actor_rollout_ref__rollout__nnodes=0), "actor_rollout_ref.rollout.nnodes", "trainer_mode=sync"),
+        (
+            dict(actor_rollout_ref__rollout__tensor_model_parallel_size=2),
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            "divides 1",
+        ),
+        (dict(actor_rollout_ref__rollout__max_model_len=512), "actor_rollout_ref.rollout.max_model_len", "write 1024"),
+        (dict(actor_rollout_ref__model__path="/no/such/model"), "actor_rollout_ref.model.path", "hub name"),
+        (dict(data__train_files="/no/such/file.parquet"), "data.train_files", "parquet"),
+    ],
+)
+def test_a_setting_that_cannot_work_names_its_key_and_the_fix(changes, key, fix):
+    with pytest.raises(ConfigError) as refused:
+        check(config(**changes))
+    assert refused.value.key == key
+    assert fix in refused.value.fix
+
+
+def test_a_gpu_recipe_needs_a_gpu_or_a_cluster():
+    with pytest.raises(MachineError, match="this machine has none"):
+        check(config(trainer__device="cuda"))
+    check(config(trainer__device="cuda", ray_kwargs__ray_init__address="auto"))
+
+
+@pytest.mark.parametrize("short", ["memory_available", "disk_free"])
+def test_a_machine_that_is_too_small_is_told_so(short):
+    fields = {name: getattr(MACHINE, name) for name in Machine.__slots__}
+    with pytest.raises(MachineError, match="1.0 GiB"):
+        check(config(), machine=Machine(**{**fields, short: GIB}))
+
+
+def test_a_port_in_use_is_refused_and_a_free_one_is_not():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert not port_is_free("127.0.0.1", port)
+        with pytest.raises(ConfigError, match="in use"):
+            check(config(), proxy={"port": port})
+    assert port_is_free("127.0.0.1", 0)
+
+
+def test_an_agent_runner_that_cannot_be_imported_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        check(config(), agent={"runner": "seamless_verl.agents.nowhere.Runner"})
+    assert refused.value.key == "seamless.agent.runner"
+
+
+def test_a_task_without_a_test_command_is_refused_before_anything_starts(tmp_path):
+    from seamless_verl.recipes.swe.tiny.tasks import generate
+
+    task = json.loads(next(generate("train", 0)).to_json())
+    del task["test_command"]
+    rows = [{"extra_info": {"index": 0, "split": "train", "task": json.dumps(task)}}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    with pytest.raises(ConfigError) as refused:
+        check(
+            config(data__train_files=str(tmp_path / "train.parquet")),
+            agent={"runner": "seamless_verl.recipes.swe.tiny.runner.TinySweRunner"},
+        )
+    assert "test_command" in refused.value.key
+
+
+def test_accelerators_are_counted_by_their_device_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "davinci_manager"):
+        (tmp_path / name).touch()
+    assert count_accelerators(tmp_path) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert count_accelerators(tmp_path) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_accelerators(tmp_path) == 0
