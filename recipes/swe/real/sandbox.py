@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +79,7 @@ class Sandbox:
             try:
                 await self._deployment.start()
                 await self.check(f"mkdir -p {self.scratch}")
+                drain_output(self._deployment)
                 return
             except Exception as error:  # noqa: BLE001 - swe-rex raises whatever the kind's client raises
                 problems = [f"{type(error).__name__}: {error}"]
@@ -187,6 +190,17 @@ class Sandbox:
             # swe-rex 1.4 closes the connection first, and skips the container when that fails.
             return f"sandbox did not stop: {type(error).__name__}: {error}"
         return ""
+
+
+def drain_output(deployment: Any) -> None:
+    """Read away what a container prints.
+
+    swe-rex 1.4 starts the container with pipes that nobody reads; the server in it logs every request, and stops at
+    about the 900th, when the pipe is full. Remove when swe-rex reads them.
+    """
+    process = getattr(deployment, "_container_process", None)
+    for stream in (process.stdout, process.stderr) if process is not None else ():
+        threading.Thread(target=deque, args=(stream,), kwargs={"maxlen": 0}, daemon=True).start()
 
 
 def build_deployment(settings: SandboxSettings, *, image: str, token: str) -> Any:
