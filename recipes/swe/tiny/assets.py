@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,19 @@ class BuildFailed(SeamlessError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is built: seed of everything random, number of training tasks and of tasks per validation set."""
+    """What is built.
+
+    Attributes:
+        seed: seed of everything random.
+        train_size, held_out_size, held_out_templates_size: number of tasks per split.
+        warm_start_share: share of the warm start's tokens to train on; below 1 for a model that need not know much.
+    """
 
     seed: int = 0
     train_size: int = 2048
     held_out_size: int = 200
     held_out_templates_size: int = 60
+    warm_start_share: float = 1.0
 
     def digest(self) -> str:
         """12 hexadecimal digits over the parameters and the source of the generator."""
@@ -169,6 +176,7 @@ def _build_here(folder: Path, recipe: Recipe) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
     from seamless_verl.recipes.swe.tiny import warm_start
+    from seamless_verl.recipes.swe.tiny.tokenizer import render
 
     started = time.monotonic()
 
@@ -188,10 +196,11 @@ def _build_here(folder: Path, recipe: Recipe) -> None:
     pq.write_table(pa.Table.from_pylist(data["train"]), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(held_out), folder / "val.parquet")
     progress(f"{len(data['train'])} training tasks, {len(held_out)} validation tasks")
-    model, tokenizer = warm_start.train(warm_start.SHIPPED, recipe.seed, progress)
+    phases = [replace(p, tokens=int(p.tokens * recipe.warm_start_share)) for p in warm_start.SHIPPED]
+    model, tokenizer = warm_start.train(phases, recipe.seed, progress)
     warm_start.save(model, tokenizer, folder / "model")
-    texts = [row["prompt"] for split in data.values() for row in split]
-    lengths = [len(tokenizer.apply_chat_template(text, add_generation_prompt=True)["input_ids"]) for text in texts]
+    first_turns = [[row["prompt"][0]["content"]] for split in data.values() for row in split]
+    lengths = [len(tokenizer.encode(render(texts, open_turn=True), add_special_tokens=False)) for texts in first_turns]
     metadata = {
         "recipe": asdict(recipe),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -25,7 +25,7 @@ _PIECE = (
 
 
 def train(conversations: Iterable[Sequence[str]]) -> PreTrainedTokenizerFast:
-    """Train on conversations (user and assistant texts). Raises ``ValueError`` when they are too poor."""
+    """Train on conversations (user and assistant texts); entries that they do not fill are reserved marks."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -41,6 +41,8 @@ def train(conversations: Iterable[Sequence[str]]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(("user\nassistant\n".join(texts) for texts in conversations), trainer)
+    unused = VOCABULARY - len(TOOL_MARKS) - bpe.get_vocab_size()
+    bpe.add_special_tokens([AddedToken(f"<|reserved_{index}|>", special=True) for index in range(unused)])
     bpe.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in TOOL_MARKS])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
@@ -51,8 +53,7 @@ def train(conversations: Iterable[Sequence[str]]) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8"),
     )
-    if len(tokenizer) != VOCABULARY:
-        raise ValueError(f"the conversations gave {len(tokenizer)} tokens instead of {VOCABULARY}; give more of them")
+    assert len(tokenizer) == VOCABULARY
     return tokenizer
 
 

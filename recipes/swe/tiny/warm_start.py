@@ -27,11 +27,11 @@ Progress = Callable[[str], None]
 Example = tuple[list[int], list[int]]
 
 MUON_LR, ADAM_LR = 0.02, 4e-3
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 2048
 PROMPT_WEIGHT = 0.3
 _WARM_UP_STEPS = 30
 _TOKENS_PER_CONVERSATION = 125  # a low estimate: running short would repeat data
-_TOKENIZER_CONVERSATIONS = 3000
+_TOKENIZER_CONVERSATIONS = 2000
 _WORKERS = 2
 
 
@@ -61,7 +61,7 @@ def train(phases: Sequence[Phase], seed: int, progress: Progress) -> tuple[Qwen3
 
 def _conversations(phase: Phase, seed: int) -> list[list[str]]:
     """Conversations for one phase, made by separate processes (generation is pure Python)."""
-    count = phase.tokens // _TOKENS_PER_CONVERSATION // _WORKERS + 1
+    count = max(phase.tokens // _TOKENS_PER_CONVERSATION, _TOKENIZER_CONVERSATIONS) // _WORKERS + 1
     module = "seamless_verl.recipes.swe.tiny.demonstrations"
     command = [sys.executable, "-m", module, "--count", str(count), "--right", str(phase.right), "--seed"]
     workers = [
