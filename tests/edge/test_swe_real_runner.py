@@ -25,6 +25,7 @@ from seamless_verl.recipes.swe.real.runner import MiniSweRunner
 from seamless_verl.recipes.swe.real.sandbox import SandboxError
 
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
+from seamless_verl.proxy.chat import parse_chat
 from tests.edge.test_swe_real_support import (
     FIX,
     KEY,
@@ -109,6 +110,8 @@ async def test_a_submitted_repair_is_graded_with_one(serve: Serve, repository: R
     )
     assert server.keys == [f"Bearer {KEY}"] * 5
     assert {request["model"] for request in server.requests} == {"Qwen/Qwen3-8B"}
+    for request in server.requests:
+        parse_chat(json.dumps(request).encode())  # the proxy refuses what it does not know
     conversation = json.dumps(server.requests[-1])
     assert "add() subtracts." in conversation
     assert "a + b" in conversation, "the agent saw its own diff"
@@ -120,8 +123,12 @@ async def test_a_submitted_repair_is_graded_with_one(serve: Serve, repository: R
 async def test_text_actions_share_and_an_unfinished_attempt(serve: Serve, repository: Repository) -> None:
     server = serve(["ls", "echo '# looked' >> calc.py"], text=True)
 
-    report = await attempt(job_of(repository, server), action_format="text", step_limit=2, reward="share")
+    job = dataclasses.replace(job_of(repository, server), model="/srv/models/Qwen3-8B")
+    report = await attempt(job, action_format="text", step_limit=2, reward="share")
 
+    for request in server.requests:
+        parse_chat(json.dumps(request).encode())
+    assert server.requests[0]["model"] == "/srv/models/Qwen3-8B"
     # Nothing was submitted: what changed in the repository is graded, and repairs nothing.
     assert report.status is AgentStatus.FINISHED
     assert report.rewards == {"passed": 0.0, "share": pytest.approx(1 / 3)}

@@ -33,6 +33,7 @@ from seamless_verl.errors import MachineError
 
 _SUBMIT_LINE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _DIFF_RESERVE_S = 15.0
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
 
 class SandboxEnvironment:
@@ -130,6 +131,21 @@ def load_config(request: HarnessRequest) -> dict[str, Any]:
     return {"agent": agent, "model": model}
 
 
+def plain_openai(model: Any) -> Any:
+    """Make mini-swe-agent's model send only OpenAI's own message fields.
+
+    litellm 1.83 puts ``provider_specific_fields`` into every answer, and mini-swe-agent sends answers back as it got
+    them; servers that refuse unknown fields end the attempt at its second turn. Remove when litellm leaves it out.
+    """
+    prepare = model._prepare_messages_for_api
+
+    def prepared(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: value for key, value in message.items() if key in _FIELDS} for message in prepare(messages)]
+
+    model._prepare_messages_for_api = prepared
+    return model
+
+
 async def _prepare(sandbox: Sandbox, request: HarnessRequest) -> None:
     async def both() -> None:
         await sandbox.start()
@@ -159,7 +175,7 @@ async def _run_agent(
     environment = SandboxEnvironment(
         sandbox, loop, timeout_s=request.settings.sandbox.command_timeout_s, deadline=stop_at
     )
-    agent = DefaultAgent(get_model(config=config["model"]), environment, **settings)
+    agent = DefaultAgent(plain_openai(get_model(config=config["model"])), environment, **settings)
     ended: asyncio.Future[tuple[str, str, str]] = loop.create_future()
     threading.Thread(target=_agent_thread, args=(agent, request, loop, ended), daemon=True).start()
     try:
