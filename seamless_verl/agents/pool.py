@@ -40,6 +40,10 @@ class WorkerDied(SeamlessError):
     """The worker process of this job ended; other jobs of the pool go on."""
 
 
+class PoolBroken(SeamlessError):
+    """Workers end before they are ready; no job can ever run. The message quotes the last one."""
+
+
 class JobFailed(SeamlessError):
     """The handler in the worker raised; the message names the exception."""
 
@@ -112,7 +116,7 @@ class AgentPool:
         """Result of one job, within ``timeout`` seconds counted from now, the wait for room included.
 
         Raises:
-            JobTimedOut, JobFailed, WorkerDied: see there.
+            JobTimedOut, JobFailed, WorkerDied, PoolBroken: see there.
             SeamlessError: the pool is closed.
         """
         try:
@@ -155,7 +159,7 @@ class AgentPool:
                 if await worker.ready:
                     return worker
                 story, worker = worker.story(), None
-            raise WorkerDied(f"{' '.join(self._command)}: {_START_ATTEMPTS} workers ended at their start; {story}")
+            raise PoolBroken(f"{' '.join(self._command)}: {_START_ATTEMPTS} workers ended at their start; {story}")
 
     async def _start(self, slot: int) -> _Worker:
         pipe = asyncio.subprocess.PIPE

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from seamless_verl.agents.pool import AgentPool, JobFailed, JobTimedOut, WorkerDied
+from seamless_verl.agents.pool import AgentPool, JobFailed, JobTimedOut, PoolBroken, WorkerDied
 from seamless_verl.errors import SeamlessError
 
 WORKER = """
@@ -147,7 +147,7 @@ async def test_last_words_of_a_dead_worker_are_quoted(pool: AgentPool) -> None:
 async def test_worker_that_cannot_start_is_a_clear_error(tmp_path: Path) -> None:
     pool = AgentPool((sys.executable, "-c", "raise SystemExit('no licence for this agent')"), processes=1)
     try:
-        with pytest.raises(WorkerDied, match=r"3 workers ended at their start.*no licence for this agent"):
+        with pytest.raises(PoolBroken, match=r"3 workers ended at their start.*no licence for this agent"):
             await pool.run({}, 60)
     finally:
         await pool.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -54,8 +55,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(BrokenPipeError):  # an agent past its deadline, or killed, waits no more
+            self.end_headers()
+            self.wfile.write(body)
         self.close_connection = self.model.hang_up
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -46,7 +46,7 @@ def measure(folder: Path | None, seed: int) -> dict[str, float]:
     if folder is None:
         model, tokenizer = warm_start.train(warm_start.CLEAN, seed, _say)
     else:
-        model, tokenizer = Qwen3ForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        model, tokenizer = Qwen3ForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     sandbox = Sandbox(zygotes=2)
     try:
         player = Player(tokenizer, sandbox, seed)

@@ -24,6 +24,7 @@ from seamless_verl.errors import ConfigError
 
 _AGENT = (sys.executable, "-m", "seamless_verl.recipes.swe.tiny.agent")
 _MAX_SOURCE_BYTES = 1 << 16
+_AGENT_SHARE = 0.95  # of the deadline: so that the agent ends by itself, and can say how many turns it had
 _STATUS = {"failed": AgentStatus.FAILED, "deadline": AgentStatus.TIMED_OUT, "forgotten": AgentStatus.TIMED_OUT}
 
 
@@ -144,7 +145,7 @@ class TinySweRunner:
             "model": job.model,
             "max_turns": self._max_turns,
             "max_tokens": self._max_tokens,
-            "deadline_s": job.deadline_s,
+            "deadline_s": job.deadline_s * _AGENT_SHARE,
             "temperature": self._temperature,
         }
         try:
