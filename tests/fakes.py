@@ -55,7 +55,8 @@ def small_tokenizer(template: str = CHATML, *, special: tuple[str, ...] = ("<|im
         * 4,
         trainer,
     )
-    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[-1])
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, eos_token=special[-1])
     fast.chat_template = template
     return fast
 

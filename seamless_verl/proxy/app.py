@@ -129,7 +129,7 @@ class Proxy:
         session = self._deps.sessions.by_id(request.path_params["session_id"])
         _apply_reward(session, _validated(RewardBody, await self._body(request)))
         self._deps.sessions.drop(session)
-        await self._turns.drop(session)
+        await session.board.cancel_all()
         rows = build_rows(session.tree)
         report = audit_rows(rows, session.ledger.entries)
         for violation in report.violations:
@@ -193,7 +193,7 @@ class Proxy:
 
     async def _forget(self, session: Session) -> None:
         self._deps.sessions.drop(session)
-        await self._turns.drop(session)
+        await session.board.cancel_all()
         await self._record_closed(session)
         self._deps.counters.num_sessions = len(self._deps.sessions)
 

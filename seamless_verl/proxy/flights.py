@@ -61,8 +61,7 @@ class Flight:
 class FlightBoard:
     """Flights and recent answers of one session, by the digest of their request."""
 
-    def __init__(self, *, orphan_grace_s: float) -> None:
-        self._orphan_grace_s = orphan_grace_s
+    def __init__(self) -> None:
         self._flights: set[Flight] = set()
         self._by_digest: dict[bytes, Flight] = {}
         self._answers: OrderedDict[bytes, tuple[Served, bool]] = OrderedDict()
@@ -109,8 +108,8 @@ class FlightBoard:
         flight.task.add_done_callback(forget)
         return flight
 
-    async def wait(self, flight: Flight, gone: Callable[[], Awaitable[None]]) -> Served:
-        """Wait for a flight until it lands or this client leaves.
+    async def wait(self, flight: Flight, gone: Callable[[], Awaitable[None]], *, orphan_grace_s: float) -> Served:
+        """Wait for a flight until it lands or this client leaves; the last one to leave starts its grace period.
 
         Raises:
             ClientGone: the client left first.
@@ -132,7 +131,7 @@ class FlightBoard:
             flight.waiters -= 1
             if not flight.waiters and not flight.task.done():
                 flight.wanted.clear()
-                asyncio.get_running_loop().call_later(self._orphan_grace_s, flight.cancel_if_orphaned)
+                asyncio.get_running_loop().call_later(orphan_grace_s, flight.cancel_if_orphaned)
 
     async def cancel_all(self) -> None:
         """End every flight; returns when all have ended."""

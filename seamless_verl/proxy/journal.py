@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.sessions import Session
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.segments import TurnRecord
@@ -22,7 +23,7 @@ class Journal(Protocol):
 
     async def opened(self, session: Session) -> None: ...
 
-    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry) -> None: ...
+    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None: ...
 
     async def closed(self, session_id: str) -> None: ...
 
@@ -33,7 +34,7 @@ class NullJournal:
     async def opened(self, session: Session) -> None:
         return None
 
-    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry) -> None:
+    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
         return None
 
     async def closed(self, session_id: str) -> None:

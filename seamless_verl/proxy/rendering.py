@@ -15,6 +15,7 @@ and the extension is refused.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -75,13 +76,19 @@ class TokenizerRenderer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text that already contains its special tokens."""
         if self._backend is not None:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            # The fast variant leaves out character offsets, which nobody here reads; it takes half the time.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> list[int]:
+    def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> Sequence[int]:
         """See :class:`seamless_verl.trajectory.rendering.Renderer`."""
-        return self.encode(self._text(messages, tools, add_generation_prompt=True))
+        return self._encode_prompt(self._text(messages, tools, add_generation_prompt=True))
+
+    @lru_cache(maxsize=128)  # noqa: B019 - a renderer lives as long as its process
+    def _encode_prompt(self, text: str) -> array[int]:
+        """Attempts at the same task begin with the same prompt, so one of a group pays for all."""
+        return array("i", self.encode(text))
 
     def render_extension(
         self,
@@ -105,7 +112,7 @@ class TokenizerRenderer:
             raise ExtensionRefused("the template changes what stands before an earlier answer when messages follow it")
         if not tail_after.startswith(tail_before):
             raise ExtensionRefused("the template changes what stands after an earlier answer when messages follow it")
-        closing = self.encode(self._closing(tail_before, tools))
+        closing = self._encode_closing(self._closing(tail_before, tools))
         added = self.encode(tail_after[len(tail_before) :])
         return self._join(known_ids, closing, added)
 
@@ -121,6 +128,10 @@ class TokenizerRenderer:
             if list(known_ids[-length:]) == closing[:length]:
                 return Extension(token_ids=closing[length:] + added)
         return Extension(token_ids=closing + added)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - as above
+    def _encode_closing(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def _closing(self, tail: str, tools: Sequence[str]) -> str:
         """The end of an assistant message, without the tool calls that ``tail`` may begin with."""

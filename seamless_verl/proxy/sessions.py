@@ -22,6 +22,7 @@ from typing import Any
 
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.errors import ApiError
+from seamless_verl.proxy.flights import FlightBoard
 from seamless_verl.trajectory.messages import Transcript
 from seamless_verl.trajectory.tree import SessionTree
 
@@ -60,7 +61,7 @@ class SessionState(Enum):
 
 
 class Session:
-    """One attempt at one task: its tree, its ledger, its budgets."""
+    """One attempt at one task: its tree, its ledger, its budgets, what it has in flight."""
 
     def __init__(self, *, session_id: str, key_digest: bytes, spec: SessionSpec, opened_at: float) -> None:
         self.id = session_id
@@ -77,6 +78,7 @@ class Session:
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
         self.recent = RecentTranscripts()
+        self.board = FlightBoard()
 
     def check_open(self, now: float) -> None:
         """Raise unless the session takes requests."""

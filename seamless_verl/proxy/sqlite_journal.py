@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.journal import JournalFailed
 from seamless_verl.proxy.sessions import Session, SessionSpec
+from seamless_verl.proxy.wire import served_from_wire, served_to_wire
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import FinishReason, VersionSpan
 from seamless_verl.trajectory.messages import MessageKey
@@ -32,13 +34,13 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     number INTEGER PRIMARY KEY, session_id TEXT, meta TEXT, context_ids BLOB, token_ids BLOB, log_probs BLOB,
-    ledger TEXT, ledger_ids BLOB, ledger_log_probs BLOB);
+    ledger TEXT, ledger_ids BLOB, ledger_log_probs BLOB, reply TEXT);
 CREATE INDEX IF NOT EXISTS turns_of ON turns (session_id);
 """
 _OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?)"
 _APPENDED = (
-    "INSERT INTO turns (session_id, meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+    "INSERT INTO turns (session_id, meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs, "
+    "reply) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _FORGET = ("DELETE FROM turns WHERE session_id = ?", "DELETE FROM sessions WHERE id = ?")
 
@@ -70,8 +72,9 @@ class SqliteJournal:
         spec = json.dumps(asdict(session.spec))
         await self._write([(_OPENED, (session.id, session.key_digest, session.opened_at, spec))])
 
-    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry) -> None:
-        await self._write([(_APPENDED, (session_id, *_record_columns(record), *_entry_columns(entry)))])
+    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
+        reply = json.dumps(served_to_wire(served))
+        await self._write([(_APPENDED, (session_id, *_record_columns(record), *_entry_columns(entry), reply))])
 
     async def closed(self, session_id: str) -> None:
         await self._write([(statement, (session_id,)) for statement in _FORGET])
@@ -152,16 +155,21 @@ def _read(db: sqlite3.Connection) -> list[Session]:
             opened_at=opened_at,
         )
         turns = db.execute(
-            "SELECT meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs "
+            "SELECT meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs, reply "
             "FROM turns WHERE session_id = ? ORDER BY number",
             (session_id,),
         )
-        for meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs in turns:
+        replies: list[Served] = []
+        for meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs, reply in turns:
             record = _record_of(meta, context_ids, token_ids, log_probs)
-            session.tree.commit(record)
+            turn = session.tree.commit(record)
             session.ledger.restore(_entry_of(record.generation_id, ledger, ledger_ids, ledger_log_probs))
+            replies.append(served_from_wire(json.loads(reply), match=turn.kind.value))
             session.num_generated += len(record.token_ids)
             session.num_started += 1
+        # An answer that was never continued may have died with the process: the next identical request gets it.
+        for served, answer in zip(replies, session.tree.answers, strict=True):
+            session.board.record(served, delivered=not answer.is_leaf)
         sessions.append(session)
     return sessions
 

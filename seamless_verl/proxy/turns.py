@@ -13,13 +13,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
 from seamless_verl.proxy.chat import ChatAnswer, ChatCall, canonical_message, canonical_tools
 from seamless_verl.proxy.engine import Engine, EngineUnavailable, FinishReason, Generation, GenerationRequest
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import Flight, FlightBoard, Served
+from seamless_verl.proxy.flights import Flight, Served
 from seamless_verl.proxy.journal import Journal, JournalFailed
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
@@ -31,7 +32,7 @@ from seamless_verl.trajectory.matching import Route
 from seamless_verl.trajectory.messages import Transcript, transcript_of
 from seamless_verl.trajectory.rendering import Renderer
 from seamless_verl.trajectory.retries import Verdict, recognise
-from seamless_verl.trajectory.segments import Turn, TurnRecord
+from seamless_verl.trajectory.segments import TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn
 
 _BIG_RENDER_CHARS = 20_000
@@ -66,7 +67,6 @@ class TurnService:
         self._counters = counters
         self._gate = gate
         self._think_tags = think_tags
-        self._boards: dict[str, FlightBoard] = {}
 
     async def answer(
         self, session: Session, call: ChatCall, *, retry_count: int | None, gone: Callable[[], Awaitable[None]]
@@ -84,7 +84,7 @@ class TurnService:
         session.check_open(time.time())
         transcript = self._transcript(session, call)
         digest = _digest(transcript, call.sampling)
-        board = self._boards.setdefault(session.id, FlightBoard(orphan_grace_s=self._limits.orphan_grace_s))
+        board = session.board
         verdict = recognise(board.earlier(digest), retry_count)
         if verdict is Verdict.REPLAY:
             self._counters.retries_replayed += 1
@@ -94,22 +94,10 @@ class TurnService:
                 self._counters.retries_joined += 1
                 flight = board.flight(digest)
             else:
-                flight = self._launch(session, call, transcript, digest, board)
-            served = await board.wait(flight, gone)
+                flight = self._launch(session, call, transcript, digest)
+            served = await board.wait(flight, gone, orphan_grace_s=self._limits.orphan_grace_s)
         board.record(served, delivered=True)
         return served
-
-    def undelivered(self, session: Session, served: Served) -> None:
-        """The client left while its answer was written: its next identical request gets the same answer."""
-        board = self._boards.get(session.id)
-        if board is not None:
-            board.record(served, delivered=False)
-
-    async def drop(self, session: Session) -> None:
-        """Cancel whatever a session has in flight and forget its answers."""
-        board = self._boards.pop(session.id, None)
-        if board is not None:
-            await board.cancel_all()
 
     def _transcript(self, session: Session, call: ChatCall) -> Transcript:
         if len(call.raw_messages) > self._limits.max_messages:
@@ -131,9 +119,7 @@ class TurnService:
         session.recent.add(raw, raw_tools, transcript, replaces=known if continues else None)
         return transcript
 
-    def _launch(
-        self, session: Session, call: ChatCall, transcript: Transcript, digest: bytes, board: FlightBoard
-    ) -> Flight:
+    def _launch(self, session: Session, call: ChatCall, transcript: Transcript, digest: bytes) -> Flight:
         session.check_budget()
         if self._counters.in_flight >= self._limits.max_in_flight:
             story = f"The proxy has {self._limits.max_in_flight} generations in flight, which is its limit."
@@ -155,16 +141,14 @@ class TurnService:
                 generation = await self._generate(session, generation_id, pending, sampling)
                 await flight.wanted.wait()
                 answer = self._read(generation_id, generation, pending, call, sampling)
-                turn = await self._commit(session, generation_id, generation, pending, answer)
-                served = Served(digest=digest, answer=answer, match=turn.kind.value, overrides=(*overrides, *clipped))
-                board.record(served, delivered=False)
-                return served
+                served = Served(digest=digest, answer=answer, match="", overrides=(*overrides, *clipped))
+                return await self._commit(session, generation_id, generation, pending, served)
             finally:
                 if not session.tree.has(generation_id):
                     session.ledger.discard(generation_id, "its answer reached no client")
                     self._counters.discarded += 1
 
-        return board.launch(digest, fly, landed)
+        return session.board.launch(digest, fly, landed)
 
     async def _prepare(self, session: Session, transcript: Transcript) -> PendingTurn:
         route = session.tree.route(transcript)
@@ -252,13 +236,13 @@ class TurnService:
         )
 
     async def _commit(
-        self, session: Session, generation_id: str, generation: Generation, pending: PendingTurn, answer: ChatAnswer
-    ) -> Turn:
+        self, session: Session, generation_id: str, generation: Generation, pending: PendingTurn, served: Served
+    ) -> Served:
         try:
-            record = pending.seal(generation_id=generation_id, generation=generation, answer=answer.message)
+            record = pending.seal(generation_id=generation_id, generation=generation, answer=served.answer.message)
         except TrajectoryError as error:
             raise ApiError(502, "engine_error", f"The engine's answer contradicts itself: {error}.") from None
-        landing = asyncio.ensure_future(self._journal_and_commit(session, record, pending))
+        landing = asyncio.ensure_future(self._journal_and_commit(session, record, pending, served))
         try:
             return await asyncio.shield(landing)
         except asyncio.CancelledError:
@@ -266,9 +250,11 @@ class TurnService:
             await asyncio.wait({landing})
             raise
 
-    async def _journal_and_commit(self, session: Session, record: TurnRecord, pending: PendingTurn) -> Turn:
+    async def _journal_and_commit(
+        self, session: Session, record: TurnRecord, pending: PendingTurn, served: Served
+    ) -> Served:
         try:
-            await self._journal.append(session.id, record, session.ledger.entry(record.generation_id))
+            await self._journal.append(session.id, record, session.ledger.entry(record.generation_id), served)
         except JournalFailed as error:
             story = f"The answer could not be recorded, so it is not given: {error}."
             raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
@@ -276,7 +262,9 @@ class TurnService:
         num_generated = len(record.token_ids)
         session.num_generated += num_generated
         self._counters.turn_committed(turn, prompt_tokens=len(pending.prompt_ids), generated_tokens=num_generated)
-        return turn
+        served = replace(served, match=turn.kind.value)
+        session.board.record(served, delivered=False)
+        return served
 
 
 def _decide_sampling(session: Session, call: ChatCall, digest: bytes) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -6,13 +6,17 @@ Invariant: ``row_from_wire(row_to_wire(row)) == row``, also through JSON text.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from seamless_verl.proxy.chat import ChatAnswer
+from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.sessions import Session, SessionSpec
 from seamless_verl.trajectory.audit import AuditReport, Violation, ViolationKind
 from seamless_verl.trajectory.generation import FinishReason
+from seamless_verl.trajectory.messages import Message, Role, ToolCall
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
 
 
@@ -106,6 +110,31 @@ def audit_from_wire(data: Mapping[str, Any]) -> AuditReport:
         num_generations=data["num_generations"],
         num_tokens=data["num_tokens"],
         violations=tuple(Violation(kind=ViolationKind(kind), story=story) for kind, story in data["violations"]),
+    )
+
+
+def served_to_wire(served: Served) -> dict[str, Any]:
+    answer = asdict(served.answer)
+    message = answer.pop("message")
+    message["role"] = served.answer.message.role.value
+    return {
+        "digest": served.digest.hex(),
+        "overrides": list(served.overrides),
+        "answer": answer,
+        "message": message,
+    }
+
+
+def served_from_wire(data: Mapping[str, Any], *, match: str) -> Served:
+    message = {**data["message"], "role": Role(data["message"]["role"])}
+    message["tool_calls"] = tuple(ToolCall(**call) for call in message["tool_calls"])
+    answer = {**data["answer"], "message": Message(**message)}
+    answer["tokens"] = tuple((text, value) for text, value in answer["tokens"])
+    return Served(
+        digest=bytes.fromhex(data["digest"]),
+        answer=ChatAnswer(**answer),
+        match=match,
+        overrides=tuple(data["overrides"]),
     )
 
 

@@ -73,7 +73,7 @@ class LedgerEntry:
 
 def digest_ids(ids: Sequence[int]) -> bytes:
     """16 bytes that name a sequence of token ids."""
-    return blake2b(ids if isinstance(ids, array) and ids.typecode == "i" else pack_ids(ids), digest_size=16).digest()
+    return blake2b(pack_ids(ids), digest_size=16).digest()
 
 
 def ledger_entry(
@@ -84,7 +84,7 @@ def ledger_entry(
         generation_id=generation_id,
         prompt_digest=digest_ids(prompt_ids),
         prompt_len=len(prompt_ids),
-        token_ids=pack_ids(generation.token_ids),
+        token_ids=array("i", generation.token_ids),
         log_probs=array("d", generation.log_probs),
         version_spans=generation.version_spans,
         discarded=discarded,

@@ -63,5 +63,5 @@ class Generation:
 
 
 def pack_ids(ids: Sequence[int]) -> array[int]:
-    """Token ids in four bytes each."""
-    return array("i", ids)
+    """Token ids in four bytes each; an array that is one already is taken as it is, since none is ever changed."""
+    return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)

@@ -157,7 +157,7 @@ def path_to(segment: Segment) -> list[tuple[Segment, int]]:
 
 def ids_to(segment: Segment) -> array[int]:
     """All token ids from the root to the end of ``segment``, as a new array."""
-    ids = pack_ids(())
+    ids = array("i")
     for part, length in path_to(segment):
         ids.extend(part.tokens if length == len(part.tokens) else part.tokens[:length])
     return ids

@@ -25,7 +25,7 @@ async def test_a_conversation_is_one_row_and_its_audit_is_clean() -> None:
         messages = [{"role": "system", "content": "be good"}, *HI]
         async with proxy.sdk(handle) as sdk:
             for number in range(3):
-                answer = await sdk.chat.completions.create(model="whatever", messages=messages)  # type: ignore[arg-type]
+                answer = await sdk.chat.completions.create(model="whatever", messages=messages)
                 assert answer.model == "whatever"
                 assert answer.choices[0].message.content == f"answer {2 + 2 * number}"
                 assert answer.choices[0].finish_reason == "stop"

@@ -88,7 +88,7 @@ async def test_kill_nine_under_load_loses_and_doubles_nothing(tmp_path: Path, un
                     try:
                         answer = await http.post("/v1/chat/completions", json=body)
                     except httpx.TransportError:
-                        return
+                        return  # the same request is the next one sent, as any client would
                     message = answer.json()["choices"][0]["message"]
                     histories[number] += [{"role": "assistant", "content": message["content"]}, *HI]
 
@@ -101,16 +101,14 @@ async def test_kill_nine_under_load_loses_and_doubles_nothing(tmp_path: Path, un
             process = _start(path, unused_tcp_port)
             await _until_up(url)
         for handle, history in zip(handles, histories, strict=True):
-            answered = len(history) // 2
-            view = await admin.view_session(handle.id)
-            assert answered <= len(view["turns"]) <= answered + 3  # at most one unheard answer per kill
             auth = {"authorization": f"Bearer {handle.api_key}"}
             async with httpx.AsyncClient(base_url=url, trust_env=False, headers=auth) as http:
                 last = await http.post("/v1/chat/completions", json={"model": "m", "messages": history})
-            assert last.headers["x-seamless-match"] in ("clean", "fork")
+            assert last.headers["x-seamless-match"] == "clean"
             result = await admin.close_session(handle.id)
             assert result.audit.is_clean
-            assert max(len(row.turns) for row in result.rows) == answered + 1
+            (row,) = result.rows  # an answer generated twice would be a branch
+            assert len(row.turns) == len(history) // 2 + 1
     finally:
         await admin.close()
         process.kill()
