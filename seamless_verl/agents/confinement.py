@@ -126,7 +126,9 @@ def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int) -> N
         (resource.RLIMIT_NOFILE, 32),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(which, (limit, limit))
+        hard = resource.getrlimit(which)[1]
+        lowest = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(which, (lowest, lowest))
     _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
     version = landlock_version()
     if version:

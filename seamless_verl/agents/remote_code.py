@@ -107,10 +107,11 @@ class CodeUnderTest(ModuleType):
 def _raise(name: object, text: object = "", *_: object) -> NoReturn:
     """Raise the built-in exception of that name, or a new one when there is none that takes one text."""
     known = getattr(builtins, str(name), None)
+    error = type(str(name), (Exception,), {})(str(text))
     if isinstance(known, type) and issubclass(known, Exception):
         with contextlib.suppress(TypeError):
-            raise known(str(text))
-    raise type(str(name), (Exception,), {})(str(text))
+            error = known(str(text))
+    raise error
 
 
 def serve_code(channel: Channel, source_path: str, source: str, cpu_per_test_s: float) -> None:

@@ -37,7 +37,7 @@ _REPLY_GRACE_S = 10.0
 
 
 class SandboxError(SeamlessError):
-    """The sandbox itself failed, twice in a row for one run; says nothing about the code under test."""
+    """The sandbox itself failed; says nothing about the code under test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +250,8 @@ class _Zygote:
 def _verdict(reply: dict[str, Any]) -> TestRun:
     """From the lines that the tests' process wrote; tests without a line have failed."""
     head, *lines = reply["report"] or [{"tests": [], "load_error": None}]
+    if "broken" in head:
+        raise SandboxError(f"the sandbox cannot be closed on this machine: {head['broken']}")
     complete = bool(lines) and "end" in lines[-1]
     problem = None if complete else "Timeout" if reply["timed_out"] else "Crash"
     reported = {line["test"]: line for line in lines if "test" in line}

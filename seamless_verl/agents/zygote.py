@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from seamless_verl.agents.confinement import adopt_orphans, confine, die_with_parent
+from seamless_verl.agents.confinement import ConfinementError, adopt_orphans, confine, die_with_parent
 from seamless_verl.agents.remote_code import Channel, run_tests, serve_code
 
 
@@ -71,6 +71,8 @@ def run_once(request: dict[str, Any]) -> dict[str, Any]:
     if child == 0:
         try:
             _tests_process(request, report_write, output_write, zygote)
+        except ConfinementError as error:
+            os.write(report_write, json.dumps({"broken": str(error)}).encode() + b"\n")
         except BaseException as error:  # noqa: BLE001 - said on the captured output, then this process ends
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:

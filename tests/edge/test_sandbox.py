@@ -304,6 +304,34 @@ def test_a_zygote_that_dies_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         box.close()
 
 
+def test_confinement_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = "def refuse(*_, **__): raise zygote.ConfinementError('seccomp filter: denied')"
+    broken = sandbox._START.replace("main()", f"import seamless_verl.agents.zygote as zygote\n{refuse}")
+    monkeypatch.setattr(sandbox, "_START", broken + "\nzygote.confine = refuse\nmain()")
+    box = Sandbox()
+    try:
+        with pytest.raises(SandboxError, match="cannot be closed on this machine: seccomp filter: denied"):
+            run(box, GOOD)
+    finally:
+        box.close()
+
+
+def test_tests_can_catch_the_errors_of_the_code(box: Sandbox) -> None:
+    tests = """
+from thing import thing
+
+def test_one():
+    try:
+        thing(1)
+    except TypeError as error:
+        assert str(error) == "no"
+    else:
+        assert False
+"""
+    assert run(box, "def thing(x):\n    raise TypeError('no')\n", tests).all_passed
+    assert not run(box, "def thing(x):\n    raise KeyError('no')\n", tests).all_passed
+
+
 def test_close_is_idempotent_and_final() -> None:
     box = Sandbox()
     assert run(box, GOOD).all_passed

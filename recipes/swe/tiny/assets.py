@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.recipes.swe.tiny import edit
+from seamless_verl.recipes.swe.tiny.imitation import CLEAN_IMITATION
 from seamless_verl.recipes.swe.tiny.tasks import Task, generate
 
 from seamless_verl.errors import SeamlessError
@@ -74,7 +75,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assets:
-    """Where the built things lie; ``metadata`` holds counts, lengths in tokens and seconds."""
+    """Where the built things lie; ``metadata`` holds lengths in tokens, seconds, and the score to compare with."""
 
     model_dir: Path
     train_parquet: Path
@@ -113,11 +114,12 @@ def locate(cache: str | None = None) -> Path | None:
 
 
 def _assets(folder: Path) -> Assets:
+    metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
     return Assets(
         model_dir=folder / "model",
         train_parquet=folder / "train.parquet",
         val_parquet=folder / "val.parquet",
-        metadata=json.loads((folder / "metadata.json").read_text(encoding="utf-8")),
+        metadata={**metadata, "clean_imitation": CLEAN_IMITATION},
     )
 
 
