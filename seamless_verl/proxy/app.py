@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -28,20 +27,21 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from seamless_verl.proxy.chat import completion_body, completion_events, invalid, parse_chat
+from seamless_verl.proxy.chat import invalid, parse_chat
+from seamless_verl.proxy.chat_answer import completion_body, completion_events
 from seamless_verl.proxy.engine import Engine
-from seamless_verl.proxy.errors import ApiError, bad_request
+from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.rendering import Codec
+from seamless_verl.proxy.requests import api_key_of, client_left, encoded, read_body, retry_count_of
 from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
 from seamless_verl.proxy.turns import Gate, TurnService
-from seamless_verl.proxy.wire import OpenBody, RewardBody, audit_to_wire, row_to_wire, view_of
-from seamless_verl.trajectory.audit import audit_rows
+from seamless_verl.proxy.wire import OpenBody, RewardBody, result_to_wire, view_of
+from seamless_verl.trajectory.audit import AuditReport, audit_rows
 from seamless_verl.trajectory.rendering import Renderer
 from seamless_verl.trajectory.rows import build_rows
 
@@ -99,7 +99,7 @@ class Proxy:
         if len(self._deps.sessions) >= self._deps.limits.max_sessions:
             story = f"The proxy holds {len(self._deps.sessions)} sessions, which is its limit."
             raise ApiError(429, "too_many_sessions", story, retry_after_s=5.0)
-        spec = _validated(OpenBody, await self._body(request)).spec()
+        spec = _validated(OpenBody, await read_body(request, self._deps.limits)).spec()
         session, api_key = self._deps.sessions.open(spec, now=time.time())
         try:
             await self._deps.journal.opened(session)
@@ -120,18 +120,18 @@ class Proxy:
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)
         session = self._deps.sessions.by_id(request.path_params["session_id"])
-        _apply_reward(session, _validated(RewardBody, await self._body(request)))
+        _apply_reward(session, _validated(RewardBody, await read_body(request, self._deps.limits)))
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:
         """Hand a session's rows over and forget it."""
         self._require_admin(request)
         session = self._deps.sessions.by_id(request.path_params["session_id"])
-        _apply_reward(session, _validated(RewardBody, await self._body(request)))
+        _apply_reward(session, _validated(RewardBody, await read_body(request, self._deps.limits)))
         self._deps.sessions.drop(session)
         await session.board.cancel_all()
-        rows = build_rows(session.tree)
-        report = audit_rows(rows, session.ledger.entries)
+        # Nothing changes the session any more, and a long one takes a tenth of a second that others need not wait for.
+        body, report = await asyncio.to_thread(_harvest, session)
         for violation in report.violations:
             _log.error("session %s: audit: %s: %s", session.id, violation.kind.value, violation.story)
         await self._record_closed(session)
@@ -139,19 +139,7 @@ class Proxy:
         counters.audited(report)
         counters.sessions_closed += 1
         counters.num_sessions = len(self._deps.sessions)
-        result = {
-            "id": session.id,
-            "group": session.spec.group,
-            "index": session.spec.index,
-            "metadata": dict(session.spec.metadata),
-            "reward": session.reward,
-            "rewards": session.rewards,
-            "rows": [row_to_wire(row) for row in rows],
-            "audit": audit_to_wire(report),
-            "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
-            "drift": {reason.value: count for reason, count in session.tree.drift.items()},
-        }
-        return _json(result)
+        return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:
         """Forget a session without its rows."""
@@ -161,9 +149,9 @@ class Proxy:
 
     async def chat(self, request: Request) -> Response:
         session = self._session_of(request)
-        call = parse_chat(await self._body(request))
+        call = parse_chat(await read_body(request, self._deps.limits))
         served = await self._turns.answer(
-            session, call, retry_count=_retry_count(request), gone=lambda: _client_left(request)
+            session, call, retry_count=retry_count_of(request), gone=lambda: client_left(request)
         )
         headers = {"x-seamless-match": served.match}
         if served.overrides:
@@ -213,7 +201,7 @@ class Proxy:
                 await self._forget(session)
 
     def _is_admin(self, request: Request) -> bool:
-        return hmac.compare_digest(key_digest(_api_key(request)), self._admin_digest)
+        return hmac.compare_digest(key_digest(api_key_of(request)), self._admin_digest)
 
     def _require_admin(self, request: Request) -> None:
         if not self._is_admin(request):
@@ -221,36 +209,11 @@ class Proxy:
 
     def _session_of(self, request: Request) -> Session:
         """The session of the request's key, which must be the one in its path if there is one."""
-        session = self._deps.sessions.by_key(_api_key(request))
+        session = self._deps.sessions.by_key(api_key_of(request))
         wanted = request.path_params.get("session_id", session.id)
         if wanted != session.id:
             raise ApiError(403, "wrong_session", "This API key belongs to another session.")
         return session
-
-    async def _body(self, request: Request) -> bytes:
-        """The body, unless it is too long or too slow."""
-        limits = self._deps.limits
-        too_long = ApiError(413, "body_too_large", f"The body may have {limits.max_body_bytes} bytes.")
-        announced = request.headers.get("content-length", "0")
-        if len(announced) > 18 or (announced.isdigit() and int(announced) > limits.max_body_bytes):
-            raise too_long
-
-        async def read() -> bytes:
-            chunks, size = [], 0
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limits.max_body_bytes:
-                    raise too_long
-                chunks.append(chunk)
-            return b"".join(chunks)
-
-        try:
-            return await asyncio.wait_for(read(), limits.body_timeout_s)
-        except asyncio.TimeoutError:
-            story = f"The body did not arrive within {limits.body_timeout_s:g} s."
-            raise ApiError(408, "body_too_slow", story) from None
-        except ClientDisconnect:
-            raise ClientGone from None
 
 
 def make_app(deps: ProxyDeps) -> FastAPI:
@@ -299,9 +262,15 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     return app
 
 
+def _harvest(session: Session) -> tuple[bytes, AuditReport]:
+    """Rows of a session that has ended, audited, as the body of a response."""
+    rows = build_rows(session.tree)
+    report = audit_rows(rows, session.ledger.entries)
+    return encoded(result_to_wire(session, rows, report)), report
+
+
 def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-    return Response(body, status_code=status, headers=headers, media_type="application/json")
+    return Response(encoded(content), status_code=status, headers=headers, media_type="application/json")
 
 
 def _validated(model: type[_Body], body: bytes) -> _Body:
@@ -315,28 +284,3 @@ def _apply_reward(session: Session, body: RewardBody) -> None:
     if body.reward is not None:
         session.reward = body.reward
     session.rewards.update(body.rewards)
-
-
-def _api_key(request: Request) -> str:
-    """The key of a request: ``Authorization: Bearer …`` or ``x-api-key``."""
-    bearers, plain = request.headers.getlist("authorization"), request.headers.getlist("x-api-key")
-    if len(bearers) > 1 or len(plain) > 1:
-        raise bad_request("The key was sent more than once.", code="duplicate_header")
-    if bearers:
-        scheme, _, key = bearers[0].partition(" ")
-        if scheme.lower() == "bearer" and key.strip():
-            return key.strip()
-    elif plain and plain[0]:
-        return plain[0]
-    raise ApiError(401, "missing_api_key", "Send the session's key as 'Authorization: Bearer KEY'.")
-
-
-def _retry_count(request: Request) -> int | None:
-    text = request.headers.get("x-stainless-retry-count", "")
-    return min(int(text), 1000) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-async def _client_left(request: Request) -> None:
-    """Returns when the client is gone; the body has been read, so anything else is noise."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

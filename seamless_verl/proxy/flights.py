@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from seamless_verl.proxy.chat import ChatAnswer
+from seamless_verl.proxy.chat_answer import ChatAnswer
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.trajectory.retries import Earlier
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from seamless_verl.proxy.chat import ChatAnswer, ChatCall, canonical_message, canonical_tools
+from seamless_verl.proxy.chat import ChatCall, canonical_message, canonical_tools
+from seamless_verl.proxy.chat_answer import ChatAnswer
 from seamless_verl.proxy.engine import Engine, EngineUnavailable, FinishReason, Generation, GenerationRequest
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.flights import Flight, Served

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seamless_verl.proxy.chat import ChatAnswer
+from seamless_verl.proxy.chat_answer import ChatAnswer
 from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.sessions import Session, SessionSpec
 from seamless_verl.trajectory.audit import AuditReport, Violation, ViolationKind
@@ -111,6 +111,22 @@ def audit_from_wire(data: Mapping[str, Any]) -> AuditReport:
         num_tokens=data["num_tokens"],
         violations=tuple(Violation(kind=ViolationKind(kind), story=story) for kind, story in data["violations"]),
     )
+
+
+def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport) -> dict[str, Any]:
+    """What closing a session answers; read back by :class:`seamless_verl.proxy.client.SessionResult`."""
+    return {
+        "id": session.id,
+        "group": session.spec.group,
+        "index": session.spec.index,
+        "metadata": dict(session.spec.metadata),
+        "reward": session.reward,
+        "rewards": session.rewards,
+        "rows": [row_to_wire(row) for row in rows],
+        "audit": audit_to_wire(report),
+        "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
+        "drift": {reason.value: count for reason, count in session.tree.drift.items()},
+    }
 
 
 def served_to_wire(served: Served) -> dict[str, Any]:

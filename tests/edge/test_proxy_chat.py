@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -258,3 +259,53 @@ async def test_an_engine_that_is_away_is_a_503_that_sdks_retry() -> None:
         proxy.engine.failure = None
         assert (await proxy.post(handle, {"model": "m", "messages": HI})).status_code == 200
         assert (await proxy.admin.close_session(handle.id)).audit.is_clean
+
+
+async def test_requests_wait_at_a_closed_gate_and_agents_see_nothing_of_it() -> None:
+    class Gate:
+        def __init__(self) -> None:
+            self.is_open = asyncio.Event()
+
+        async def wait_open(self) -> None:
+            await self.is_open.wait()
+
+    gate = Gate()
+    async with serving(gate=gate) as proxy:
+        handle = await proxy.open()
+        asking = asyncio.create_task(proxy.post(handle, {"model": "m", "messages": HI}))
+        await asyncio.sleep(0.2)
+        assert proxy.engine.requests == []
+        gate.is_open.set()
+        assert (await asking).status_code == 200
+        gate.is_open.clear()
+        hurried = await proxy.open(deadline_s=0.2)
+        late = await proxy.post(hurried, {"model": "m", "messages": HI})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_long_prompts_are_rendered_beside_the_event_loop_with_the_same_result() -> None:
+    async with serving() as proxy:
+        handle = await proxy.open()
+        long = "the quick brown fox " * 3000
+        answer = await proxy.post(handle, {"model": "m", "messages": [{"role": "user", "content": long}]})
+        assert answer.status_code == 200
+        assert long in proxy.engine.tokenizer.decode(proxy.engine.requests[0].prompt_ids)
+        assert (await proxy.admin.close_session(handle.id)).audit.is_clean
+
+
+async def test_an_engine_that_contradicts_itself_trains_nothing() -> None:
+    async with serving() as proxy:
+        handle = await proxy.open()
+        generate = proxy.engine.generate
+
+        async def lying(request: Any) -> Any:
+            return dataclasses.replace(await generate(request), log_probs=())
+
+        proxy.engine.generate = lying  # type: ignore[method-assign]
+        answer = await proxy.post(handle, {"model": "m", "messages": HI})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_error")
+        proxy.engine.generate = generate  # type: ignore[method-assign]
+        await proxy.post(handle, {"model": "m", "messages": HI})
+        result = await proxy.admin.close_session(handle.id)
+        assert result.audit.is_clean
+        assert (len(result.rows), result.audit.num_generations) == (1, 2)

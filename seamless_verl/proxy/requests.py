@@ -1,0 +1,75 @@
+"""Keys, bodies and headers of raw requests. Everything here is bounded and ends in a 4xx."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from seamless_verl.proxy.errors import ApiError, bad_request
+from seamless_verl.proxy.flights import ClientGone
+from seamless_verl.proxy.limits import Limits
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body, unless it is too long or too slow.
+
+    Raises:
+        ApiError: 413 or 408.
+        ClientGone: the client left while it was sending.
+    """
+    too_long = ApiError(413, "body_too_large", f"The body may have {limits.max_body_bytes} bytes.")
+    announced = request.headers.get("content-length", "0")
+    if len(announced) > 18 or (announced.isdigit() and int(announced) > limits.max_body_bytes):
+        raise too_long
+
+    async def read() -> bytes:
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limits.max_body_bytes:
+                raise too_long
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    try:
+        return await asyncio.wait_for(read(), limits.body_timeout_s)
+    except asyncio.TimeoutError:
+        story = f"The body did not arrive within {limits.body_timeout_s:g} s."
+        raise ApiError(408, "body_too_slow", story) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+def encoded(content: Any) -> bytes:
+    """A response body; what cannot be written as UTF-8 is replaced, never an error."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def api_key_of(request: Request) -> str:
+    """The key of a request: ``Authorization: Bearer …`` or ``x-api-key``."""
+    bearers, plain = request.headers.getlist("authorization"), request.headers.getlist("x-api-key")
+    if len(bearers) > 1 or len(plain) > 1:
+        raise bad_request("The key was sent more than once.", code="duplicate_header")
+    if bearers:
+        scheme, _, key = bearers[0].partition(" ")
+        if scheme.lower() == "bearer" and key.strip():
+            return key.strip()
+    elif plain and plain[0]:
+        return plain[0]
+    raise ApiError(401, "missing_api_key", "Send the session's key as 'Authorization: Bearer KEY'.")
+
+
+def retry_count_of(request: Request) -> int | None:
+    """What the client says about how often it has tried; None when it says nothing."""
+    text = request.headers.get("x-stainless-retry-count", "")
+    return min(int(text), 1000) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+async def client_left(request: Request) -> None:
+    """Returns when the client is gone; the body has been read, so anything else is noise."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
