@@ -95,9 +95,9 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     # The scratch folders are inside the containers, which are this machine here.
-    with nothing_left(scratch=False):
+    with nothing_left(scratch=False) as prefix:
         yield
-    for folder in Path("/tmp").glob("seamless-swe-*-*"):
+    for folder in Path("/tmp").glob(f"seamless-swe-{prefix}*"):
         shutil.rmtree(folder)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import secrets
 import subprocess
 import sys
 import threading
@@ -14,12 +16,14 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 
 from seamless_verl.agents.contract import AgentJob
 
+_NUMBERS = itertools.count()
 KEY = "sk-session-7f"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 FIX = "sed -i 's/return a - b/return a + b/' calc.py"
@@ -159,23 +163,25 @@ async def first_request(server: ModelServer) -> None:
 
 
 @contextmanager
-def nothing_left(*, scratch: bool = True) -> Iterator[None]:
-    """Asserts that the body leaves no process of an attempt and, with ``scratch``, no folder."""
-    before = _scratch()
-    yield
-    assert not scratch or not _scratch() - before
-    assert not [process for process in psutil.process_iter() if _marked(process)]
+def nothing_left(*, scratch: bool = True) -> Iterator[str]:
+    """Asserts that the body's attempts leave no process and, with ``scratch``, no folder.
+
+    Yields:
+        What the tokens of the attempts begin with: other runs on this machine do not count.
+    """
+    prefix = secrets.token_hex(6)
+    with mock.patch("seamless_verl.recipes.swe.real.runner.secrets") as tokens:
+        tokens.token_hex.side_effect = lambda _: f"{prefix}{next(_NUMBERS)}"
+        yield prefix
+    assert not scratch or not list(Path("/tmp").glob(f"seamless-swe-{prefix}*"))
+    assert not [process for process in psutil.process_iter() if _token(process).startswith(prefix)]
 
 
-def _scratch() -> set[str]:
-    return {path.name for path in Path("/tmp").glob("seamless-swe-*")}
-
-
-def _marked(process: psutil.Process) -> bool:
+def _token(process: psutil.Process) -> str:
     try:
-        return TOKEN_VARIABLE in process.environ()
+        return str(process.environ().get(TOKEN_VARIABLE, ""))
     except psutil.Error:
-        return False
+        return ""
 
 
 def test_the_scripted_server_answers_in_turn() -> None:

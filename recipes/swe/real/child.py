@@ -80,7 +80,7 @@ async def run_child(child: Child) -> Mapping[str, Any]:
         SandboxError: it reports that the sandbox failed.
         ChildError: it ended without a result, or reports another error.
     """
-    with tempfile.TemporaryDirectory(prefix="seamless-swe-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"seamless-swe-{child.token}-") as folder:
         result = Path(folder, "result.json")
         log = child.log or Path(folder, "log.txt")
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,8 @@ from seamless_verl.errors import MachineError
 
 _SUBMIT_LINE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _DIFF_RESERVE_S = 15.0
+# An installation that lacks a module says nothing about the agent.
+_BROKEN = frozenset({"ImportError", "ModuleNotFoundError"})
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
 
@@ -182,6 +184,8 @@ async def _run_agent(
         status, submission, detail = await asyncio.wait_for(ended, timeout=max(0.0, stop_at - time.monotonic()))
     except asyncio.TimeoutError:
         status, submission, detail = "TimedOut", "", f"stopped after {request.limit_s:.0f} s"
+    if status in _BROKEN:
+        raise MachineError("mini-swe-agent", f"cannot be used ({detail})", INSTALL)
     patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
     return HarnessResult(ended=status, patch=patch, detail=detail, num_calls=int(agent.n_calls))
 
