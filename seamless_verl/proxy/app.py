@@ -20,6 +20,7 @@ import asyncio
 import hmac
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ from seamless_verl.trajectory.rows import build_rows
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
+_NUM_RESULTS = 8  # closed sessions whose rows can be asked for again, should the first answer have been lost
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -82,6 +84,7 @@ class Proxy:
     def __init__(self, deps: ProxyDeps) -> None:
         self._deps = deps
         self._admin_digest = key_digest(deps.admin_key)
+        self._results: OrderedDict[str, bytes] = OrderedDict()
         self._turns = TurnService(
             engine=deps.engine,
             renderer=deps.renderer,
@@ -124,8 +127,11 @@ class Proxy:
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:
-        """Hand a session's rows over and forget it."""
+        """Hand a session's rows over and forget it; asked again, hand the same rows over again for a while."""
         self._require_admin(request)
+        handed_over = self._results.get(request.path_params["session_id"])
+        if handed_over is not None:
+            return Response(handed_over, media_type="application/json")
         session = self._deps.sessions.by_id(request.path_params["session_id"])
         _apply_reward(session, _validated(RewardBody, await read_body(request, self._deps.limits)))
         self._deps.sessions.drop(session)
@@ -134,6 +140,9 @@ class Proxy:
         body, report = await asyncio.to_thread(_harvest, session)
         for violation in report.violations:
             _log.error("session %s: audit: %s: %s", session.id, violation.kind.value, violation.story)
+        self._results[session.id] = body
+        while len(self._results) > _NUM_RESULTS:
+            self._results.popitem(last=False)
         await self._record_closed(session)
         counters = self._deps.counters
         counters.audited(report)

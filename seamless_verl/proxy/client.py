@@ -89,9 +89,15 @@ class ProxyAdmin:
     async def close_session(
         self, session_id: str, reward: float | None = None, rewards: Mapping[str, float] | None = None
     ) -> SessionResult:
-        """End a session and take its rows; whatever it has in flight is cancelled and not part of them."""
-        body = {"reward": reward, "rewards": dict(rewards or {})}
-        data = await self._call("POST", f"/sessions/{session_id}/close", body)
+        """End a session and take its rows; whatever it has in flight is cancelled and not part of them.
+
+        Asked again within a few closings, the proxy gives the same rows again, so a lost answer loses no rows.
+        """
+        path, body = f"/sessions/{session_id}/close", {"reward": reward, "rewards": dict(rewards or {})}
+        try:
+            data = await self._call("POST", path, body)
+        except httpx.TransportError:
+            data = await self._call("POST", path, body)
         return SessionResult(
             id=data["id"],
             group=data["group"],
