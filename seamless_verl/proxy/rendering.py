@@ -70,6 +70,9 @@ class TokenizerRenderer:
         return self._stop_token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            plain: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+            return plain
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 

@@ -6,7 +6,7 @@ Invariant: ``row_from_wire(row_to_wire(row)) == row``, also through JSON text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +18,8 @@ from seamless_verl.trajectory.audit import AuditReport, Violation, ViolationKind
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
+
+_ANSWER_FIELDS = tuple(spec.name for spec in fields(ChatAnswer) if spec.name != "message")
 
 
 class SamplingBody(BaseModel):
@@ -130,9 +132,14 @@ def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport)
 
 
 def served_to_wire(served: Served) -> dict[str, Any]:
-    answer = asdict(served.answer)
-    message = answer.pop("message")
-    message["role"] = served.answer.message.role.value
+    answer = {name: getattr(served.answer, name) for name in _ANSWER_FIELDS}
+    said = served.answer.message
+    message = {
+        "role": said.role.value,
+        "content": said.content,
+        "reasoning": said.reasoning,
+        "tool_calls": [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in said.tool_calls],
+    }
     return {
         "digest": served.digest.hex(),
         "overrides": list(served.overrides),

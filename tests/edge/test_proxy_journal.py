@@ -144,6 +144,27 @@ async def test_a_restored_session_continues_bit_exact(tmp_path: Path) -> None:
     await journal.close()
 
 
+async def test_an_answer_that_died_on_the_way_is_given_again(tmp_path: Path) -> None:
+    call = '<think>\nsince\n</think>\n\nlook <tool_call>{"name": "run", "arguments": {"a": "é"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "run"}}]
+    body = {"model": "m", "messages": HI, "tools": tools, "logprobs": True, "temperature": 0.3}
+    journal = SqliteJournal(tmp_path / "j.sqlite")
+    options: dict[str, Any] = {"think_tags": ("<think>", "</think>")}
+    async with serving(lambda prompt: call, journal=journal, **options) as proxy:
+        handle = await proxy.open(sampling={"temperature": 1.0})
+        first = await proxy.post(handle, body)
+    await journal.close()
+    journal, store = SqliteJournal(tmp_path / "j.sqlite"), SessionStore()
+    for session in journal.sessions():
+        store.adopt(session)
+    async with serving(lambda prompt: "another answer", journal=journal, sessions=store, **options) as proxy:
+        again = await proxy.post(handle, body)
+        assert again.content == first.content
+        assert again.headers["x-seamless-overrides"] == first.headers["x-seamless-overrides"] == "temperature=1.0"
+        assert proxy.engine.requests == []
+    await journal.close()
+
+
 async def test_a_journal_that_cannot_be_written_keeps_the_answer_back(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     journal = SqliteJournal(path)
