@@ -47,6 +47,28 @@ _CPU_ENVIRONMENT = {
 }
 
 
+# What the processes of a CPU run spend their start on. On machines with GPUs each process still imports for itself:
+# forking next to device drivers has not been tried yet.
+_IMPORTED = (
+    "torch",
+    "ray",
+    "transformers",
+    "verl.trainer.ppo.v1",
+    "verl.experimental.separation.engine_workers",
+    "verl.experimental.reward_loop",
+    "verl.workers.engine.fsdp.transformer_impl",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "verl.workers.rollout.vllm_rollout.vllm_rollout",
+    "seamless_verl.verl_adapter.agent_loop",
+    "seamless_verl.verl_adapter.cpu_weights",
+    "transformers.models.qwen3.modeling_qwen3",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.models.qwen3",
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; return the exit code: 0 success, 1 the run failed, 2 bad input, 128 + n ended by signal n."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -104,7 +126,8 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     environment = {"SEAMLESS_STARTED_AT": repr(started)}
     if device == "cpu":
         environment.update({key: os.environ.get(key, value) for key, value in _CPU_ENVIRONMENT.items()})
-    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment)
+    imported = _IMPORTED if device == "cpu" else ()
+    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
     if code:
         _explain_end(code, run_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:

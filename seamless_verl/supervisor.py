@@ -10,27 +10,41 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+from seamless_verl import nursery
+
 RUN_ID = "SEAMLESS_RUN_ID"
+INTERPRETER = "SEAMLESS_INTERPRETER"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 45.0
+# Ray's core reads two variables for good when it is loaded, which in the nursery is before Ray has started: the job's
+# id (an embedded run has a cluster of its own, and this is the id of a cluster's first job) and the process that a
+# worker must not outlive (the supervisor serves as well as Ray's own daemon).
+_FIRST_JOB = "01000000"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str]) -> int:
+def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], imported: Sequence[str] = ()) -> int:
     """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
 
     A first Ctrl-C (or SIGTERM) lets the trainer clean up, a second one ends it at once.
+
+    Args:
+        run_dir: folder of the run.
+        run_id: mark of every process of the run.
+        environment: added to this process's own.
+        imported: modules that processes of the run find imported already (`seamless_verl.nursery`); none: no nursery.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     started = time.time()
@@ -38,6 +52,8 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str]) -> i
     (run_dir / "pid").write_text(str(os.getpid()))
     command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
     env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
+    if imported:
+        env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
     trainer = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)
     try:
         return _wait(trainer)
@@ -47,6 +63,27 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str]) -> i
         shutil.rmtree(ray_dir, ignore_errors=True)
         _remove_shared_memory(started)
         (run_dir / "pid").unlink(missing_ok=True)
+
+
+def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported: Sequence[str]) -> str:
+    """Start the nursery; return the path of an executable that behaves like this interpreter, only faster."""
+    address, executable = folder / "nursery", folder / "python"
+    standin = Path(nursery.__path__[0]) / "standin.py"
+    words = (sys.executable, "-I", "-S", str(standin), str(address), sys.executable)
+    executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    executable.chmod(0o755)
+    (run_dir / "logs").mkdir(exist_ok=True)
+    with (run_dir / "logs" / "nursery.log").open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "seamless_verl.nursery.server", str(address), *imported],
+            env={**env, "RAY_JOB_ID": _FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    return str(executable)
 
 
 def _wait(trainer: subprocess.Popen[bytes]) -> int:

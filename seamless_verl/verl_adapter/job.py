@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
+
+from seamless_verl.supervisor import INTERPRETER
 
 _LOG = "trainer.log"
 
@@ -71,6 +74,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
 
     environment = get_ppo_ray_runtime_env(config)
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
+    if INTERPRETER in os.environ:
+        environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
     _start_ray(config, environment)
     start_up.lap("start_ray")
 
@@ -103,7 +108,7 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     from omegaconf import OmegaConf
 
     settings = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
-    own = settings.pop("runtime_env", None) or {}
+    own = {key: value for key, value in (settings.pop("runtime_env", None) or {}).items() if value is not None}
     merged = OmegaConf.to_container(OmegaConf.merge(environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
     if settings.get("address") == "local":

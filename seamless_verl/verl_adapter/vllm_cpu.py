@@ -15,6 +15,8 @@ def register() -> None:
     # The CPU backend prepacks linear layers with oneDNN and drops `layer.weight`, after which load_weights() cannot
     # find its target. Without oneDNN it keeps the parameter. Remove when vLLM can reload prepacked weights.
     ops._supports_onednn = False
+    if "SEAMLESS_INTERPRETER" in os.environ:
+        multiprocessing.set_executable(os.environ["SEAMLESS_INTERPRETER"])  # the engine process comes from the nursery
     if multiprocessing.current_process().name.startswith("EngineCore"):
         # The engine process is fresh and single-threaded here: a fork spares another import of vLLM (10 s).
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
