@@ -19,8 +19,8 @@ from seamless_verl.agents.sandbox import Sandbox
 
 SIZES = {"held_out": 200, "held_out_templates": 60}
 
-# Pass rate of clean imitation at temperature 1 over the validation tasks of seed 0, measured with the command above.
-CLEAN_IMITATION: dict[str, float] = {}
+# `python -m seamless_verl.recipes.swe.tiny.imitation`, seed 0, one attempt per task (standard error 0.035 on each).
+CLEAN_IMITATION = {"held_out": 0.440, "held_out_templates": 0.083}
 
 
 def main() -> None:
