@@ -272,6 +272,9 @@ def _decide_sampling(session: Session, call: ChatCall, digest: bytes) -> tuple[d
     """What the engine is asked for, and which of the agent's wishes the trainer overrode."""
     sampling, overrides = dict(call.sampling), []
     for key, value in session.spec.sampling.items():
+        if key == "max_tokens" and sampling.get(key, value) <= value:
+            sampling.setdefault(key, value)  # a cap, not a wish
+            continue
         if key in sampling and sampling[key] != value:
             overrides.append(f"{key}={value}")
         sampling[key] = value

@@ -154,6 +154,11 @@ async def test_sampling_reaches_the_engine_and_overrides_are_announced() -> None
             "stop": ["STOP"],
         }
         assert one["seed"] != two["seed"]
+        capped = await proxy.open(sampling={"max_tokens": 3})
+        for asked, got in ((2, 2), (None, 3), (9, 3)):
+            answer = await proxy.post(capped, {"model": "m", "messages": HI, "max_tokens": asked})
+            assert answer.json()["usage"]["completion_tokens"] == got
+            assert ("x-seamless-overrides" in answer.headers) == (asked == 9)
         plain = await proxy.open()
         await proxy.post(plain, {"model": "m", "messages": HI, "seed": 5, "max_completion_tokens": 2})
         assert proxy.engine.requests[-1].sampling == {"seed": 5, "max_tokens": 2}
