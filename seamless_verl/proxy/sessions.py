@@ -39,7 +39,8 @@ class SessionSpec:
         max_model_len: prompt and answer of one turn together, in tokens; None for the model's own limit.
         max_parallel: requests of this session that may be in flight at once.
         sampling: parameters the trainer decides, whatever the agent asks for: ``temperature``, ``top_p``, ``top_k``,
-            ``seed``, ``max_tokens`` (a cap per turn). A ``seed`` is mixed with each request, so that two turns never share their noise.
+            ``seed``, ``max_tokens`` (a cap per turn). A ``seed`` is mixed with each request, so that two turns never
+            share their noise.
         metadata: the trainer's own notes, JSON-compatible.
     """
 
