@@ -6,9 +6,16 @@ from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
+from seamless_verl.errors import SeamlessError
+
 # TransferQueue 0.1.11 has no notification; the price of a look is one RPC to its controller.
 # Replaced by events when the streaming dataloader lands.
 _POLL_S = 0.05
+FAILURES_IN_A_ROW = 32
+
+
+class RolloutFailed(SeamlessError):
+    """Prompt groups fail one after another; refilling them for ever would hide that."""
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):
@@ -30,3 +37,22 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             poll_interval=_POLL_S,
             **kwargs,
         )
+        self._failures = 0
+
+    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
+        if partition_id == "train":
+            self.count_failures(eviction_reasons[2], self.finished_keys[partition_id])
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+
+    def count_failures(self, failed: set[str], finished: set[str]) -> None:
+        """Note the groups that failed since the last look; a finished group among them starts the count anew.
+
+        Raises:
+            RolloutFailed: ``FAILURES_IN_A_ROW`` groups failed and none finished.
+        """
+        self._failures = 0 if finished else self._failures + len(failed)
+        if self._failures >= FAILURES_IN_A_ROW:
+            raise RolloutFailed(
+                f"{self._failures} prompt groups failed in a row and none finished; the reason of each stands in the "
+                "logs of the rollout workers (search for 'Error in _run_prompt')"
+            )

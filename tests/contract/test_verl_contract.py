@@ -1,0 +1,233 @@
+"""Every name of verl, Ray and vLLM that we touch, checked against what is installed.
+
+A failure here after an upgrade tells what moved; the comment of a work-around tells when it may go.
+"""
+
+import importlib
+import inspect
+
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    # verl, Ray and vLLM warn at import about things that are none of ours.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+NAMES = [
+    # trainer
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._setup",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._build_replay_buffer",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._resolve_filter_groups_metric",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._add_prompts_to_generate",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",
+    "verl.trainer.ppo.v1.trainer_base:register_trainer",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._compute_old_log_prob",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.add_replicas_to_balancer",
+    "verl.trainer.ppo.v1.trainer_separate_async:HybridEngineMode.TRAINER",
+    "verl.trainer.ppo.v1:AgentLoopManagerTQ.create",
+    "verl.trainer.ppo.v1:get_trainer_cls",
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync.wait_for_sampleable",
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._evict_terminal_groups",
+    "verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
+    "verl.trainer.ppo.utils:need_critic",
+    "verl.trainer.ppo.utils:need_reference_policy",
+    "verl.utils.config:validate_config",
+    "verl.utils.import_utils:load_class_from_fqn",
+    # rollout
+    "verl.workers.rollout.llm_server:LLMServerManager.create",
+    "verl.workers.rollout.llm_server:LLMServerManager.get_client",
+    "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient._configured_response_length",
+    "verl.workers.rollout.llm_server:LLMServerClient.generate",
+    "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server",
+    "verl.workers.rollout.router:GlobalRequestLoadBalancer.release_server",
+    "verl.workers.rollout.replica:TokenOutput",
+    "verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__",
+    "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
+    "verl.experimental.agent_loop.agent_loop:AgentLoopBase",
+    "verl.experimental.agent_loop.agent_loop:AgentLoopOutput",
+    "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics",
+    "verl.experimental.agent_loop.agent_loop:_agent_loop_registry",
+    # weights and platform
+    "verl.checkpoint_engine.base:CheckpointEngineRegistry.register",
+    "verl.checkpoint_engine.base:split_weight_chunks",
+    "verl.checkpoint_engine.base:merge_weight_chunks",
+    "verl.plugin.platform.platform_manager:PlatformRegistry.register",
+    "verl.utils.distributed:initialize_global_process_group_ray",
+    # TransferQueue, vLLM
+    "transfer_queue:init",
+    "transfer_queue:close",
+    "transfer_queue:kv_batch_get",
+    "transfer_queue:KVBatchMeta",
+    "vllm._custom_ops:_supports_onednn",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_platform():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_PLATFORM", "cpu")
+        yield
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_exists(name):
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+
+
+def test_the_plug_in_registers_trainer_agent_loop_and_platform():
+    import verl.trainer.ppo.v1 as v1
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+    from verl.plugin.platform import get_platform
+
+    assert v1.get_trainer_cls("seamless").__name__ == "SeamlessTrainer"
+    target = _agent_loop_registry["seamless_agent"]["_target_"]
+    module, _, name = target.rpartition(".")
+    assert inspect.isclass(getattr(importlib.import_module(module), name))
+    assert get_platform().device_name == "cpu"
+
+
+def test_our_platform_implements_everything_that_verl_declares():
+    from seamless_verl.verl_adapter.cpu_platform import CpuPlatform
+
+    assert not getattr(CpuPlatform, "__abstractmethods__", frozenset())
+    CpuPlatform()
+
+
+def test_the_replay_buffer_takes_what_the_trainer_hands_it():
+    from seamless_verl.verl_adapter.replay import BoundedReplayBuffer
+
+    buffer = BoundedReplayBuffer(
+        eta=1, trainer_config={}, sampler_kwargs={}, refill_fn=lambda n: n, filter_groups_metric=None
+    )
+    assert buffer.max_off_policy_threshold == 2
+    assert buffer.max_off_policy_strategy == "wait"
+
+
+def test_the_bound_holds_back_sampling_while_an_older_prompt_is_in_flight():
+    from seamless_verl.verl_adapter.replay import BoundedReplayBuffer
+
+    buffer = BoundedReplayBuffer(
+        eta=1, trainer_config={}, sampler_kwargs={}, refill_fn=lambda n: n, filter_groups_metric=None
+    )
+    buffer.finished_keys["train"] = {"a", "b"}
+    buffer.running_keys["train"] = {"slow"}
+    buffer.prompt_global_steps["train"] = {"a": 1, "b": 1, "slow": 1}
+    ready = {"a", "b"}
+    assert buffer._has_enough_samples(1, "train", 2, ready)  # its weights are still the newest
+    assert not buffer._has_enough_samples(2, "train", 2, ready)  # one more step would make it two versions old
+    buffer.running_keys["train"].clear()
+    assert buffer._has_enough_samples(2, "train", 2, ready)
+
+
+def test_a_prompt_group_that_fails_again_and_again_ends_the_run():
+    from seamless_verl.errors import SeamlessError
+    from seamless_verl.verl_adapter.replay import FAILURES_IN_A_ROW, BoundedReplayBuffer
+
+    buffer = BoundedReplayBuffer(
+        eta=1, trainer_config={}, sampler_kwargs={}, refill_fn=lambda n: n, filter_groups_metric=None
+    )
+    with pytest.raises(SeamlessError, match="failed in a row"):
+        buffer.count_failures({f"uid{n}" for n in range(FAILURES_IN_A_ROW)}, finished=set())
+    buffer.count_failures(set(), finished={"a group that went well"})
+    buffer.count_failures({f"uid{n}" for n in range(FAILURES_IN_A_ROW - 1)}, finished=set())
+
+
+def test_the_load_balancer_measures_how_long_a_replica_is_busy(monkeypatch):
+    from seamless_verl.verl_adapter import balancer
+
+    clock = iter([10.0, 14.0, 15.0, 20.0, 21.0])
+    monkeypatch.setattr(balancer.time, "monotonic", lambda: next(clock))
+    metered = balancer.MeteredLoadBalancer({"a": "handle", "b": "handle"})
+    metered._request_id_to_server["x"] = metered._request_id_to_server["y"] = "a"
+    metered.acquire_server("x")  # 10: busy from here
+    metered.acquire_server("y")
+    metered.release_server("a")
+    metered.release_server("a")  # 14: idle again
+    assert metered.busy_seconds() == {"a": 4.0, "b": 0.0}  # looked at 15
+    metered.acquire_server("x")  # 20
+    assert metered.busy_seconds() == {"a": 5.0, "b": 0.0}  # 21, still busy
+
+
+def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differs():
+    import torch
+
+    from seamless_verl.verl_adapter.rows import row_digest
+
+    row = ([1, 2], [3, 4, 5], [1, 0, 1], [-0.1, 0.0, -0.3])
+    tensors = tuple(torch.tensor(part) for part in row)
+    assert row_digest(*row) == row_digest(*tensors)
+    changed = [
+        ([1], *row[1:]),
+        (row[0], [3, 4, 6], *row[2:]),
+        (*row[:2], [1, 1, 1], row[3]),
+        (*row[:3], [-0.1, 0.0, -0.31]),
+    ]
+    assert len({row_digest(*other) for other in [row, *changed]}) == 5
+    assert row_digest([1, 2], [3], [1], [0.0]) != row_digest([1], [2, 3], [1], [0.0])
+
+
+class _Scripted:
+    """verl's client with scripted attempts: (tokens, version, stop reason); stands at `LLMServerClient.generate`."""
+
+    def __init__(self, attempts):
+        self.attempts = list(attempts)
+        self.asked = []
+
+    async def __call__(self, client, *, request_id, prompt_ids, sampling_params, **_):
+        from verl.workers.rollout.replica import TokenOutput
+
+        self.asked.append((list(prompt_ids), dict(sampling_params)))
+        tokens, version, reason = self.attempts.pop(0)
+        return TokenOutput(
+            token_ids=tokens,
+            log_probs=[-0.5] * len(tokens),
+            stop_reason=reason,
+            extra_fields={"global_steps": version, "num_cached_tokens": 3},
+        )
+
+
+def _client(monkeypatch, attempts):
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter import llm_client
+
+    scripted = _Scripted(attempts)
+    monkeypatch.setattr(llm_client.LLMServerClient, "generate", lambda self, **kw: scripted(self, **kw))
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 50}}})
+    return llm_client.VersionedLLMClient(config), scripted
+
+
+async def test_an_interrupted_generation_continues_with_its_tokens_and_its_budget(monkeypatch):
+    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted"), ([], 4, "aborted"), ([3], 5, "completed")])
+    params = {"max_tokens": 10, "temperature": 1.0}
+    output = await client.generate("r", prompt_ids=[9, 9], sampling_params=params)
+    assert output.token_ids == [1, 2, 3]
+    assert output.extra_fields["version_spans"] == [(4, 2), (5, 1)]
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (4, 5)
+    assert [(prompt, asked["max_tokens"]) for prompt, asked in scripted.asked] == [
+        ([9, 9], 10),
+        ([9, 9, 1, 2], 8),
+        ([9, 9, 1, 2], 8),
+    ]
+    assert params == {"max_tokens": 10, "temperature": 1.0}
+
+
+async def test_an_interruption_at_the_last_token_of_the_budget_ends_the_generation(monkeypatch):
+    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted")])
+    output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 2})
+    assert output.stop_reason == "length"
+    assert len(scripted.asked) == 1
+
+
+async def test_without_a_limit_the_configured_response_length_is_the_budget(monkeypatch):
+    client, scripted = _client(monkeypatch, [([1] * 20, 1, "aborted"), ([2], 1, "completed")])
+    output = await client.generate("r", prompt_ids=[9], sampling_params={})
+    assert [asked["max_tokens"] for _, asked in scripted.asked] == [50, 30]
+    assert output.extra_fields["version_spans"] == [(1, 21)]
