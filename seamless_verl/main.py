@@ -29,7 +29,7 @@ from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey
 from seamless_verl.supervisor import run_trainer
 
-_CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Without OMP_NUM_THREADS=1, unbound vLLM threads spin and throughput falls fifty-fold.
@@ -125,7 +125,7 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     _say(f"run folder: {run_dir}")
     environment = {"SEAMLESS_STARTED_AT": repr(started)}
     if device == "cpu":
-        environment.update({key: os.environ.get(key, value) for key, value in _CPU_ENVIRONMENT.items()})
+        environment.update({key: os.environ.get(key, value) for key, value in CPU_ENVIRONMENT.items()})
     imported = _IMPORTED if device == "cpu" else ()
     code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
     if code:

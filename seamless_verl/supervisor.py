@@ -28,6 +28,7 @@ RUN_ID = "SEAMLESS_RUN_ID"
 INTERPRETER = "SEAMLESS_INTERPRETER"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 45.0
+_LONGEST_BASE = 28
 # Ray's core reads two variables for good when it is loaded, which in the nursery is before Ray has started: the job's
 # id (an embedded run has a cluster of its own, and this is the id of a cluster's first job) and the process that a
 # worker must not outlive (the supervisor serves as well as Ray's own daemon).
@@ -48,7 +49,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], impo
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     started = time.time()
-    ray_dir = Path(tempfile.mkdtemp(prefix="sv-"))  # short: Ray puts sockets below it, and their paths are limited
+    ray_dir = _short_folder()
     (run_dir / "pid").write_text(str(os.getpid()))
     command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
     env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
@@ -63,6 +64,12 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], impo
         shutil.rmtree(ray_dir, ignore_errors=True)
         _remove_shared_memory(started)
         (run_dir / "pid").unlink(missing_ok=True)
+
+
+def _short_folder() -> Path:
+    """A temporary folder for the run; Ray puts sockets far below it, and a socket's path has at most 107 characters."""
+    usual = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="sv-", dir=usual if len(usual) <= _LONGEST_BASE else "/tmp"))
 
 
 def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported: Sequence[str]) -> str:
@@ -141,7 +148,7 @@ def _remove_shared_memory(since: float) -> None:
     """Remove segments that a killed vLLM or verl process could not: theirs by name, made since, used by nobody."""
     candidates = [
         file
-        for prefix in ("psm_", "verl_weights_")
+        for prefix in ("psm_", "verl_weights_", "sem.mp-")
         for file in _SHARED_MEMORY.glob(prefix + "*")
         if file.stat().st_ctime >= since and file.stat().st_uid == os.getuid()
     ]

@@ -123,8 +123,7 @@ class Sandbox:
         self._zygotes = zygotes
         self._lock = threading.Lock()
         self._closed = False
-        shared_memory = "/dev/shm"
-        self.root = tempfile.mkdtemp(prefix="sandbox-", dir=shared_memory if os.path.isdir(shared_memory) else None)
+        self.root = tempfile.mkdtemp(prefix="sandbox-")
 
     def run(self, *, source_file: str, source: str, test_file: str, tests: str) -> TestRun:
         """Run every ``test_*`` function of ``tests`` against ``source``; file names are plain names ending in ``.py``.

@@ -61,6 +61,7 @@ class RawMessage(TypedDict, total=False):
     audio: None
     function_call: None
     annotations: list[Any] | None
+    provider_specific_fields: Any  # litellm's own notes, sent back with every answer; no part of the conversation
 
 
 class StreamOptions(BaseModel):

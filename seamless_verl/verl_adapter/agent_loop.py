@@ -61,7 +61,9 @@ class ProxyShard:
             )
         module, _, name = seamless.agent.runner.rpartition(".")
         runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
-        renderer = TokenizerRenderer(tokenizer, template_args=template_args)
+        renderer = TokenizerRenderer(
+            tokenizer, template_args=template_args, stop_token_ids=_stop_token_ids(config, tokenizer)
+        )
         rollout = config.actor_rollout_ref.rollout
         max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
         admin_key = secrets.token_urlsafe(32)
@@ -77,6 +79,18 @@ class ProxyShard:
         )
         server = ProxyServer(app, seamless.proxy.host, seamless.proxy.port)
         return cls(seamless, server, ProxyAdmin(await server.start(), admin_key), runner)
+
+
+def _stop_token_ids(config: Any, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: the tokenizer's, and those that the model's generation config adds (vLLM obeys both)."""
+    from transformers import GenerationConfig
+
+    try:
+        listed = GenerationConfig.from_pretrained(config.actor_rollout_ref.model.path).eos_token_id
+    except OSError:  # the model comes without one
+        listed = None
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
+    return sorted(token for token in ids if token is not None)
 
 
 class ProxyAgentLoop(AgentLoopBase):

@@ -102,7 +102,7 @@ class TinySweRunner:
         self._pool = AgentPool(_AGENT, processes=processes, threads=threads)
         self._sandbox = Sandbox(limits=Limits(cpu_per_test_s=cpu_per_test_s, wall_s=test_wall_s))
         self._graders = ThreadPoolExecutor(1, thread_name_prefix="grade")
-        self._root = tempfile.mkdtemp(prefix="tiny-swe-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self._root = tempfile.mkdtemp(prefix="tiny-swe-")
         self._closed = False
 
     @staticmethod

@@ -1,0 +1,237 @@
+"""Real runs on the CPU: verl, Ray, vLLM, FSDP2, the proxy and agents, started as a user starts them.
+
+Each test ends by looking for what a run must not leave: processes, shared memory, temporary files.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MARK = "SEAMLESS_TEST_MARK"
+FAST = ["+recipe=arithmetic", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+
+
+class Machine:
+    """Starts runs that carry a mark, and knows what they left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.temporary = Path(tempfile.mkdtemp(prefix="svt-", dir="/tmp"))  # short enough to be used for sockets
+        self.shared_before = set(os.listdir("/dev/shm"))
+
+    def start(self, *arguments: str, module: str = "seamless_verl.main", **environment: str) -> subprocess.Popen[str]:
+        env = {**os.environ, MARK: self.mark, "SEAMLESS_RUNS": str(self.folder / "runs"), **environment}
+        env["TMPDIR"] = str(self.temporary)
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=self.folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **settings: str) -> tuple[int, str]:
+        process = self.start(*arguments, **settings)
+        output, _ = process.communicate(timeout=800)
+        return process.returncode, output
+
+    def runs(self) -> list[Path]:
+        return sorted((self.folder / "runs").iterdir())
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._is_marked(process.pid)]
+
+    def _is_marked(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return f"{MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return False
+
+    def assert_nothing_left(self) -> None:
+        assert [process.cmdline() for process in self.processes()] == []
+        assert set(os.listdir("/dev/shm")) - self.shared_before == set()
+        assert list(self.temporary.iterdir()) == []
+
+
+@pytest.fixture
+def machine(tmp_path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    for process in machine.processes():  # only what a failed test left; the assertions are the tests' own
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} never came:\n{''.join(lines)}")
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    with process.stdout:
+        output = process.stdout.read()
+    return process.wait(timeout=120), output
+
+
+def trainer_of(machine: Machine) -> psutil.Process:
+    (trainer,) = [p for p in machine.processes() if "seamless_verl.verl_adapter.job" in p.cmdline()]
+    return trainer
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_agents_train_a_model_end_to_end(machine):
+    code, output = machine.run("+recipe=swe", "trainer.total_training_steps=3", "data.val_max_samples=24")
+    assert code == 0, output
+    (folder,) = machine.runs()
+    figures = summary(folder)
+    assert figures["steps"] == 3
+    assert figures["rollouts"] == 3 * 16 * 8
+    assert figures["rows_audited"] == figures["rows"] >= figures["rollouts"]
+    assert figures["audit_violations"] == 0
+    assert figures["max_logprob_diff"] <= 1e-4
+    assert figures["staleness_max"] <= 1
+    assert set(figures["idle_share"]) == {"trainer", "rollout"}
+    for key in ("held_out_pass_rate_before", "held_out_pass_rate_after"):
+        assert 0 <= figures[key] <= 1
+        low, high = figures[f"{key}_ci"]
+        assert low <= figures[key] <= high
+    assert len([line for line in output.splitlines() if line.startswith("step ")]) == 3
+    assert "platform: CPU" in output
+    rows = [json.loads(line) for line in (folder / "rows" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) >= 128
+    assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints"} <= set(os.listdir(folder))
+    machine.assert_nothing_left()
+
+
+def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic(machine):
+    code, output = machine.run(
+        *FAST, "-m", "algorithm.adv_estimator=grpo,gae", "trainer.total_training_steps=2", "trainer.critic_warmup=0"
+    )
+    assert code == 0, output
+    (sweep,) = machine.runs()
+    points = sorted(path for path in sweep.iterdir() if path.is_dir())
+    assert [path.name for path in points] == ["0", "1"]
+    assert [summary(point)["steps"] for point in points] == [2, 2]
+    losses = [json.loads((point / "metrics.jsonl").read_text().splitlines()[-1]) for point in points]
+    assert "critic/vf_loss" not in losses[0]
+    assert "critic/vf_loss" in losses[1]
+    machine.assert_nothing_left()
+
+
+def test_ctrl_c_ends_one_run_and_leaves_the_one_beside_it_alone(machine):
+    steady = machine.start(*FAST, "trainer.total_training_steps=6")
+    other = Machine(machine.folder / "other")
+    interrupted = other.start(*FAST, "trainer.total_training_steps=1000")
+    try:
+        read_until(interrupted, "step ")
+        interrupted.send_signal(signal.SIGINT)
+        code, output = finish(interrupted)
+        assert code == 130, output
+        assert "nothing is left running" in output
+        assert other.processes() == []
+        code, output = finish(steady)
+        assert code == 0, output
+    finally:
+        for process in (steady, interrupted):
+            process.kill()
+    other.assert_nothing_left()
+    machine.assert_nothing_left()
+
+
+def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
+    arguments = [*FAST, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.resume_mode=auto"]
+    process = machine.start(*arguments)
+    read_until(process, "step 2/4")
+    trainer_of(machine).kill()
+    code, output = finish(process)
+    assert code == 137, output
+    machine.assert_nothing_left()
+    code, output = machine.run(*arguments)
+    assert code == 0, output
+    (folder,) = machine.runs()
+    assert "step 3/4" in output
+    assert "step 1/4" not in output
+    assert summary(folder)["steps"] == 4
+    machine.assert_nothing_left()
+
+
+def test_verls_own_entry_point_runs_our_trainer_mode(machine):
+    code, output = machine.run(*FAST, "trainer.total_training_steps=1")
+    assert code == 0, output
+    (folder,) = machine.runs()
+    from seamless_verl.main import CPU_ENVIRONMENT
+
+    code, output = machine.run(
+        f"--config-path={folder}",
+        "--config-name=config",
+        f"hydra.run.dir={machine.folder}/verl",
+        "seamless.run_dir=null",
+        "trainer.total_training_steps=2",
+        "trainer.rollout_data_dir=null",
+        f"+ray_kwargs.ray_init._temp_dir={machine.temporary}/ray",
+        module="verl.trainer.main_ppo",
+        **CPU_ENVIRONMENT,
+    )
+    assert code == 0, output
+    assert "step 2/2" in output
+    wait_until_gone(machine)
+
+
+def wait_until_gone(machine: Machine) -> None:
+    """verl's own entry point has no supervisor: Ray ends its processes a moment after the driver."""
+    left = machine.processes()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert alive == []
+
+
+def test_a_run_that_cannot_start_says_why_and_leaves_nothing(machine):
+    started = time.monotonic()
+    code, output = machine.run(*FAST, "reward.custom_reward_function.name=no_such_function")
+    assert code == 1
+    assert "no_such_function" in output
+    assert "logs" in output
+    assert time.monotonic() - started < 300
+    machine.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["+recipe=sve"], "write +recipe=swe"),
+        (["+recipe=swe", "actor_rollout_ref.actr.optim.lr=1"], "did you mean actor_rollout_ref.actor.optim.lr?"),
+        (["+recipe=swe", "data.train_batch_size=10"], "does not divide"),
+        (["+recipe=swe", "actor_rollout_ref.model.path=/no/such"], "does not exist"),
+        (["+recipe=swe_qwen3_8b"], "this machine has none"),
+        (["+recipe=swe", "seamless.staleness.eta=-1"], "seamless.staleness.eta=-1"),
+    ],
+)
+def test_bad_input_is_refused_in_seconds_with_one_clear_line(machine, arguments, said):
+    started = time.monotonic()
+    code, output = machine.run(*arguments)
+    assert code == 2, output
+    assert said in output
+    assert "Traceback" not in output
+    assert time.monotonic() - started < 60
+    machine.assert_nothing_left()
