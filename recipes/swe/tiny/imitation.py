@@ -41,12 +41,13 @@ def measure(folder: Path | None, seed: int) -> dict[str, float]:
     """Pass rate per validation split; trains on clean demonstrations first when no model is given."""
     from seamless_verl.recipes.swe.tiny import warm_start
     from seamless_verl.recipes.swe.tiny.offline import Player, pass_rate
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
     if folder is None:
         model, tokenizer = warm_start.train(warm_start.CLEAN, seed, _say)
     else:
-        model, tokenizer = Qwen3ForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        model = Qwen3ForCausalLM.from_pretrained(folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     sandbox = Sandbox(zygotes=2)
     try:
         player = Player(tokenizer, sandbox, seed)
