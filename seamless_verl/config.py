@@ -78,7 +78,7 @@ class AssetsConfig:
     """A model and data that a recipe builds by itself, once, and caches.
 
     Attributes:
-        module: module with ``locate(cache) -> Path | None`` and a command line that builds; ``None``: nothing to build.
+        module: module with ``folder(cache) -> Path`` and a command line that builds it; ``None``: nothing to build.
         cache: folder of the cache; ``None`` means ``$SEAMLESS_CACHE`` or ``~/.cache/seamless_verl``.
         dir: filled in when the assets exist; recipes refer to it as ``${seamless.assets.dir}``.
     """

@@ -36,6 +36,11 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    # glibc otherwise hands each large buffer back to the kernel and faults it in again, every training step.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    # Ray makes its workers nice; next to vLLM's engine process, which is none, the trainer would starve.
+    "RAY_worker_niceness": "0",
     # vLLM keeps the in-process executor on the CPU only under this setting; the engine itself stays a process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -118,9 +123,15 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     else:
         _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
     preflight.check_settings(_plain(config), seamless, machine)
+    pending = None
     if seamless.assets.module is not None and seamless.assets.dir is None:
-        config.seamless.assets.dir = str(_assets(seamless.assets.module, seamless.assets.cache))
-    preflight.check_files(_plain(config), seamless)
+        folder: Path = importlib.import_module(seamless.assets.module).folder(seamless.assets.cache)
+        config.seamless.assets.dir = str(folder)
+        pending = None if folder.is_dir() else folder
+    preflight.check_files(_plain(config), seamless, pending)
+    if pending is not None:
+        _build_assets(str(seamless.assets.module), seamless.assets.cache, pending)
+        preflight.check_files(_plain(config), seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     _say(f"run folder: {run_dir}")
     environment = {"SEAMLESS_STARTED_AT": repr(started)}
@@ -139,19 +150,14 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return dict(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
 
 
-def _assets(module: str, cache: str | None) -> Path:
-    """Folder with a recipe's model and data; built by a process of its own on first use."""
-    assets = importlib.import_module(module)
-    found: Path | None = assets.locate(cache)
-    if found is None:
-        _say("model and data of this recipe are not built yet; building them once:")
-        command = [sys.executable, "-m", module, *(["--cache", cache] if cache else [])]
-        # Threads that spin while they wait would starve whatever else runs on a small machine.
-        code = subprocess.call(command, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ})
-        found = assets.locate(cache)
-        if code or found is None:
-            raise ConfigError("seamless.assets.module", module, f"building failed with exit code {code}", "see above")
-    return found
+def _build_assets(module: str, cache: str | None, folder: Path) -> None:
+    """Build a recipe's model and data in a process of its own; it says how far it is."""
+    _say("model and data of this recipe are not built yet; building them once:")
+    command = [sys.executable, "-m", module, *(["--cache", cache] if cache else [])]
+    # Threads that spin while they wait would starve whatever else runs on a small machine.
+    code = subprocess.call(command, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ})
+    if code or not folder.is_dir():
+        raise ConfigError("seamless.assets.module", module, f"building ended with exit code {code}", "see above")
 
 
 def _explain_end(code: int, run_dir: Path) -> None:

@@ -5,7 +5,10 @@ Only the configuration, the file system and the machine are looked at: no torch,
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,10 +48,14 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         )
 
 
-def check_files(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """Raise on a model, data file, agent or task that is missing or malformed; see `check_settings`."""
-    _check_paths(config)
-    _check_agent(config, seamless)
+def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None = None) -> None:
+    """Raise on a model, data file, agent or task that is missing or malformed; see `check_settings`.
+
+    Whatever lies in ``pending`` is about to be built and is not looked at.
+    """
+    _check_paths(config, pending)
+    _check_reward(config)
+    _check_agent(config, seamless, pending)
 
 
 def _check_layout(config: Mapping[str, Any]) -> None:
@@ -117,28 +124,69 @@ def _check_lengths(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_paths(config: Mapping[str, Any]) -> None:
-    model = config["actor_rollout_ref"]["model"]["path"]
-    _check_model("actor_rollout_ref.model.path", model)
+def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
+    _check_model("actor_rollout_ref.model.path", config["actor_rollout_ref"]["model"]["path"], pending)
     if config["algorithm"]["adv_estimator"] == "gae":
-        _check_model("critic.model.path", config["critic"]["model"]["path"])
+        _check_model("critic.model.path", config["critic"]["model"]["path"], pending)
     for key in ("train_files", "val_files"):
         for name in _as_list(config["data"][key]):
-            if "://" not in name and not Path(name).expanduser().exists():
+            if "://" not in name and not _is_below(name, pending) and not Path(name).expanduser().exists():
                 raise ConfigError(f"data.{key}", name, "does not exist", "give the path of a parquet file")
 
 
-def _check_model(key: str, path: str | None) -> None:
+def _is_below(path: str, folder: Path | None) -> bool:
+    return folder is not None and folder in Path(path).parents
+
+
+def _check_model(key: str, path: str | None, pending: Path | None) -> None:
     if path is None:
         raise ConfigError(key, "null", "is not set", "give a folder with a Hugging Face model, or a hub name")
     local = Path(path).expanduser()
-    if local.exists() or "://" in path:
+    if local.exists() or "://" in path or _is_below(path, pending):
         return
     if local.is_absolute() or path.startswith((".", "~")) or not _HUB_NAME.fullmatch(path):
         raise ConfigError(key, path, "does not exist", "give a folder that exists, or a hub name such as Qwen/Qwen3-8B")
 
 
-def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+def _check_reward(config: Mapping[str, Any]) -> None:
+    """A missing reward function would show only after everything has started; look for it without running its file."""
+    reward = config.get("reward", {}).get("custom_reward_function") or {}
+    path, name = reward.get("path"), reward.get("name")
+    if not path:
+        return
+    key = "reward.custom_reward_function"
+    file = _file_of(path)
+    if file is None or not file.is_file():
+        raise ConfigError(f"{key}.path", path, "does not exist", "give the path of a Python file")
+    names = _top_level_names(file)
+    if name not in names:
+        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{key}.name", name, f"is not defined in {file}", f"did you mean {near[0]}?" if near else "define it there"
+        )
+
+
+def _file_of(path: str) -> Path | None:
+    """verl's module path: a file, ``file://…`` or ``pkg://package.module``."""
+    if path.startswith("pkg://"):
+        spec = importlib.util.find_spec(path.removeprefix("pkg://"))
+        return Path(spec.origin) if spec and spec.origin else None
+    return Path(path.removeprefix("file://")).expanduser()
+
+
+def _top_level_names(file: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [alias.asname or alias.name for alias in node.names]
+    return names
+
+
+def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     if seamless.agent.runner is None:
         return
     module, _, name = seamless.agent.runner.rpartition(".")
@@ -156,6 +204,8 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     if check_task is None:
         return
     for file in _as_list(config["data"]["train_files"]) + _as_list(config["data"]["val_files"]):
+        if _is_below(file, pending):
+            continue
         for task in _tasks_of(file):
             check_task(task)
 

@@ -1,7 +1,7 @@
 """Model, tokenizer and data of the arithmetic recipe: sums of two numbers below 20, answered by a 0.3M Qwen3.
 
 The warm start imitates answers of which ``_RIGHT`` are right, so that there is something left to reinforce.
-``python -m seamless_verl.recipes.arithmetic.assets [--cache DIR]`` builds; `locate` finds what was built.
+``python -m seamless_verl.recipes.arithmetic.assets [--cache DIR]`` builds into `folder`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _TEMPLATE = (
 )
 
 
-def locate(cache: str | None = None) -> Path | None:
-    """Folder with ``model/``, ``train.parquet`` and ``val.parquet``, or ``None`` when not built yet."""
-    return asset_cache.locate(_NAME, [Path(__file__)], cache)
+def folder(cache: str | None = None) -> Path:
+    """Where ``model/``, ``train.parquet`` and ``val.parquet`` are, or will be once built."""
+    found: Path = asset_cache.folder(_NAME, [Path(__file__)], cache)
+    return found
 
 
 def build(cache: str | None = None) -> Path:
     """Build unless built; return the folder."""
-    return asset_cache.build(_NAME, [Path(__file__)], cache, _build)
+    built: Path = asset_cache.build(_NAME, [Path(__file__)], cache, _build)
+    return built
 
 
 def _build(folder: Path) -> None:
@@ -54,7 +56,7 @@ def _tokenizer() -> Any:
     core = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
     core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token="<|pad|>",
         eos_token="<|im_end|>",
@@ -69,7 +71,7 @@ def _warm_start(tokenizer: Any) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
+    model = Qwen3ForCausalLM(  # type: ignore[no-untyped-call]
         Qwen3Config(
             vocab_size=len(tokenizer),
             hidden_size=128,

@@ -167,6 +167,7 @@ def _read_request(connection: socket.socket) -> Birth:
 
 def _become(birth: Birth) -> None:
     """Turn this fork into the process that was asked for; returns when its program ends."""
+    os.setpgid(0, 0)  # who ends a process may end its group (Ray does), and that must not be the whole nursery
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -165,7 +165,29 @@ def _use_plain_gloo(distributed: types.ModuleType) -> None:
     distributed.initialize_global_process_group_ray = initialize
 
 
+def _load_value_head_with_sdpa(model: types.ModuleType) -> None:
+    """Load a critic's backbone with ``sdpa``.
+
+    verl 0.9.1 (verl/utils/model.py, load_valuehead_model) asks for flash_attention_2, which no CPU has, and reports
+    the failure as a missing trl. Remove when it passes ``attn_implementation`` of the model's own configuration on.
+    """
+
+    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+
+    model.load_valuehead_model = load_valuehead_model
+
+
 _alias_vllm_distribution()
 wrapt.register_post_import_hook(_use_plain_gloo, "verl.utils.distributed")
+wrapt.register_post_import_hook(_load_value_head_with_sdpa, "verl.utils.model")
 # verl's FSDP engine registers for cuda and npu only (verl/workers/engine/base.py); this picks the stock class.
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")

@@ -16,9 +16,14 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.supervisor import INTERPRETER
 
 _LOG = "trainer.log"
+
+
+class RunBroken(SeamlessError):
+    """A part of the run died; the message names it."""
 
 
 class StartUp:
@@ -66,6 +71,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     from verl.utils.import_utils import load_class_from_fqn
 
     from seamless_verl.observe.reporter import Reporter
+    from seamless_verl.verl_adapter.watchdog import Watchdog
 
     config = OmegaConf.load(run_dir / "config.yaml")
     OmegaConf.set_struct(config, True)
@@ -96,11 +102,29 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
             reward_loop_worker_handles=trainer.get_reward_handles(),
         )
         start_up.lap("start_agent_loops")
-        trainer.fit(manager)
+        with Watchdog(_actors(trainer, manager)) as watchdog:
+            try:
+                trainer.fit(manager)
+            except KeyboardInterrupt:
+                if watchdog.story is None:
+                    raise
+                raise RunBroken(watchdog.story) from None
     finally:
         tq.close()
         ray.shutdown()
     _close(run_dir, reporter, start_up, trainer)
+
+
+def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
+    """What a run cannot go on without."""
+    servers = trainer.standalone_server_manager if hasattr(trainer, "standalone_server_manager") else None
+    named = {f"trainer worker {rank}": worker for rank, worker in enumerate(trainer.actor_rollout_wg.workers)}
+    workers = getattr(manager, "agent_loop_workers", [])
+    named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
+    if servers is not None:
+        named |= {f"rollout replica {rank}": handle for rank, handle in enumerate(servers.server_handles)}
+        named["load balancer"] = servers.global_load_balancer
+    return named
 
 
 def _start_ray(config: Any, environment: dict[str, Any]) -> None:

@@ -177,6 +177,17 @@ def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     machine.assert_nothing_left()
 
 
+def test_a_replica_that_dies_ends_the_run_with_its_name_instead_of_leaving_it_waiting(machine):
+    process = machine.start(*FAST, "trainer.total_training_steps=1000")
+    read_until(process, "step ")
+    (server,) = [p for p in machine.processes() if p.name().startswith("ray::vLLM")]
+    server.kill()
+    code, output = finish(process)
+    assert code == 1, output
+    assert "rollout replica 0 died" in output
+    machine.assert_nothing_left()
+
+
 def test_verls_own_entry_point_runs_our_trainer_mode(machine):
     code, output = machine.run(*FAST, "trainer.total_training_steps=1")
     assert code == 0, output
@@ -206,13 +217,15 @@ def wait_until_gone(machine: Machine) -> None:
     assert alive == []
 
 
-def test_a_run_that_cannot_start_says_why_and_leaves_nothing(machine):
-    started = time.monotonic()
-    code, output = machine.run(*FAST, "reward.custom_reward_function.name=no_such_function")
-    assert code == 1
-    assert "no_such_function" in output
-    assert "logs" in output
-    assert time.monotonic() - started < 300
+def test_a_run_whose_rollouts_always_fail_ends_and_says_so(machine):
+    reward = machine.folder / "reward.py"
+    reward.write_text("def compute_score(*args, **kwargs):\n    raise RuntimeError('the reward function is broken')\n")
+    code, output = machine.run(*FAST, f"reward.custom_reward_function.path={reward}")
+    assert code == 1, output
+    assert "failed in a row" in output
+    (folder,) = machine.runs()
+    logs = "".join(path.read_text(errors="replace") for path in (folder / "logs").iterdir())
+    assert "the reward function is broken" in logs
     machine.assert_nothing_left()
 
 
@@ -225,6 +238,7 @@ def test_a_run_that_cannot_start_says_why_and_leaves_nothing(machine):
         (["+recipe=swe", "actor_rollout_ref.model.path=/no/such"], "does not exist"),
         (["+recipe=swe_qwen3_8b"], "this machine has none"),
         (["+recipe=swe", "seamless.staleness.eta=-1"], "seamless.staleness.eta=-1"),
+        (["+recipe=arithmetic", "reward.custom_reward_function.name=compute_scores"], "did you mean compute_score?"),
     ],
 )
 def test_bad_input_is_refused_in_seconds_with_one_clear_line(machine, arguments, said):

@@ -93,6 +93,11 @@ def test_a_process_that_dies_by_a_signal_reports_it(python):
     assert run(python, "-c", "import os; os.kill(os.getpid(), 9)").returncode == 137
 
 
+def test_each_process_leads_a_group_of_its_own_so_that_ending_it_spares_the_others(python):
+    code = "import os; print(os.getpid() == os.getpgid(0), os.getpgid(os.getppid()) != os.getpgid(0))"
+    assert run(python, "-c", code).stdout == "True True\n"
+
+
 def test_random_numbers_differ_between_forks(python):
     code = "import random, uuid; print(random.random(), uuid.uuid4())"
     one, two = (run(python, "-c", code).stdout.split() for _ in range(2))

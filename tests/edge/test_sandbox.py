@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from seamless_verl.recipes.swe.tiny.agent import describe
-from seamless_verl.recipes.swe.tiny.tasks import generate
 
 from seamless_verl.agents import confinement, sandbox
 from seamless_verl.agents.sandbox import Limits, Sandbox, SandboxError, TestRun
 from seamless_verl.errors import MachineError
+from seamless_verl.recipes.swe.tiny.agent import describe
+from seamless_verl.recipes.swe.tiny.tasks import generate
 
 TESTS = '''
 from thing import thing

@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
-from seamless_verl.recipes.swe.real.child import ChildError
-from seamless_verl.recipes.swe.real.runner import MiniSweRunner
-from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 
 from seamless_verl.agents.contract import AgentJob
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.recipes.swe.real.child import ChildError
+from seamless_verl.recipes.swe.real.runner import MiniSweRunner
+from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 from tests.edge.test_swe_real_support import (
     SUBMIT_PATCH,
     ModelServer,

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from seamless_verl.recipes.swe.real.sandbox import Sandbox, SandboxError, drain_output
 from seamless_verl.recipes.swe.real.settings import SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView
 from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, prepare_workspace, worktree_diff
-
 from tests.edge.test_swe_real_support import TEST_PATCH, make_repository
 
 pytest.importorskip("swerex", reason="swe-rex not installed; see tests/edge/test_swe_real_runner.py")

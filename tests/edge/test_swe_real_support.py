@@ -19,9 +19,9 @@ from typing import Any
 from unittest import mock
 
 import psutil
-from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 
 from seamless_verl.agents.contract import AgentJob
+from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 
 _NUMBERS = itertools.count()
 KEY = "sk-session-7f"

@@ -15,12 +15,12 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from seamless_verl.recipes.swe.tiny import edit
-from seamless_verl.recipes.swe.tiny.runner import TinySweRunner
-from seamless_verl.recipes.swe.tiny.tasks import Task, generate
 
 from seamless_verl.agents.contract import AgentJob, AgentStatus
 from seamless_verl.errors import ConfigError
+from seamless_verl.recipes.swe.tiny import edit
+from seamless_verl.recipes.swe.tiny.runner import TinySweRunner
+from seamless_verl.recipes.swe.tiny.tasks import Task, generate
 
 Reply = tuple[int, dict[str, str], bytes]
 

@@ -13,11 +13,12 @@ import pytest
 pytest.importorskip("transformers", reason="the tokenizer and the model need transformers, which comes with verl")
 pytest.importorskip("torch", reason="the warm start needs torch, which comes with verl")
 import pyarrow.parquet as pq
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
 from seamless_verl.recipes.swe.tiny import assets, tokenizer
 from seamless_verl.recipes.swe.tiny.demonstrations import conversations
 from seamless_verl.recipes.swe.tiny.runner import PublicTask
 from seamless_verl.recipes.swe.tiny.tasks import Task
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 WEATHER = {
     "type": "function",

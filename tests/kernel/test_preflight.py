@@ -92,6 +92,21 @@ def test_a_setting_that_cannot_work_names_its_key_and_the_fix(changes, key, fix)
     assert fix in refused.value.fix
 
 
+def test_a_reward_function_that_its_file_does_not_define_is_refused_without_running_the_file(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("raise SystemExit('must not run')\ndef compute_score(*_): return 1.0\n")
+
+    def with_reward(path, name):
+        return config(reward={"custom_reward_function": {"path": path, "name": name}})
+
+    check(with_reward(str(file), "compute_score"))
+    check(with_reward("pkg://seamless_verl.recipes.arithmetic.reward", "compute_score"))
+    with pytest.raises(ConfigError, match="did you mean compute_score"):
+        check(with_reward(str(file), "compute_scores"))
+    with pytest.raises(ConfigError, match="does not exist"):
+        check(with_reward(str(tmp_path / "nowhere.py"), "compute_score"))
+
+
 def test_a_gpu_recipe_needs_a_gpu_or_a_cluster():
     with pytest.raises(MachineError, match="this machine has none"):
         check(config(trainer__device="cuda"))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from seamless_verl.errors import ConfigError
 from seamless_verl.recipes.swe.real.prepare import main, split_of
 from seamless_verl.recipes.swe.real.records import Defaults, image_name, parse_record
 from seamless_verl.recipes.swe.real.task import SweTask, TaskError
-
-from seamless_verl.errors import ConfigError
 
 pytest.importorskip("pyarrow")
 

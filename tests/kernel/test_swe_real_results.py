@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from seamless_verl.recipes.swe.real import results
 from seamless_verl.recipes.swe.real.results import Outcome, ReportError, parse_junit, parse_log, score
 

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import pytest
+
+from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real import protocol, runner
 from seamless_verl.recipes.swe.real.patches import split_patch
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, HarnessRequest
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
 from seamless_verl.recipes.swe.real.workspace import repository_url
-
-from seamless_verl.errors import ConfigError, MachineError
 
 VIEW = AgentView(instance_id="a__b-1", repo="a/b", base_commit="c", problem_statement="p")
 TASK = SweTask(view=VIEW, test_command="pytest", fail_to_pass=("t.py::x",), test_patch="+secret")

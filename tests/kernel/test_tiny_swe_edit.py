@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from seamless_verl.recipes.swe.tiny import edit
 
 TEXT = st.text(st.characters(blacklist_characters="\r\n", blacklist_categories=("Cs",)))

@@ -8,6 +8,7 @@ from itertools import islice
 from random import Random
 
 import pytest
+
 from seamless_verl.recipes.swe.tiny import edit, execution
 from seamless_verl.recipes.swe.tiny.demonstrations import conversations, demonstrate
 from seamless_verl.recipes.swe.tiny.mutations import (

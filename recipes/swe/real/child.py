@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
-from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
+from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 
 GRACE_S = 20.0
 """From SIGTERM to SIGKILL: swe-rex may take ten seconds to end a container."""

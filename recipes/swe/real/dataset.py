@@ -11,9 +11,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.recipes.swe.real.task import SweTask
-
 from seamless_verl.errors import MachineError
+from seamless_verl.recipes.swe.real.task import SweTask
 
 ROWS_PER_GROUP = 256
 DATA_SOURCE = "seamless_swe"

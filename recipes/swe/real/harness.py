@@ -23,13 +23,12 @@ import threading
 import time
 from typing import Any
 
+from seamless_verl.errors import MachineError
 from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.patches import looks_like_patch
 from seamless_verl.recipes.swe.real.protocol import HarnessRequest, HarnessResult
 from seamless_verl.recipes.swe.real.sandbox import INSTALL, CommandResult, Sandbox, SandboxError
 from seamless_verl.recipes.swe.real.workspace import prepare_workspace, worktree_diff
-
-from seamless_verl.errors import MachineError
 
 _SUBMIT_LINE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _DIFF_RESERVE_S = 15.0

@@ -21,11 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.recipes.swe.real.dataset import SplitWriter
 from seamless_verl.recipes.swe.real.records import IMAGE_PRESETS, Defaults, Problem, read_tasks
 from seamless_verl.recipes.swe.real.task import SweTask
-
-from seamless_verl.errors import ConfigError, SeamlessError
 
 MAX_SHOWN = 20
 """Problems printed in full; the rest is counted."""

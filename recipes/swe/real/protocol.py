@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
-
-from seamless_verl.errors import SeamlessError
 
 TOKEN_VARIABLE = "SEAMLESS_SWE_JOB"
 """Set in every process of an attempt: what the runner looks for when it cleans up behind one."""

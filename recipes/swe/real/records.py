@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.recipes.swe.real.task import AgentView, SweTask, TaskError
-
 from seamless_verl.errors import ConfigError
+from seamless_verl.recipes.swe.real.task import AgentView, SweTask, TaskError
 
 IMAGE_PRESETS: Mapping[str, str] = {
     "swe-bench": "swebench/sweb.eval.x86_64.{id_1776}:latest",

@@ -21,15 +21,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
+from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.child import GRACE_S, Child, ChildTimeout, run_child
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult, HarnessRequest, HarnessResult
 from seamless_verl.recipes.swe.real.sandbox import INSTALL
 from seamless_verl.recipes.swe.real.settings import KEY, RunnerSettings
 from seamless_verl.recipes.swe.real.task import SweTask
-
-from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
-from seamless_verl.errors import ConfigError, MachineError
 
 _PACKAGES = {"swerex": "swe-rex", "minisweagent": "mini-swe-agent"}
 _PACKAGE = "seamless_verl.recipes.swe.real"

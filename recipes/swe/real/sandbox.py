@@ -14,9 +14,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from seamless_verl.recipes.swe.real.settings import KEY, MAX_COMMAND_S, SandboxSettings
-
 from seamless_verl.errors import ConfigError, MachineError, SeamlessError
+from seamless_verl.recipes.swe.real.settings import KEY, MAX_COMMAND_S, SandboxSettings
 
 CONTAINER_LABEL = "seamless-verl-job"
 """Label of every container we start, with the job's token as value."""

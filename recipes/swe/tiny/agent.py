@@ -18,11 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.recipes.swe.tiny import edit
-from seamless_verl.recipes.swe.tiny.chat import ChatClient, ChatFailed, ChatRefused
-
 from seamless_verl.agents.pool import serve
 from seamless_verl.agents.sandbox import Sandbox, TestRun
+from seamless_verl.recipes.swe.tiny import edit
+from seamless_verl.recipes.swe.tiny.chat import ChatClient, ChatFailed, ChatRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.tiny import edit
 from seamless_verl.recipes.swe.tiny.imitation import CLEAN_IMITATION
 from seamless_verl.recipes.swe.tiny.tasks import Task, generate
-
-from seamless_verl.errors import SeamlessError
 
 Progress = Callable[[str], None]
 
@@ -107,11 +106,10 @@ def build(cache_dir: Path | None = None, *, recipe: Recipe | None = None, progre
     return _assets(folder)
 
 
-def locate(cache: str | None = None) -> Path | None:
-    """The folder of the default recipe, if it is built; imports nothing heavy and builds nothing."""
-    root = Path(cache).expanduser().resolve() if cache else default_cache()
-    folder = root / f"swe-tiny-{Recipe().digest()}"
-    return folder if folder.is_dir() else None
+def folder(cache: str | None = None) -> Path:
+    """Where the assets of the default recipe are, or will be once built; imports nothing heavy."""
+    root = Path(cache).expanduser() if cache else default_cache()
+    return root.resolve() / f"swe-tiny-{Recipe().digest()}"
 
 
 def _assets(folder: Path) -> Assets:
@@ -178,6 +176,7 @@ def _build_here(folder: Path, recipe: Recipe) -> None:
     """The build proper, run in its own process by ``_build_into``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+
     from seamless_verl.recipes.swe.tiny import warm_start
     from seamless_verl.recipes.swe.tiny.tokenizer import render
 

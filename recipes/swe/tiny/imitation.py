@@ -13,9 +13,8 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from seamless_verl.recipes.swe.tiny.tasks import generate
-
 from seamless_verl.agents.sandbox import Sandbox
+from seamless_verl.recipes.swe.tiny.tasks import generate
 
 SIZES = {"held_out": 200, "held_out_templates": 60}
 
@@ -39,9 +38,10 @@ def _say(text: str) -> None:
 
 def measure(folder: Path | None, seed: int) -> dict[str, float]:
     """Pass rate per validation split; trains on clean demonstrations first when no model is given."""
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
     from seamless_verl.recipes.swe.tiny import warm_start
     from seamless_verl.recipes.swe.tiny.offline import Player, pass_rate
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
     if folder is None:
         model, tokenizer = warm_start.train(warm_start.CLEAN, seed, _say)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from seamless_verl.recipes.swe.tiny.tokenizer import MAX_LENGTH, PAD_ID, TURN_END_ID, VOCABULARY
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from seamless_verl.recipes.swe.tiny.tokenizer import MAX_LENGTH, PAD_ID, TURN_END_ID, VOCABULARY
 
 # Coefficients of the quintic Newton-Schulz step and the number of steps, from Jordan et al. 2024, "Muon".
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from seamless_verl.agents.sandbox import Sandbox, TestRun
 from seamless_verl.recipes.swe.tiny import edit
 from seamless_verl.recipes.swe.tiny.agent import describe
 from seamless_verl.recipes.swe.tiny.tasks import Task
 from seamless_verl.recipes.swe.tiny.tokenizer import PAD_ID, TURN_END_ID, render
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-from seamless_verl.agents.sandbox import Sandbox, TestRun
 
 MAX_TURNS = 3
 MAX_TOKENS = 24

@@ -19,10 +19,11 @@ from random import Random
 
 import torch
 import torch.nn.functional as functional
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
 from seamless_verl.recipes.swe.tiny import tokenizer as tokenizers
 from seamless_verl.recipes.swe.tiny.model import new_model, optimizers
 from seamless_verl.recipes.swe.tiny.tokenizer import PAD_ID
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 Progress = Callable[[str], None]
 Example = tuple[list[int], list[int]]
