@@ -95,10 +95,12 @@ class SeamlessConfig:
     Attributes:
         recipe: name of the recipe, for messages and folder names.
         run_dir: folder of this run; ``None`` (verl's own entry point) writes no run folder.
+        notes: lines printed beside the results at the end, e.g. what a recipe's figures mean.
     """
 
     recipe: str | None = None
     run_dir: str | None = None
+    notes: tuple[str, ...] = ()
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
@@ -130,4 +132,6 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
             raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
         nested = dataclasses.is_dataclass(hints[key])
         values[key] = _build(hints[key], value or {}, f"{path}.{key}") if nested else value
+    if isinstance(values.get("notes"), list):
+        values["notes"] = tuple(values["notes"])
     return cls(**values)

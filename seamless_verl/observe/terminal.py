@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seamless_verl.observe.report import StepReport, ValidationReport
@@ -39,7 +39,7 @@ def validation_line(report: ValidationReport) -> str:
     )
 
 
-def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: list[str]) -> list[str]:
+def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequence[str]) -> list[str]:
     """What a run ends with: before and after, where the files are, what to look at next."""
     lines = [""]
     for name in summary.get("validation_sets", []):
@@ -63,6 +63,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: list[s
             "  summary.json  these figures     metrics.jsonl  every metric of every step",
             "  config.yaml   what was run      rows/          the trained rows, a file per step",
             "  logs/         a log per process checkpoints/   to resume or to export",
+            f"look next at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
         ]
     return lines
 

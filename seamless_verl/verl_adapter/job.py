@@ -71,6 +71,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     from verl.utils.import_utils import load_class_from_fqn
 
     from seamless_verl.observe.reporter import Reporter
+    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
     from seamless_verl.verl_adapter.watchdog import Watchdog
 
     config = OmegaConf.load(run_dir / "config.yaml")
@@ -90,7 +91,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     reporter = Reporter(run_dir, terminal)
     try:
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
-        trainer.reporter = reporter
+        if isinstance(trainer, SeamlessTrainer):
+            trainer.reporter = reporter
         trainer.init()
         start_up.lap("start_workers_and_replicas")
         manager_fqn = config.actor_rollout_ref.rollout.get("agent", {}).get("agent_loop_manager_class")
@@ -112,7 +114,12 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     finally:
         tq.close()
         ray.shutdown()
-    _close(run_dir, reporter, start_up, trainer)
+    if isinstance(trainer, SeamlessTrainer):
+        _close(run_dir, reporter, start_up, trainer)
+    else:
+        reporter.say(
+            f"verl's trainer mode {config.trainer.v1.trainer_mode} has ended; its output: {run_dir / 'logs' / _LOG}"
+        )
 
 
 def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
@@ -155,7 +162,7 @@ def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> Non
     temporary = run_dir / "summary.json.part"
     temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     temporary.replace(run_dir / "summary.json")
-    for line in closing_lines(summary, str(run_dir), []):
+    for line in closing_lines(summary, str(run_dir), trainer.seamless.notes):
         reporter.say(line)
 
 

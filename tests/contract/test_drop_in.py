@@ -69,3 +69,11 @@ def test_every_recipe_composes_on_every_platform_and_its_section_is_valid(recipe
     section = OmegaConf.to_container(config.seamless, resolve=True)
     seamless = SeamlessConfig.from_mapping(section)
     assert seamless.recipe == recipe
+
+
+def test_the_note_beside_the_results_states_the_measured_score_of_clean_imitation():
+    from seamless_verl.recipes.swe.tiny.imitation import CLEAN_IMITATION
+
+    text = " ".join(OmegaConf.load(compose.our_config_dir() / "recipe" / "swe.yaml").seamless.notes)
+    for rate in CLEAN_IMITATION.values():
+        assert f"{rate:.3f}" in text

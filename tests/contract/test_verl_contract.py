@@ -20,6 +20,7 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._build_replay_buffer",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._resolve_filter_groups_metric",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._add_prompts_to_generate",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
@@ -153,6 +154,23 @@ def test_the_load_balancer_measures_how_long_a_replica_is_busy(monkeypatch):
     assert metered.busy_seconds() == {"a": 4.0, "b": 0.0}  # looked at 15
     metered.acquire_server("x")  # 20
     assert metered.busy_seconds() == {"a": 5.0, "b": 0.0}  # 21, still busy
+
+
+def test_rows_of_like_length_lie_side_by_side_within_each_ranks_share(monkeypatch):
+    from types import SimpleNamespace
+
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.verl_adapter.trainer import SeamlessTrainer, separate_async
+
+    monkeypatch.setattr(separate_async.PPOTrainerSeparateAsync, "_balance_batch", lambda self, batch, metrics: batch)
+    trainer = object.__new__(SeamlessTrainer)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1]})
+    lengths = [5, 3, 4, 9, 8, 7]
+    batch = KVBatchMeta(
+        partition_id="train", keys=[str(n) for n in lengths], tags=[{"seq_len": n} for n in lengths], extra_info={}
+    )
+    assert trainer._balance_batch(batch, {}).keys == ["3", "4", "5", "7", "8", "9"]
 
 
 def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differs():

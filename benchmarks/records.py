@@ -1,0 +1,55 @@
+"""What every benchmark writes: a list of records ``{name, value, unit, bar, holds}`` with date, machine and command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One figure. ``bar`` is what was asked of it, in words; ``holds`` is ``None`` where nothing was asked."""
+
+    name: str
+    value: float
+    unit: str
+    bar: str = ""
+    holds: bool | None = None
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="one repeat: shows that it works, not what it costs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
+    return parser.parse_args()
+
+
+def report(records: list[Record], file: Path | None) -> int:
+    """Print the records, write them where asked; 1 if one of them misses its bar."""
+    for record in records:
+        verdict = {True: "holds", False: "MISSED", None: ""}[record.holds]
+        print(f"{record.name:<52} {record.value:>10.4g} {record.unit:<8} {record.bar:<28} {verdict}")
+    if file is not None:
+        memory = psutil.virtual_memory().total / (1 << 30)
+        document = {
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "machine": f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.machine()}, no accelerator",
+            "python": platform.python_version(),
+            "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}".strip(),
+            "records": [asdict(record) for record in records],
+        }
+        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(any(record.holds is False for record in records))
+
+
+def _module() -> str:
+    return ".".join(Path(sys.argv[0]).with_suffix("").parts[-2:])
