@@ -21,7 +21,7 @@ from typing import Any
 from seamless_verl.nursery.standin import HEADER
 
 _MOST_FILES = 253  # of one message; SCM_MAX_FD
-_RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
+_RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

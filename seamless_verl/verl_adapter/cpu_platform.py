@@ -165,6 +165,22 @@ def _use_plain_gloo(distributed: types.ModuleType) -> None:
     distributed.initialize_global_process_group_ray = initialize
 
 
+def _copy_saved_weights(fsdp_utils: types.ModuleType) -> None:
+    """Make "save to CPU" a copy.
+
+    verl 0.9.1 saves with ``.cpu()``, which on a CPU is the parameter itself, so the weights that a batch began with are
+    gone after its first mini-batch (DetachActorWorker.save_model_to_cpu). Remove when it clones.
+    """
+    original = fsdp_utils.fsdp2_sharded_save_to_cpu
+
+    @functools.wraps(original)
+    def save(model: torch.nn.Module) -> Any:
+        state, spec = original(model)
+        return {name: (tensor.clone(), own_spec) for name, (tensor, own_spec) in state.items()}, spec
+
+    fsdp_utils.fsdp2_sharded_save_to_cpu = save
+
+
 def _load_value_head_with_sdpa(model: types.ModuleType) -> None:
     """Load a critic's backbone with ``sdpa``.
 
@@ -189,5 +205,6 @@ def _load_value_head_with_sdpa(model: types.ModuleType) -> None:
 _alias_vllm_distribution()
 wrapt.register_post_import_hook(_use_plain_gloo, "verl.utils.distributed")
 wrapt.register_post_import_hook(_load_value_head_with_sdpa, "verl.utils.model")
+wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
 # verl's FSDP engine registers for cuda and npu only (verl/workers/engine/base.py); this picks the stock class.
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")

@@ -98,6 +98,20 @@ def test_each_process_leads_a_group_of_its_own_so_that_ending_it_spares_the_othe
     assert run(python, "-c", code).stdout == "True True\n"
 
 
+def test_signals_are_handled_as_a_fresh_interpreter_handles_them(python):
+    code = """
+import signal
+for number in sorted(signal.valid_signals()):
+    print(number, signal.getsignal(number))
+"""
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert normal(run(python, "-c", code).stdout) == normal(plain.stdout)
+
+
+def normal(listing: str) -> list[str]:
+    return [line.partition(" at 0x")[0] for line in listing.splitlines()]
+
+
 def test_random_numbers_differ_between_forks(python):
     code = "import random, uuid; print(random.random(), uuid.uuid4())"
     one, two = (run(python, "-c", code).stdout.split() for _ in range(2))
