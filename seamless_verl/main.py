@@ -35,6 +35,9 @@ CPU_ENVIRONMENT = {
     # Without OMP_NUM_THREADS=1, unbound vLLM threads spin and throughput falls fifty-fold.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # TransferQueue raises the number of torch threads for a while; threads that spin would take the cores from others.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
     "TORCHDYNAMO_DISABLE": "1",
     # glibc otherwise hands each large buffer back to the kernel and faults it in again, every training step.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
