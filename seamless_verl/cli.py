@@ -17,11 +17,11 @@ from seamless_verl.machine import port_is_free, survey
 _GIB = 1 << 30
 _TESTED = {
     "verl": ("0.9.1",),
-    "vllm": ("0.24.0", "0.27.1"),
-    "torch": ("2.11.0", "2.13.0"),
+    "vllm": ("0.27.1",),
+    "torch": ("2.13.0",),
     "ray": ("2.60.0",),
     "TransferQueue": ("0.1.11",),
-    "transformers": ("5.9.0", "5.10.4"),
+    "transformers": ("5.10.4",),
 }
 
 
@@ -70,10 +70,12 @@ def examine(folder: Path) -> Iterator[Finding]:
         fix="start the container with --shm-size=2g" if tight else "",
         fatal=tight,
     )
+    loopback = port_is_free("127.0.0.1", 0)
     yield Finding(
         what="loopback",
-        found="ports can be bound",
-        fix="" if port_is_free("127.0.0.1", 0) else "allow loopback sockets",
+        found="ports can be bound" if loopback else "no port can be bound",
+        fix="" if loopback else "allow sockets on 127.0.0.1",
+        fatal=not loopback,
     )
     yield from _environment()
 
@@ -88,7 +90,7 @@ def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
         plain = version.partition("+")[0]
         if plain in tested:
             return Finding(what=candidate, found=version)
-        return Finding(what=candidate, found=version, fix=f"tested with {' and '.join(tested)} only")
+        return Finding(what=candidate, found=version, fix=f"run by us with {' and '.join(tested)} only")
     return Finding(
         what=name, found="not installed", fix="pip install 'seamless-verl[gpu]', or `make demo` on a CPU", fatal=True
     )
@@ -111,7 +113,7 @@ def _environment() -> Iterator[Finding]:
         yield Finding(
             what="RAY_ADDRESS",
             found=os.environ["RAY_ADDRESS"],
-            fix="the run joins that cluster; unset it for a cluster of its own",
+            fix="a GPU run joins that cluster; a CPU run starts its own",
         )
     folder = Path("seamless_verl")
     spec = importlib.util.find_spec("seamless_verl")

@@ -15,7 +15,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.supervisor import is_alive
 
+_FLAGS_WITH_VALUE = frozenset(
+    [
+        "--config-path",
+        "-cp",
+        "--config-name",
+        "-cn",
+        "--config-dir",
+        "-cd",
+        "--package",
+        "-p",
+        "--cfg",
+        "-c",
+        "--info",
+        "-i",
+        "--experimental-rerun",
+    ]
+)
 GROUPS = ("seamless", "platform", "recipe")
 
 
@@ -53,9 +71,11 @@ def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now:
         pid: makes the name unique among runs started in the same second.
     """
     chosen = {group: _group_choice(arguments, group) for group in GROUPS}
-    if chosen["recipe"] is not None and chosen["recipe"] not in known("recipe"):
+    own_groups = any(argument.startswith(("--config-dir", "-cd", "hydra.searchpath")) for argument in arguments)
+    recipes = set((chosen["recipe"] or "").split(",")) - {""}
+    if recipes - set(known("recipe")) and not own_groups:
         names = known("recipe")
-        near = difflib.get_close_matches(chosen["recipe"], names, n=1)
+        near = difflib.get_close_matches(str(chosen["recipe"]), names, n=1)
         raise ConfigError(
             "+recipe",
             chosen["recipe"],
@@ -109,7 +129,7 @@ def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     pending = list(arguments)
     while pending:
         argument = pending.pop(0)
-        if argument in ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p"):
+        if argument in _FLAGS_WITH_VALUE:
             flags += [argument, *pending[:1]]
             pending = pending[1:]
         elif argument.startswith("-"):
@@ -130,10 +150,13 @@ def _absolute_config_path(flag: str, before: str) -> str:
 
 
 def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) -> Path | None:
-    """With ``trainer.resume_mode=auto`` on the command line: the newest unfinished run of the same recipe."""
-    if "trainer.resume_mode=auto" not in arguments or not runs.is_dir():
+    """With ``trainer.resume_mode=auto`` on the command line: the newest unfinished run of the same recipe.
+
+    Without a recipe the value is verl's own default and means verl's own checkpoint folder.
+    """
+    if "trainer.resume_mode=auto" not in arguments or recipe is None or not runs.is_dir():
         return None
-    candidates = sorted(runs.glob(f"{recipe or 'run'}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    candidates = sorted(runs.glob(f"{recipe}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     for folder in candidates:
         if (folder / "summary.json").exists() or not (folder / "config.yaml").exists():
             continue
@@ -145,6 +168,6 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
 def run_is_alive(folder: Path) -> bool:
     """Whether the process that owns a run folder still lives."""
     try:
-        return Path(f"/proc/{int((folder / 'pid').read_text())}").exists()
-    except (OSError, ValueError):
+        return is_alive((folder / "pid").read_text())
+    except OSError:
         return False

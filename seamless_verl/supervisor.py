@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], imported: Sequence[str] = ()) -> int:
     """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
 
-    A first Ctrl-C (or SIGTERM) lets the trainer clean up, a second one ends it at once.
+    A first Ctrl-C (or SIGTERM, SIGHUP) lets the trainer clean up, a second one ends it at once; what is left after the
+    trainer is swept up in any case.
 
     Args:
         run_dir: folder of the run.
@@ -48,22 +50,64 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], impo
         imported: modules that processes of the run find imported already (`seamless_verl.nursery`); none: no nursery.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    started = time.time()
+    interrupts: list[int] = []
+    trainer: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _: object) -> None:
+        interrupts.append(number)
+        if trainer is not None and trainer.poll() is None:
+            trainer.send_signal(signal.SIGINT if len(interrupts) == 1 else signal.SIGKILL)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ray_dir = _short_folder()
-    (run_dir / "pid").write_text(str(os.getpid()))
-    command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
-    env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
-    if imported:
-        env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
-    trainer = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)
+    shared: set[str] = set()
     try:
-        return _wait(trainer)
+        (run_dir / "pid").write_text(identity(os.getpid()))
+        command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
+        env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
+        if imported:
+            env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
+        trainer = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)
+        return _wait(trainer, interrupts)
     finally:
-        sweep(run_id)
+        shared = sweep(run_id)
         _collect_logs(ray_dir, run_dir / "logs")
         shutil.rmtree(ray_dir, ignore_errors=True)
-        _remove_shared_memory(started)
+        _remove_shared_memory(shared)
         (run_dir / "pid").unlink(missing_ok=True)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def identity(pid: int) -> str:
+    """A process by number, start and host: numbers alone come again."""
+    return f"{pid} {psutil.Process(pid).create_time()} {socket.gethostname()}"
+
+
+def is_alive(identified: str) -> bool:
+    """Whether the process of an `identity` still runs here."""
+    number, _, _ = identified.partition(" ")
+    try:
+        return identity(int(number)) == identified
+    except (ValueError, psutil.Error):
+        return False
+
+
+def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int]) -> int:
+    """The trainer's exit code, or 128 + the signal that the user sent; an interrupted trainer has ``_GRACE_S``."""
+    deadline = None
+    while True:
+        try:
+            code = trainer.wait(timeout=1.0)
+            break
+        except subprocess.TimeoutExpired:
+            if interrupts and deadline is None:
+                deadline = time.monotonic() + _GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                trainer.kill()
+    if interrupts:
+        return 128 + interrupts[0]
+    return code if code >= 0 else 128 - code
 
 
 def _short_folder() -> Path:
@@ -93,41 +137,23 @@ def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported
     return str(executable)
 
 
-def _wait(trainer: subprocess.Popen[bytes]) -> int:
-    interrupts: list[int] = []
+def sweep(run_id: str, patience_s: float = 3.0) -> set[str]:
+    """End every process of a run that is still alive, a request first, then by force until none is left.
 
-    def forward(number: int, _: object) -> None:
-        interrupts.append(number)
-        if trainer.poll() is None:
-            trainer.send_signal(signal.SIGINT if len(interrupts) == 1 else signal.SIGKILL)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        deadline = None
-        while True:
-            try:
-                code = trainer.wait(timeout=1.0)
-                break
-            except subprocess.TimeoutExpired:
-                if interrupts and deadline is None:
-                    deadline = time.monotonic() + _GRACE_S
-                if deadline is not None and time.monotonic() > deadline:
-                    trainer.kill()
-        return 128 + interrupts[0] if interrupts else code if code >= 0 else 128 - code
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def sweep(run_id: str, patience_s: float = 3.0) -> None:
-    """End every process of a run that is still alive: a request first, then by force."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left = list(processes_of(run_id))
+    Returns:
+        The shared-memory files that they had in use.
+    """
+    shared: set[str] = set()
+    number = signal.SIGTERM
+    while left := list(processes_of(run_id)):
         for process in left:
+            shared |= _mapped_files(process.pid)
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
         psutil.wait_procs(left, timeout=patience_s)
         _reap_orphans()
+        number = signal.SIGKILL
+    return shared
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:
@@ -144,20 +170,14 @@ def processes_of(run_id: str) -> Iterator[psutil.Process]:
             yield process
 
 
-def _remove_shared_memory(since: float) -> None:
-    """Remove segments that a killed vLLM or verl process could not: theirs by name, made since, used by nobody."""
-    candidates = [
-        file
-        for prefix in ("psm_", "verl_weights_", "sem.mp-")
-        for file in _SHARED_MEMORY.glob(prefix + "*")
-        if file.stat().st_ctime >= since and file.stat().st_uid == os.getuid()
-    ]
-    if not candidates:
-        return
-    in_use = set().union(*(_mapped_files(process.pid) for process in psutil.process_iter()))
-    for file in candidates:
-        if str(file) not in in_use:
-            file.unlink(missing_ok=True)
+def _remove_shared_memory(files: set[str]) -> None:
+    """Remove segments that processes of the run had in use when they were ended, unless somebody else uses them."""
+    files = {file for file in files if Path(file).parent == _SHARED_MEMORY}
+    if files:
+        files -= set().union(*(_mapped_files(process.pid) for process in psutil.process_iter()))
+    for file in files:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            os.unlink(file)
 
 
 def _mapped_files(pid: int) -> set[str]:

@@ -109,14 +109,20 @@ class Nursery:
             sys.stderr.write(f"nursery: a request was cut short: {error}\n")
             connection.close()
             return None
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            sys.stderr.write(f"nursery: could not fork: {error}\n")
+            connection.close()
+            return None
         if pid == 0:
             self._forget_everything(connection)
             return birth
         for file in birth.files.values():
             os.close(file)
-        connection.sendall(pid.to_bytes(HEADER, "little"))
         handle = os.pidfd_open(pid)
+        with contextlib.suppress(OSError):  # the stand-in has gone; that its end of the connection says so comes next
+            connection.sendall(pid.to_bytes(HEADER, "little"))
         self._children[pid] = (handle, connection)
         self._selector.register(handle, selectors.EVENT_READ, ("ended", pid))
         self._selector.register(connection, selectors.EVENT_READ, ("abandoned", pid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -66,5 +67,10 @@ class ValidationReport:
 
 
 def as_record(report: StepReport | ValidationReport) -> dict[str, Any]:
-    """A JSON-compatible record."""
-    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(report).items()}
+    """A JSON-compatible record; what is not finite (the interval around a single task) becomes null."""
+    return {key: dict(value) if isinstance(value, Mapping) else finite(value) for key, value in asdict(report).items()}
+
+
+def finite(value: Any) -> Any:
+    """The value itself, or ``None`` for an infinite or undefined number: JSON has no word for those."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,13 +8,12 @@ validation.jsonl   the ValidationReport of every set at every validation
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from seamless_verl.observe.report import StepReport, ValidationReport, as_record
+from seamless_verl.observe.report import StepReport, ValidationReport, as_record, finite
 from seamless_verl.observe.terminal import step_line, validation_line
 
 STEPS, METRICS, VALIDATION = "steps.jsonl", "metrics.jsonl", "validation.jsonl"
@@ -78,11 +77,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and (isinstance(value, (int, float)) or hasattr(value, "item"))
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float)) or getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0
 
 
 def _number(value: Any) -> float | int | None:
     plain = value.item() if hasattr(value, "item") else value
-    if isinstance(plain, float) and not math.isfinite(plain):
-        return None  # JSON has no NaN
-    return plain  # type: ignore[no-any-return]
+    return finite(plain)  # type: ignore[no-any-return]

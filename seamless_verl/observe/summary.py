@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from seamless_verl.observe.report import finite
 from seamless_verl.observe.statistics import Estimate, difference, paired_difference
 
 
@@ -34,6 +36,7 @@ def summarize(
         "rows_audited": sum(record["rows_audited"] for record in latest),
         "audit_violations": sum(record["audit_violations"] for record in latest),
         "max_logprob_diff": max(diffs) if diffs else None,
+        "max_logprob_diff_steps": len(diffs),
         "staleness_max": max((record["staleness_max"] for record in latest), default=None),
         "wall_s": wall_s,
         "time_to_first_step_s": time_to_first_step_s,
@@ -48,9 +51,10 @@ def summarize(
         for when, record in (("before", records[0]), ("after", records[-1])):
             summary[f"{name}_{when}"] = record["mean"]
             summary[f"{name}_{when}_ci"] = [record["low"], record["high"]]
+            summary[f"{name}_{when}_rollouts"] = record["rollouts"]
         gain = _gain(records[0], records[-1])
         summary[f"{name}_gain"] = gain.mean
-        summary[f"{name}_gain_ci"] = [gain.low, gain.high]
+        summary[f"{name}_gain_ci"] = [finite(gain.low), finite(gain.high)]
     return summary
 
 
@@ -76,7 +80,9 @@ def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> Estimate:
 
 
 def _estimate(record: Mapping[str, Any]) -> Estimate:
-    return Estimate(**{name: record[name] for name in ("mean", "low", "high", "tasks", "rollouts")})
+    low = -math.inf if record["low"] is None else record["low"]
+    high = math.inf if record["high"] is None else record["high"]
+    return Estimate(mean=record["mean"], low=low, high=high, tasks=record["tasks"], rollouts=record["rollouts"])
 
 
 def _by_set(validations: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

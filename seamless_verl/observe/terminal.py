@@ -46,9 +46,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
         before, after = summary[f"{name}_before"], summary[f"{name}_after"]
         gain, (low, high) = summary[f"{name}_gain"], summary[f"{name}_gain_ci"]
         label = name.replace("_", " ")
-        lines.append(
-            f"{label}: {before:.3f} before, {after:.3f} after ({gain:+.3f}, 95 % interval {low:+.3f} … {high:+.3f})"
-        )
+        lines.append(f"{label}: {before:.3f} before, {after:.3f} after ({gain:+.3f}, {_interval(low, high)})")
     idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
     lines += [
         f"{summary['steps']} steps, {summary['rows']} rows, {summary['rows_audited']} audited, "
@@ -66,6 +64,10 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
             f"look next at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
         ]
     return lines
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "no interval" if low is None or high is None else f"95 % interval {low:+.3f} … {high:+.3f}"
 
 
 def _share(value: float | None) -> str:

@@ -36,9 +36,10 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         super().remove_servers(server_ids)
         for server_id in server_ids:
             self._stop_clock(server_id)
+            self._busy_s.pop(server_id, None)
 
     def busy_seconds(self) -> dict[str, float]:
-        """Seconds each replica has been busy since it was registered."""
+        """Seconds that each replica now registered has been busy since it was registered."""
         now = time.monotonic()
         running = {server_id: now - since for server_id, since in self._busy_since.items()}
         return {server_id: total + running.get(server_id, 0.0) for server_id, total in self._busy_s.items()}

@@ -22,9 +22,10 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     """Hands out whole groups, oldest first; waits for the stragglers that the bound asks for and drops nothing.
 
     A prompt dispatched during step ``s`` starts with weights of version ``s - 1`` or newer, and the batch of step
-    ``k`` updates version ``k - 1``. Waiting for every prompt of step ``k - eta`` before the batch of step ``k`` is
-    handed out therefore keeps ``V_traj + eta >= V_train`` (StaleFlow 2.1): verl's ``wait`` strategy with threshold
-    ``eta + 1`` does exactly that.
+    ``k`` updates version ``k - 1``; the bound is ``V_traj + eta >= V_train`` (StaleFlow 2.1). verl's ``wait`` strategy
+    with threshold ``eta + 1`` waits, at step ``k``, for every prompt of step ``k - eta`` that is still in flight.
+    For eta 0 and 1 that suffices: at most one batch of older groups is left over after a step, and it goes first. For
+    larger eta, groups that overtake could leave more than a batch behind; the configuration refuses those.
     """
 
     def __init__(self, *, eta: int, trainer_config: Any, sampler_kwargs: Any, **kwargs: Any) -> None:
@@ -38,6 +39,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             **kwargs,
         )
         self._failures = 0
+        self._finished_before: set[str] = set()
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         if partition_id == "train":
@@ -45,12 +47,17 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def count_failures(self, failed: set[str], finished: set[str]) -> None:
-        """Note the groups that failed since the last look; a finished group among them starts the count anew.
+        """Note the groups that failed since the last look; a newly finished group starts the count anew.
+
+        Args:
+            failed: groups found failed at this look; they are cleared afterwards, so each is counted once.
+            finished: groups that wait finished, new or not.
 
         Raises:
             RolloutFailed: ``FAILURES_IN_A_ROW`` groups failed and none finished.
         """
-        self._failures = 0 if finished else self._failures + len(failed)
+        self._failures = 0 if finished - self._finished_before else self._failures + len(failed)
+        self._finished_before = set(finished)
         if self._failures >= FAILURES_IN_A_ROW:
             raise RolloutFailed(
                 f"{self._failures} prompt groups failed in a row and none finished; the reason of each stands in the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +13,16 @@ import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.report import StepReport, ValidationReport
 from seamless_verl.observe.statistics import clustered_mean
 from seamless_verl.verl_adapter.rows import ROW_FIELD, row_digest
 
 _AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
+
+
+class AuditFailed(SeamlessError):
+    """What is about to be trained is not what was generated."""
 
 
 class StepMeter:
@@ -31,7 +37,6 @@ class StepMeter:
     def _clear(self) -> None:
         self._rows = 0
         self._audited = 0
-        self._violations = 0
         self._policy_tokens = 0
         self._logprob_diff: float | None = None
         self._staleness: list[int] = []
@@ -39,7 +44,11 @@ class StepMeter:
         self._sessions: dict[str, tuple[int, float, float | None]] = {}
 
     def audit(self, batch: KVBatchMeta) -> None:
-        """Compare every row about to be trained with the stamp that the proxy put on it after its own audit."""
+        """Compare every row about to be trained with the stamp that the proxy put on it after its own audit.
+
+        Raises:
+            AuditFailed: a row differs, or its session had violations.
+        """
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_AUDIT_FIELDS)
         columns = {name: _rows_of(data[name]) for name in _AUDIT_FIELDS if name in data}
         for position, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
@@ -54,7 +63,12 @@ class StepMeter:
                 continue  # rows of verl's own agent loops carry no stamp
             self._audited += 1
             found = row_digest(row["prompts"], row["responses"], row["response_mask"], row["rollout_log_probs"])
-            self._violations += int(found != stamp["digest"] or stamp["violations"] > 0)
+            if found != stamp["digest"] or stamp["violations"]:
+                raise AuditFailed(
+                    f"row {key} is not what the engine returned: its digest "
+                    f"{'differs' if found != stamp['digest'] else 'agrees'} and the proxy found "
+                    f"{stamp['violations']} violations. Nothing of this batch was trained"
+                )
 
     def _count_session(self, key: str, row: Mapping[str, Any]) -> None:
         session, _, index = key.rpartition("_")
@@ -81,7 +95,9 @@ class StepMeter:
         if "rollout_log_probs" not in data:
             return
         for trained, sampled, mask in zip(*(_rows_of(data[name]) for name in fields), strict=True):
-            difference = ((trained - sampled).abs() * mask).max().item()
+            difference = (trained - sampled).abs()[mask.bool()].max().item()
+            if not math.isfinite(difference):
+                raise AuditFailed("a log-prob of a token about to be trained is not finite")
             self._logprob_diff = max(self._logprob_diff or 0.0, difference)
 
     def finish(
@@ -107,7 +123,7 @@ class StepMeter:
             rows=self._rows,
             rollouts=len(self._sessions),
             rows_audited=self._audited,
-            audit_violations=self._violations,
+            audit_violations=0,  # one would have ended the run
             max_logprob_diff=self._logprob_diff,
             idle_share={
                 "trainer": min(1.0, timing.get("gen", 0.0) / step_s),

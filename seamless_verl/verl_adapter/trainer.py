@@ -59,7 +59,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
 
 @register_trainer(TRAINER_MODE)
 class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
-    """See the module. Bad configuration is refused before Ray starts anything (`seamless_verl.preflight`)."""
+    """See the module. Under `seamless_verl.main`, bad configuration is refused earlier (`seamless_verl.preflight`)."""
 
     def __init__(self, config: DictConfig) -> None:
         self.seamless = adopt_config(config)
@@ -151,7 +151,9 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._meter.audit(batch)
         batch = super()._compute_old_log_prob(batch, metrics)
-        self._meter.compare_log_probs(batch, current_version=self.global_steps - 1)
+        correction = self.config.algorithm.get("rollout_correction") or {}
+        if not correction.get("bypass_mode", False):  # there verl copies the rollout's log-probs: nothing to compare
+            self._meter.compare_log_probs(batch, current_version=self.global_steps - 1)
         return batch
 
     def _compute_metrics(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 _INTERVAL_S = 5.0
 
@@ -50,7 +50,7 @@ class Watchdog:
                 continue
             try:
                 ray.get(answer)
-            except RayActorError as error:
-                return f"{name} died: {str(error).splitlines()[0]}"
+            except RayError as error:
+                return f"{name} died: {type(error).__name__}: {str(error).splitlines()[0]}"
             self._asked[name] = (handle, handle.__ray_ready__.remote())
         return None

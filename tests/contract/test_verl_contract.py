@@ -137,6 +137,11 @@ def test_a_prompt_group_that_fails_again_and_again_ends_the_run():
     with pytest.raises(SeamlessError, match="failed in a row"):
         buffer.count_failures({f"uid{n}" for n in range(FAILURES_IN_A_ROW)}, finished=set())
     buffer.count_failures(set(), finished={"a group that went well"})
+    for number in range(FAILURES_IN_A_ROW - 1):  # the same group waiting on is no new success
+        buffer.count_failures({f"uid{number}"}, finished={"a group that went well"})
+    with pytest.raises(SeamlessError, match="failed in a row"):
+        buffer.count_failures({"the last"}, finished={"a group that went well"})
+    buffer.count_failures(set(), finished={"another"})
     buffer.count_failures({f"uid{n}" for n in range(FAILURES_IN_A_ROW - 1)}, finished=set())
 
 
@@ -189,6 +194,68 @@ def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differ
     ]
     assert len({row_digest(*other) for other in [row, *changed]}) == 5
     assert row_digest([1, 2], [3], [1], [0.0]) != row_digest([1], [2, 3], [1], [0.0])
+
+
+def _audited(monkeypatch, **changes):
+    """Run the trainer's audit on one row whose stored fields were changed after it was stamped."""
+    import torch
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.verl_adapter import step_report
+    from seamless_verl.verl_adapter.rows import row_digest
+
+    stored = {
+        "prompts": torch.tensor([1, 2]),
+        "responses": torch.tensor([3, 4]),
+        "response_mask": torch.tensor([1, 1]),
+        "rollout_log_probs": torch.tensor([-0.5, -0.25]),
+        "rm_scores": torch.tensor([0.0, 1.0]),
+    }
+    stamp = {"digest": row_digest(*list(stored.values())[:4]), "violations": changes.pop("violations", 0)}
+    stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": {"passed": 1.0}}, **changes}
+    monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: {name: [value] for name, value in stored.items()})
+    meter = step_report.StepMeter()
+    meter.audit(KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{"seq_len": 4}], extra_info={}))
+    return meter.finish(step=1, total_steps=1, timing={"step": 2.0, "gen": 0.5})
+
+
+def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
+    report = _audited(monkeypatch)
+    assert (report.rows_audited, report.reward, report.pass_rate, report.tokens_per_s) == (1, 1.0, 1.0, 1.0)
+    assert report.idle_share["trainer"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"responses": [3, 5]},
+        {"prompts": [1, 3]},
+        {"response_mask": [1, 0]},
+        {"rollout_log_probs": [-0.5, -0.26]},
+        {"violations": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_row_that_was_changed_on_the_way_ends_the_run_before_it_is_trained(monkeypatch, change):
+    import torch
+
+    from seamless_verl.verl_adapter.step_report import AuditFailed
+
+    tensors = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in change.items()}
+    with pytest.raises(AuditFailed, match="uid_0_0"):
+        _audited(monkeypatch, **tensors)
+
+
+def test_rollout_idle_is_what_the_replicas_did_not_use_of_the_step(monkeypatch):
+    from seamless_verl.verl_adapter import step_report
+
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr(step_report.time, "monotonic", lambda: next(clock))
+    meter = step_report.StepMeter()
+    meter.open_window({"a": 5.0, "b": 0.0})
+    meter.close_window({"a": 13.0, "b": 2.0})  # 8 s and 2 s of 10 s each
+    report = meter.finish(step=1, total_steps=1, timing={"step": 10.0})
+    assert report.idle_share["rollout"] == pytest.approx(0.5)
 
 
 class _Scripted:

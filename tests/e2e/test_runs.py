@@ -35,7 +35,8 @@ class Machine:
         self.shared_before = set(os.listdir("/dev/shm"))
 
     def start(self, *arguments: str, module: str = "seamless_verl.main", **environment: str) -> subprocess.Popen[str]:
-        env = {**os.environ, MARK: self.mark, "SEAMLESS_RUNS": str(self.folder / "runs"), **environment}
+        env = {**os.environ, MARK: self.mark, "SEAMLESS_RUNS": str(self.folder / "runs"), "CUDA_VISIBLE_DEVICES": ""}
+        env |= environment
         env["TMPDIR"] = str(self.temporary)
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -162,6 +163,8 @@ def test_ctrl_c_ends_one_run_and_leaves_the_one_beside_it_alone(machine):
 
 def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     arguments = [*FAST, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.resume_mode=auto"]
+    # Synchronous: every token is of the version being trained, so weights that came over wrongly would show.
+    arguments += ["seamless.staleness.eta=0", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     process = machine.start(*arguments)
     read_until(process, "step 2/4")
     trainer_of(machine).kill()
@@ -173,7 +176,10 @@ def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     (folder,) = machine.runs()
     assert "step 3/4" in output
     assert "step 1/4" not in output
-    assert summary(folder)["steps"] == 4
+    figures = summary(folder)
+    assert (figures["steps"], figures["staleness_max"]) == (4, 0)
+    assert figures["max_logprob_diff_steps"] == 4
+    assert figures["max_logprob_diff"] <= 1e-4
     machine.assert_nothing_left()
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from seamless_verl import compose
 from seamless_verl.errors import ConfigError
+from seamless_verl.supervisor import identity
 
 RUNS = Path("/somewhere/runs")
 
@@ -47,6 +48,21 @@ def test_flags_stay_in_front_and_verls_relative_config_path_is_found():
     assert made[0] == f"--config-path={compose.verl_config_dir()}"
 
 
+def test_flags_keep_their_values():
+    assert arguments("--cfg", "job", "a=1")[:2] == ["--cfg", "job"]
+
+
+def test_recipes_can_be_swept_over_and_come_from_the_users_own_folder():
+    assert "+recipe=swe,arithmetic" in arguments("-m", "+recipe=swe,arithmetic")
+    assert "+recipe=mine" in arguments("--config-dir=/my/configs", "+recipe=mine")
+
+
+def test_resume_mode_without_a_recipe_is_verls_own_and_adopts_no_folder(tmp_path):
+    (tmp_path / "run-old").mkdir()
+    (tmp_path / "run-old" / "config.yaml").write_text("{}")
+    assert f"hydra.run.dir={tmp_path / 'run-old'}" not in arguments("trainer.resume_mode=auto", runs=tmp_path)
+
+
 def test_resuming_picks_the_newest_unfinished_run_of_the_recipe_that_nobody_runs(tmp_path):
     for number, name in enumerate(["swe-old", "swe-new", "swe-done", "swe-alive", "arithmetic-new"]):
         folder = tmp_path / name
@@ -54,7 +70,8 @@ def test_resuming_picks_the_newest_unfinished_run_of_the_recipe_that_nobody_runs
         (folder / "config.yaml").write_text("{}")
         os.utime(folder, (number, number))
     (tmp_path / "swe-done" / "summary.json").write_text("{}")
-    (tmp_path / "swe-alive" / "pid").write_text(str(os.getpid()))
+    (tmp_path / "swe-alive" / "pid").write_text(identity(os.getpid()))
+    (tmp_path / "swe-new" / "pid").write_text(f"{os.getpid()} 1.0 another-host")  # the number came again
     for number, name in enumerate(["swe-old", "swe-new", "swe-done", "swe-alive", "arithmetic-new"]):
         os.utime(tmp_path / name, (number, number))
     made = arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)

@@ -11,8 +11,8 @@ def test_an_empty_section_is_the_one_step_lag():
 
 
 def test_nested_keys_reach_their_section():
-    config = SeamlessConfig.from_mapping({"staleness": {"eta": 3}, "agent": {"kwargs": {"processes": 4}}})
-    assert config.staleness.eta == 3
+    config = SeamlessConfig.from_mapping({"staleness": {"eta": 0}, "agent": {"kwargs": {"processes": 4}}})
+    assert config.staleness.eta == 0
     assert config.agent.kwargs == {"processes": 4}
 
 
@@ -36,6 +36,9 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
     [
         ({"staleness": {"eta": -1}}, "seamless.staleness.eta"),
         ({"staleness": {"eta": 1.5}}, "seamless.staleness.eta"),
+        ({"staleness": {"eta": 2}}, "seamless.staleness.eta"),
+        ({"staleness": 0}, "seamless.staleness"),
+        ({"proxy": {"port": "abc"}}, "seamless.proxy.port"),
         ({"staleness": {"eta": True}}, "seamless.staleness.eta"),
         ({"agent": {"deadline_s": 0}}, "seamless.agent.deadline_s"),
         ({"agent": {"max_tokens_per_turn": -5}}, "seamless.agent.max_tokens_per_turn"),

@@ -122,6 +122,19 @@ def test_a_resumed_run_counts_each_step_once_and_takes_the_first_and_last_valida
     assert summary["held_out_pass_rate_gain"] == pytest.approx(0.5)
 
 
+def test_a_single_task_has_no_interval_and_breaks_nothing(tmp_path):
+    reporter = Reporter(tmp_path, io.StringIO())
+    for at, mean in ((0, 0.0), (3, 1.0)):
+        reporter.validation(validation(at, {"only": mean}))
+    records = read_records(tmp_path / "validation.jsonl")
+    assert [record["low"] for record in records] == [None, None]
+    summary = summarize([], records, wall_s=1.0, time_to_first_step_s=0.5, start_up_s={})
+    assert summary["held_out_pass_rate_gain"] == 1.0
+    assert summary["held_out_pass_rate_gain_ci"] == [None, None]
+    assert "no interval" in "\n".join(closing_lines(summary, None, []))
+    json.dumps(summary, allow_nan=False)
+
+
 def test_idle_shares_are_weighted_by_the_length_of_the_step_and_unknown_stays_unknown():
     short = step(1, step_s=1.0, idle_share={"trainer": 1.0, "rollout": None})
     long = step(2, step_s=3.0, idle_share={"trainer": 0.0, "rollout": 0.5})
