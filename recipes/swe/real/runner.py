@@ -18,6 +18,7 @@ import importlib.util
 import secrets
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class MiniSweRunner:
         self._places = asyncio.Semaphore(self._settings.max_concurrent)
         self._jobs: set[asyncio.Task[AgentReport]] = set()
         self._closed = False
+
+    @staticmethod
+    def check_task(task: Mapping[str, Any]) -> None:
+        """Refuse a task that could not be run, before anything heavy starts; see `SweTask.from_mapping`."""
+        SweTask.from_mapping(task)
 
     async def run(self, job: AgentJob) -> AgentReport:
         """Run and grade one attempt within ``job.deadline_s``.
