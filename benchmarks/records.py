@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,10 +27,14 @@ class Record:
     holds: bool | None = None
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(
+    description: str, extend: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+) -> argparse.Namespace:
+    """The options that all benchmarks share; ``extend`` adds a benchmark's own."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="one repeat: shows that it works, not what it costs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
+    extend(parser)
     return parser.parse_args()
 
 
