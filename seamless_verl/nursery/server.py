@@ -26,12 +26,15 @@ _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
-    """What the new process is to be: arguments as after ``python``, environment, directory, open files by number."""
+    """What the new process is to be: arguments as after ``python``, environment, directory, open files by number, and
+    the signals that it is to ignore.
+    """
 
     arguments: list[str]
     environment: dict[str, str]
     directory: str
     files: dict[int, int]
+    ignored: frozenset[int]
 
 
 def main() -> None:
@@ -168,6 +171,7 @@ def _read_request(connection: socket.socket) -> Birth:
         environment=request["environment"],
         directory=request["directory"],
         files=dict(zip(request["files"], files, strict=True)),
+        ignored=frozenset(request["ignored"]),
     )
 
 
@@ -175,8 +179,8 @@ def _become(birth: Birth) -> None:
     """Turn this fork into the process that was asked for; returns when its program ends."""
     os.setpgid(0, 0)  # who ends a process may end its group (Ray does), and that must not be the whole nursery
     for number in _RESET:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in birth.ignored else usual)
     _place_files(birth.files)
     os.environ.clear()
     os.environ.update(birth.environment)

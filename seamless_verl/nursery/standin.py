@@ -46,7 +46,13 @@ def _is_open(file: int) -> bool:
 
 
 def _send(connection: socket.socket, arguments: list[str], files: list[int]) -> None:
-    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "files": files,
+        "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN],
+    }
     data = json.dumps(request).encode()
     socket.send_fds(connection, [len(data).to_bytes(HEADER, "little")], files)
     connection.sendall(data)
