@@ -162,9 +162,12 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     resumed = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
     _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
-    environment = {"SEAMLESS_STARTED_AT": repr(started)}
+    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started)}
     if device == "cpu":
         environment.update({key: os.environ.get(key, value) for key, value in CPU_ENVIRONMENT.items()})
+        environment["CUDA_VISIBLE_DEVICES"] = (
+            None  # Ray would hold the slots against it, and "GPU" only names slots here
+        )
     imported = _IMPORTED if device == "cpu" else ()
     code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
     if code:

@@ -37,7 +37,7 @@ _FIRST_JOB = "01000000"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], imported: Sequence[str] = ()) -> int:
+def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None], imported: Sequence[str] = ()) -> int:
     """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
 
     A first Ctrl-C (or SIGTERM, SIGHUP) lets the trainer clean up, a second one ends it at once; what is left after the
@@ -46,7 +46,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], impo
     Args:
         run_dir: folder of the run.
         run_id: mark of every process of the run.
-        environment: added to this process's own.
+        environment: added to this process's own; ``None`` takes a variable away.
         imported: modules that processes of the run find imported already (`seamless_verl.nursery`); none: no nursery.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -64,7 +64,9 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str], impo
     try:
         (run_dir / "pid").write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
-        env = {**os.environ, **environment, RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
+        own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
+        wanted: dict[str, str | None] = {**os.environ, **environment, **own}
+        env = {name: value for name, value in wanted.items() if value is not None}
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)

@@ -35,8 +35,7 @@ class Machine:
         self.shared_before = set(os.listdir("/dev/shm"))
 
     def start(self, *arguments: str, module: str = "seamless_verl.main", **environment: str) -> subprocess.Popen[str]:
-        env = {**os.environ, MARK: self.mark, "SEAMLESS_RUNS": str(self.folder / "runs"), "CUDA_VISIBLE_DEVICES": ""}
-        env |= environment
+        env = {**os.environ, MARK: self.mark, "SEAMLESS_RUNS": str(self.folder / "runs"), **environment}
         env["TMPDIR"] = str(self.temporary)
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
