@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -165,9 +166,7 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started)}
     if device == "cpu":
         environment.update({key: os.environ.get(key, value) for key, value in CPU_ENVIRONMENT.items()})
-        environment["CUDA_VISIBLE_DEVICES"] = (
-            None  # Ray would hold the slots against it, and "GPU" only names slots here
-        )
+        environment["CUDA_VISIBLE_DEVICES"] = None  # Ray would count slots against it, and here "GPU" means slots only
     imported = _IMPORTED if device == "cpu" else ()
     code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
     if code:
@@ -186,7 +185,8 @@ def _build_assets(module: str, cache: str | None, folder: Path) -> None:
     _say("model and data of this recipe are not built yet; building them once:")
     command = [sys.executable, "-m", module, *(["--cache", cache] if cache else [])]
     # Threads that spin while they wait would starve whatever else runs on a small machine.
-    code = subprocess.call(command, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ})
+    with tempfile.TemporaryDirectory(prefix="sv-build-") as temporary:
+        code = subprocess.call(command, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TMPDIR": temporary})
     if code or not folder.is_dir():
         raise ConfigError("seamless.assets.module", module, f"building ended with exit code {code}", "see above")
 

@@ -60,7 +60,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ray_dir = _short_folder()
-    shared: set[str] = set()
+    started = time.time()
     try:
         (run_dir / "pid").write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
@@ -75,7 +75,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         shared = sweep(run_id)
         _collect_logs(ray_dir, run_dir / "logs")
         shutil.rmtree(ray_dir, ignore_errors=True)
-        _remove_shared_memory(shared)
+        _remove_shared_memory(shared, started)
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -172,8 +172,17 @@ def processes_of(run_id: str) -> Iterator[psutil.Process]:
             yield process
 
 
-def _remove_shared_memory(files: set[str]) -> None:
-    """Remove segments that processes of the run had in use when they were ended, unless somebody else uses them."""
+def _remove_shared_memory(files: set[str], since: float) -> None:
+    """Remove segments that killed processes of the run could not: those seen in use, and those that appeared meanwhile.
+
+    Python's and verl's names only, ours, made during the run, and used by no living process.
+    """
+    for prefix in ("psm_", "verl_weights_", "sem.mp-"):
+        for file in _SHARED_MEMORY.glob(prefix + "*"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                found = file.stat()
+                if found.st_ctime >= since and found.st_uid == os.getuid():
+                    files.add(str(file))
     files = {file for file in files if Path(file).parent == _SHARED_MEMORY}
     if files:
         files -= set().union(*(_mapped_files(process.pid) for process in psutil.process_iter()))
