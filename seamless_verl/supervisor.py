@@ -178,11 +178,11 @@ def _remove_shared_memory(files: set[str], since: float) -> None:
     Python's and verl's names only, ours, made during the run, and used by no living process.
     """
     for prefix in ("psm_", "verl_weights_", "sem.mp-"):
-        for file in _SHARED_MEMORY.glob(prefix + "*"):
+        for candidate in _SHARED_MEMORY.glob(prefix + "*"):
             with contextlib.suppress(OSError):  # gone meanwhile
-                found = file.stat()
+                found = candidate.stat()
                 if found.st_ctime >= since and found.st_uid == os.getuid():
-                    files.add(str(file))
+                    files.add(str(candidate))
     files = {file for file in files if Path(file).parent == _SHARED_MEMORY}
     if files:
         files -= set().union(*(_mapped_files(process.pid) for process in psutil.process_iter()))
