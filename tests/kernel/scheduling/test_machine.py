@@ -72,6 +72,7 @@ class ClusterLife(RuleBasedStateMachine):
         self.ready = self.in_flight = 0
         self.asked: dict[str, ev.AcquireRequested] = {}
         self.granted: dict[str, tuple[SliceId, ...]] = {}
+        self.rollout_grants: set[str] = set()
         self.open: dict[SliceId, cm.LendSlice | cm.DrainSlice | cm.SyncWeights] = {}
         self.stale: list[cm.LendSlice | cm.DrainSlice | cm.SyncWeights] = []
         self.dead: dict[SliceId, bool] = {}
@@ -98,6 +99,8 @@ class ClusterLife(RuleBasedStateMachine):
                 event_asked = self.asked.pop(command.request)  # KeyError: answered twice
                 assert len(command.slices) == event_asked.count
                 self.granted[command.request] = command.slices
+                if event_asked.tag is Tag.ROLLOUT:
+                    self.rollout_grants.add(command.request)
             elif isinstance(command, cm.RefuseAcquire):
                 del self.asked[command.request]
             elif isinstance(command, cm.RevokeGrant):
@@ -106,9 +109,8 @@ class ClusterLife(RuleBasedStateMachine):
                 self.open.pop(command.slice, None)
                 self.running = {r: s for r, s in self.running.items() if s != command.slice}
                 self.dead[command.slice] = False
-                status = self.scheduler.cluster[command.slice]
-                if status.state is not SliceState.TRAINING:  # a grant of rollout slices goes on with the others
-                    self.granted = {r: tuple(s for s in g if s != command.slice) for r, g in self.granted.items()}
+                for request in self.rollout_grants & set(self.granted):  # goes on with the others
+                    self.granted[request] = tuple(s for s in self.granted[request] if s != command.slice)
             elif isinstance(command, cm.RestartSlice):
                 self.dead[command.slice] = True
             elif isinstance(command, cm.SetTimer):
