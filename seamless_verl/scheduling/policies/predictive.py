@@ -40,7 +40,7 @@ from seamless_verl.scheduling.prediction.sessions import SessionBook
 from seamless_verl.scheduling.slices import SliceState, Tag
 from seamless_verl.scheduling.switch_costs import Switch
 
-_SAMPLE = 384  # sessions that a plan is played with; more are sampled by whole groups
+_SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
 _ENOUGH_LENGTHS = 4
 
 
@@ -170,7 +170,7 @@ class Predictive:
             )
             yield Horizon(slices=ids(best.slices), until=cluster.now + best.back_s)
             return
-        self._review_at = cluster.now + max(0.5 * (wake_s + back_s), 0.05)
+        self._review_at = cluster.now + max(wake_s + back_s, 0.05)
         yield Decision(
             verb=Verb.HOLD,
             slices=ids(idle),
@@ -192,7 +192,7 @@ class Predictive:
         """The cheapest plan over how many slices and until when; fewer slices if that costs next to nothing."""
         standing = _speed(cluster, _standing(cluster))
         best: _Plan | None = None
-        for count in sorted({1, (len(idle) + 1) // 2, len(idle)}, reverse=True):
+        for count in sorted({(len(idle) + 1) // 2, len(idle)}, reverse=True):
             chosen = tuple(idle[:count])
             helped = self._helped(cluster, work, standing, _speed(cluster, chosen))
             course = play(work, [(0.0, standing), (wake_s, helped)])
@@ -237,11 +237,11 @@ class Predictive:
                 worth = value(planned, trainer, at + back_s, full_rate)
                 if worth < best.worth:
                     best = _Plan(worth=worth, back_s=at, groups=groups)
-        soon = max(0.1 * back_s, 0.01)
+        soon = max(0.25 * back_s, 0.02)
         if best.back_s <= soon and best.worth < math.inf and (due or standing > 0):
             yield self._reclaim(lent, f"{cluster.ready} groups are ready; taking back takes {back_s:.2f} s")
             return
-        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon)
+        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, 4 * soon if best.back_s <= soon else soon)
         yield LookAgain(at=self._review_at)
         if best.back_s < math.inf and best.worth < math.inf:
             yield Horizon(slices=ids(lent), until=cluster.now + best.back_s)
@@ -337,7 +337,7 @@ def _speed(cluster: Cluster, statuses: Sequence[SliceStatus]) -> float:
 
 
 def _marks(trainer: Trainer) -> list[int]:
-    """Numbers of ready groups at which a gang could be wanted back: each local update, eight at most."""
+    """Numbers of ready groups at which a gang could be wanted back: each local update, four at most."""
     first = trainer.minimum * (trainer.ready // trainer.minimum + 1)
     marks = list(range(first, trainer.batch + 1, trainer.minimum)) or [trainer.batch]
-    return marks[:: max(1, math.ceil(len(marks) / 8))]
+    return marks[:: max(1, math.ceil(len(marks) / 4))]
