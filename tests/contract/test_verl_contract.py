@@ -58,6 +58,8 @@ NAMES = [
     "verl.checkpoint_engine.base:merge_weight_chunks",
     "verl.plugin.platform.platform_manager:PlatformRegistry.register",
     "verl.utils.distributed:initialize_global_process_group_ray",
+    "verl.utils.torch_functional:logprobs_from_logits_v2",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.prepare_model_inputs",
     # TransferQueue, vLLM
     "transfer_queue:init",
     "transfer_queue:close",
@@ -99,6 +101,53 @@ def test_our_platform_implements_everything_that_verl_declares():
 
     assert not getattr(CpuPlatform, "__abstractmethods__", frozenset())
     CpuPlatform()
+
+
+def test_log_probs_at_once_are_those_of_verl():
+    import torch
+    from verl.utils.torch_functional import logprobs_from_logits, logprobs_from_logits_naive
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 50, generator=generator) * 5
+    labels = torch.randint(0, 50, (7,), generator=generator)
+    assert logprobs_from_logits.__globals__["logprobs_from_logits_v2"].__module__.startswith("seamless_verl.")
+    torch.testing.assert_close(logprobs_from_logits(logits, labels), logprobs_from_logits_naive(logits, labels))
+
+
+def test_right_padded_rows_need_no_attention_mask():
+    import torch
+    from tensordict import TensorDict
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from verl.utils import tensordict_utils
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    rows = [torch.arange(1, length + 1) for length in (3, 9, 6)]
+    micro_batch = TensorDict(
+        {
+            "input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+            "position_ids": torch.nested.as_nested_tensor([row - 1 for row in rows], layout=torch.jagged),
+            "temperature": torch.ones(3),
+        },
+        batch_size=3,
+    )
+    tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)
+    prepare = FSDPEngineWithLMHead.prepare_model_inputs
+    engine = object.__new__(FSDPEngineWithLMHead)
+    engine.pad_to_length = False
+    ours, _ = prepare(engine, micro_batch)
+    verls, _ = prepare.__wrapped__(engine, micro_batch)
+    assert verls["attention_mask"] is not None
+    assert "attention_mask" not in ours
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        without, with_mask = model(**ours).logits, model(**verls).logits
+    for row, tokens in enumerate(rows):
+        torch.testing.assert_close(without[row, : len(tokens)], with_mask[row, : len(tokens)], atol=1e-5, rtol=1e-5)
 
 
 def test_the_replay_buffer_takes_what_the_trainer_hands_it():
