@@ -125,6 +125,11 @@ class StalenessProtocol:
         first = self._buffers[0]
         return min(len(first.occupied), first.needed - first.taken)
 
+    @property
+    def num_ahead(self) -> int:
+        """Finished groups that wait in later steps."""
+        return sum(len(buffer.occupied) for buffer in self._buffers) - len(self._buffers[0].occupied)
+
     def capacity(self, version: int) -> int:
         """How many more groups that start with weights of ``version`` can be reserved."""
         return sum(max(0, buffer.num_free) for buffer in self._buffers if buffer.version <= version + self.eta)
