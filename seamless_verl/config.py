@@ -119,6 +119,28 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Which rollout replica a request goes to; ``rollout.router_config_path`` of verl's own takes precedence.
+
+    Attributes:
+        policy: ``least_requests`` is verl's rule. ``marginal_gain`` is StaleFlow's: where throughput gains most by a
+            model of the decode step, and held back while no replica gains enough.
+        mu: share of the gain on an empty replica that a placement must bring.
+        cost: coefficients of the model: 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1 (published, H20).
+    """
+
+    policy: str = "least_requests"
+    mu: float = 0.3
+    cost: str = "7b-tp1"
+
+    def __post_init__(self) -> None:
+        _one_of("seamless.router.policy", self.policy, ("least_requests", "marginal_gain"))
+        _one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
+        if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
+            raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """The agents that rows named ``agent_name: seamless_agent`` are rolled out with.
 
@@ -190,6 +212,7 @@ class SeamlessConfig:
     notes: tuple[str, ...] = ()
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     assets: AssetsConfig = field(default_factory=AssetsConfig)

@@ -27,11 +27,11 @@ from verl.workers.rollout.utils import update_prometheus_config
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe.reporter import Reporter
-from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
 from seamless_verl.verl_adapter.curriculum import CurriculumLoader
 from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
+from seamless_verl.verl_adapter.router import balancer_class
 from seamless_verl.verl_adapter.step_report import StepMeter, validation_report
 
 _STREAMING_STATE = "streaming.json"
@@ -163,7 +163,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         return LLMServerManager.create(
             config=self.config,
             start_rank=self._num_hybrid_replicas(),
-            load_balancer_cls=None if own_router else MeteredLoadBalancer,
+            load_balancer_cls=None if own_router else balancer_class(self.seamless.router, rollout.max_num_seqs),
         )
 
     def _num_hybrid_replicas(self) -> int:

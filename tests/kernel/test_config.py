@@ -16,6 +16,13 @@ def test_nested_keys_reach_their_section():
     assert config.agent.kwargs == {"processes": 4}
 
 
+def test_every_published_cost_model_can_be_named():
+    from seamless_verl.staleness.cost_model import PUBLISHED
+
+    for name in PUBLISHED:
+        assert SeamlessConfig.from_mapping({"router": {"cost": name}}).router.cost == name
+
+
 def test_stages_are_read_with_their_rules():
     stages = [
         {"name": "math", "sources": ["gsm"], "until_plateau": {"epochs": 2}},
@@ -48,6 +55,9 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
         ({"staleness": {"eta": -1}}, "seamless.staleness.eta"),
         ({"staleness": {"eta": 1.5}}, "seamless.staleness.eta"),
         ({"staleness": {"policy": "drop"}}, "seamless.staleness.policy"),
+        ({"router": {"policy": "random"}}, "seamless.router.policy"),
+        ({"router": {"mu": 1.5}}, "seamless.router.mu"),
+        ({"router": {"cost": "70b"}}, "seamless.router.cost"),
         ({"staleness": {"redundancy": 0.5}}, "seamless.staleness.redundancy"),
         ({"curriculum": {"history_resampling": True}}, "seamless.curriculum.accuracy_key"),
         ({"curriculum": {"history_resampling": "yes"}}, "seamless.curriculum.history_resampling"),
