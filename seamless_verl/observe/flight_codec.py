@@ -121,7 +121,7 @@ def _decoder(hint: Any) -> Decoder:
     if origin is not None:  # a mapping
         return _mapping
     if issubclass(hint, Enum):
-        return hint
+        return typing.cast(Decoder, hint)
     return float if hint is float else _exactly(hint)
 
 
