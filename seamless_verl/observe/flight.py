@@ -241,8 +241,8 @@ class DecisionMade(FlightEvent):
     Attributes:
         decision: identifies it for `DecisionRealised`.
         action: e.g. ``lend``, ``reclaim``, ``hold``.
-        predicted_s: step time expected to be saved; ``None`` for policies that predict nothing.
-        cost_s: cost of the switch that was reckoned with.
+        predicted_s: seconds of step time expected to be saved, costs taken off; ``None`` from policies that predict
+            nothing.
     """
 
     decision: str
@@ -251,15 +251,22 @@ class DecisionMade(FlightEvent):
     reason: str
     slices: tuple[str, ...] = ()
     predicted_s: float | None = None
-    cost_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRealised(FlightEvent):
-    """What a decision brought in the end, in seconds of step time saved (negative: lost)."""
+    """What a decision brought in the end.
+
+    Attributes:
+        realised_s: seconds of step time saved (negative: lost); ``None`` where nothing can be compared.
+        lent_tokens: tokens generated on the loan.
+        late_s: seconds that the trainer waited for the slices after its data was there.
+    """
 
     decision: str
-    realised_s: float
+    realised_s: float | None
+    lent_tokens: int = 0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,16 @@ the events. Events out of order are taken to have happened at the latest time th
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent, Phase, SliceState
 
-# Waiting for the last tenth of a batch is waiting for stragglers; anything earlier is waiting for data.
+# Waiting for the last tenth of a batch (its last group, if it has less than ten) is waiting for stragglers; anything
+# earlier is waiting for data.
 STRAGGLER_SHARE = 0.1
 
 
@@ -68,7 +70,7 @@ class Stretch:
 class _Account:
     """One slice: what it is doing, since when, and the seconds charged so far."""
 
-    def __init__(self, added: flight.SliceAdded) -> None:
+    def __init__(self, added: flight.SliceAdded, at: float) -> None:
         self.name = added.slice
         self.pool = added.pool
         self.devices = added.devices
@@ -76,8 +78,8 @@ class _Account:
         self.in_flight: dict[str, bool] = {}  # request -> whether it is prefilling again
         self.prefilling_again = 0
         self.category = Category.OTHER
-        self.since = added.at
-        self.opened = added.at
+        self.since = at
+        self.opened = at
         self.seconds = dict.fromkeys(Category, 0.0)
 
     def categorize(self, phase: Phase | None, straggling: bool) -> Category:
@@ -123,7 +125,8 @@ class Ledger:
     def __init__(self, sink: Callable[[Stretch], None] | None = None) -> None:
         self._sink = sink
         self._accounts: dict[str, _Account] = {}
-        self._closed: list[SliceSeconds] = []
+        self._closed: dict[tuple[str, str, int], SliceSeconds] = {}
+        self._ended: dict[str, float] = {}  # slice -> when its last account was closed
         self._names: dict[str, str] = {}  # server address -> slice
         self._phases: list[Phase] = []
         self._straggling = False
@@ -137,10 +140,12 @@ class Ledger:
         self._latest = max(self._latest, event.at)
 
     def books(self, at: float) -> tuple[SliceSeconds, ...]:
-        """Charge all slices up to ``at``; the books of closed and open slices, in the order in which they closed."""
+        """Charge all slices up to ``at``; one entry per slice that there ever was (two, if its size changed)."""
+        books = dict(self._closed)
         for account in self._accounts.values():
             self._charge(account, at)
-        return (*self._closed, *(_books(account) for account in self._accounts.values()))
+            _add(books, account)
+        return tuple(books.values())
 
     # ---------------------------------------------------------------- events about the whole gang
 
@@ -171,8 +176,9 @@ class Ledger:
             self._gang_changed(event.at)
 
     def _progress(self, event: flight.BatchProgress) -> None:
-        waiting = Phase.WAIT_FOR_BATCH in self._phases
-        straggling = waiting and event.ready >= (1.0 - STRAGGLER_SHARE) * event.needed
+        missing = event.needed - event.ready
+        last = event.ready > 0 and missing <= max(1.0, STRAGGLER_SHARE * event.needed)
+        straggling = last and Phase.WAIT_FOR_BATCH in self._phases
         if straggling != self._straggling:
             self._straggling = straggling
             self._gang_changed(event.at)
@@ -186,7 +192,7 @@ class Ledger:
     def _added(self, event: flight.SliceAdded) -> None:
         if event.slice in self._accounts:
             self._close(event.slice, event.at)
-        account = self._accounts[event.slice] = _Account(event)
+        account = self._accounts[event.slice] = _Account(event, max(event.at, self._ended.get(event.slice, event.at)))
         self._names[event.address or event.slice] = event.slice
         account.category = self._categorize(account)
 
@@ -197,7 +203,8 @@ class Ledger:
     def _close(self, name: str, at: float) -> None:
         account = self._accounts.pop(name)
         self._charge(account, at)
-        self._closed.append(_books(account))
+        self._ended[name] = account.since
+        _add(self._closed, account)
 
     def _moved(self, event: flight.SliceMoved) -> None:
         account = self._accounts.get(event.slice)
@@ -249,14 +256,30 @@ class Ledger:
             self._sink(stretch)
 
 
-def _books(account: _Account) -> SliceSeconds:
-    return SliceSeconds(
+def _add(books: dict[tuple[str, str, int], SliceSeconds], account: _Account) -> None:
+    key = (account.name, account.pool, account.devices)
+    before = books.get(key)
+    seconds = {
+        category: value + (before.seconds[category] if before else 0.0) for category, value in account.seconds.items()
+    }
+    books[key] = SliceSeconds(
         slice=account.name,
         pool=account.pool,
         devices=account.devices,
-        wall_s=account.since - account.opened,
-        seconds=dict(account.seconds),
+        wall_s=account.since - account.opened + (before.wall_s if before else 0.0),
+        seconds=seconds,
     )
+
+
+def idle_shares(before: Iterable[SliceSeconds], after: Iterable[SliceSeconds]) -> dict[str, float]:
+    """By pool, the share of its device-seconds between two looks at the books in which it had nothing to do."""
+    idle: defaultdict[str, float] = defaultdict(float)
+    wall: defaultdict[str, float] = defaultdict(float)
+    for sign, books in ((-1.0, before), (1.0, after)):
+        for entry in books:
+            idle[entry.pool] += sign * entry.devices * sum(entry.seconds[category] for category in IDLE)
+            wall[entry.pool] += sign * entry.devices * entry.wall_s
+    return {pool: idle[pool] / wall[pool] for pool in wall if wall[pool] > 0}
 
 
 _HANDLERS: Mapping[type[FlightEvent], Callable[[Ledger, typing.Any], None]] = {

@@ -23,7 +23,7 @@ from seamless_verl.observe.flight import (
     SliceState,
     StepBegan,
 )
-from seamless_verl.observe.ledger import Category, Ledger, Stretch
+from seamless_verl.observe.ledger import Category, Ledger, Stretch, idle_shares
 
 C = Category
 
@@ -157,7 +157,41 @@ def test_the_time_between_a_kill_and_the_continuation_belongs_to_nobody():
         RunEnded(at=107.0, outcome="finished"),
     ]:
         ledger.handle(event)
-    assert [books.wall_s for books in ledger.books(500.0)] == [5.0, 7.0]
+    assert [books.wall_s for books in ledger.books(500.0)] == [5.0 + 7.0]
+    assert ledger.books(500.0)[0].seconds[C.WAIT_DATA] == 12.0
+
+
+@pytest.mark.parametrize(
+    ("ready", "needed", "straggling"),
+    [
+        (0, 1, False),
+        (1, 1, True),
+        (1, 2, True),
+        (2, 4, False),
+        (3, 4, True),
+        (17, 20, False),
+        (18, 20, True),
+        (25, 9, True),
+    ],
+)
+def test_the_last_tenth_of_a_batch_is_at_least_its_last_group_but_never_all_of_it(ready, needed, straggling):
+    events = [
+        added(0.0, "t", SliceState.TRAINING),
+        began(0.0, Phase.WAIT_FOR_BATCH),
+        BatchProgress(at=0.0, ready=ready, needed=needed),
+    ]
+    assert spent(events, 1.0) == {"t": {C.WAIT_STRAGGLER if straggling else C.WAIT_DATA: 1.0}}
+
+
+def test_idle_shares_are_of_the_window_and_weighted_by_devices():
+    ledger = Ledger()
+    for event in [added(0.0, "a", SliceState.ROLLOUT, devices=3), added(0.0, "b", SliceState.ROLLOUT, devices=1)]:
+        ledger.handle(event)
+    before = ledger.books(5.0)  # idle until here, which does not count
+    ledger.handle(request(6.0, "x", "a"))
+    ledger.handle(done(7.0, "x", "a"))
+    assert idle_shares(before, ledger.books(9.0)) == {"p": pytest.approx((3 * 3 + 1 * 4) / 16)}
+    assert idle_shares((), ()) == {}
 
 
 NAMES, ADDRESSES, REQUESTS = ("s0", "s1", "s2"), ("", "a1"), ("q0", "q1", "q2")
@@ -177,49 +211,46 @@ EVENTS = st.one_of(
 
 
 @settings(max_examples=400)
-@given(st.lists(EVENTS, max_size=40), st.booleans())
-def test_the_books_add_up_to_wall_times_devices(events, in_order):
+@given(st.lists(EVENTS, max_size=40))
+def test_the_books_add_up_and_no_second_is_counted_twice(events):
     """Also for events out of order, of slices never added, and for phases that end twice."""
-    if in_order:
-        events.sort(key=lambda event: event.at)
     stretches: list[Stretch] = []
     ledger = Ledger(stretches.append)
-    opened: dict[str, float] = {}
-    lived: dict[str, float] = defaultdict(float)
-    latest: dict[str, float] = {}
-
-    def close(name: str, at: float) -> None:
-        lived[name] += max(at, latest[name]) - opened.pop(name)
-
     for event in events:
         ledger.handle(event)
-        if isinstance(event, SliceAdded):
-            if event.slice in opened:
-                close(event.slice, event.at)
-            opened[event.slice] = latest[event.slice] = event.at
-        elif isinstance(event, SliceRemoved) and event.slice in opened:
-            close(event.slice, event.at)
-        elif isinstance(event, RunEnded):
-            for name in list(opened):
-                close(name, event.at)
-        for stretch in stretches:
-            if stretch.slice in opened and stretch.start >= opened[stretch.slice]:
-                latest[stretch.slice] = max(latest[stretch.slice], stretch.stop)
-    books = ledger.books(10.0)
-    for name in list(opened):
-        close(name, 10.0)
-    for account in books:
-        assert sum(account.seconds.values()) == pytest.approx(account.wall_s, abs=1e-9)
-        assert min(account.seconds.values()) >= 0.0
-    found: dict[str, float] = defaultdict(float)
-    for account in books:
-        found[account.slice] += account.wall_s
-    assert {k: v for k, v in found.items() if v} == pytest.approx({k: v for k, v in lived.items() if v})
+    wall: dict[str, float] = defaultdict(float)
+    for books in ledger.books(10.0):
+        assert sum(books.seconds.values()) == pytest.approx(books.wall_s, abs=1e-9)
+        assert min(books.seconds.values()) >= 0.0
+        wall[books.slice] += books.wall_s
     drawn: dict[str, float] = defaultdict(float)
+    reached: dict[str, float] = {}
     for stretch in stretches:
-        assert stretch.stop > stretch.start
+        assert reached.get(stretch.slice, 0.0) <= stretch.start < stretch.stop
+        reached[stretch.slice] = stretch.stop
         drawn[stretch.slice] += stretch.stop - stretch.start
-    assert {k: v for k, v in found.items() if v} == pytest.approx(drawn)
+    assert {name: seconds for name, seconds in wall.items() if seconds} == pytest.approx(drawn)
+
+
+@settings(max_examples=200)
+@given(st.lists(EVENTS, max_size=40))
+def test_the_total_is_wall_times_devices(events):
+    """Counted here from additions and removals alone, for events in order."""
+    events.sort(key=lambda event: event.at)
+    ledger = Ledger()
+    open_since: dict[str, tuple[float, int]] = {}
+    total = 0.0
+    for event in events:
+        ledger.handle(event)
+        ended = list(open_since) if isinstance(event, RunEnded) else [getattr(event, "slice", "")]
+        if isinstance(event, (SliceAdded, SliceRemoved, RunEnded)):
+            for name in ended:
+                since, devices = open_since.pop(name, (event.at, 0))
+                total += devices * (event.at - since)
+        if isinstance(event, SliceAdded):
+            open_since[event.slice] = event.at, event.devices
+    total += sum(devices * (10.0 - since) for since, devices in open_since.values())
+    assert sum(b.devices * sum(b.seconds.values()) for b in ledger.books(10.0)) == pytest.approx(total)
 
 
 @settings(max_examples=200)
@@ -256,7 +287,7 @@ def looked_up(past: list[FlightEvent], name: str) -> Category:
             while open_phases.pop() is not event.phase:
                 pass
         elif isinstance(event, BatchProgress):
-            straggling = event.ready >= 9 and Phase.WAIT_FOR_BATCH in open_phases
+            straggling = event.ready >= 9  # of ten
         straggling = straggling and Phase.WAIT_FOR_BATCH in open_phases
     waiting = Category.WAIT_STRAGGLER if straggling else Category.WAIT_DATA
     if state is SliceState.TRAINING:
