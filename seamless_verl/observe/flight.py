@@ -13,17 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-
-class SliceState(str, Enum):
-    """What a slice is doing, as the scheduler sees it (SeamlessFlow 1.2; `seamless_verl.scheduling`)."""
-
-    ROLLOUT = "rollout"
-    DRAINING = "draining"
-    TRAINING = "training"
-    SYNCING = "syncing"
-    WAKING = "waking"
-    IDLE = "idle"
-    FAILED = "failed"
+from seamless_verl.scheduling.slices import SliceState as SliceState
 
 
 class Phase(str, Enum):
@@ -176,7 +166,7 @@ class RequestEnded(FlightEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPublished(FlightEvent):
-    """All replicas that generate have weights of this version."""
+    """Weights of this version are there to be generated with."""
 
     version: int
 

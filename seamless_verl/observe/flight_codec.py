@@ -140,7 +140,13 @@ def _exactly(kind: type) -> Decoder:
     return decode
 
 
-_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} has no place in a recording")
+
+
+_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=_plain).encode
 KINDS = _kinds()
 _FIELDS = {kind: [spec.name for spec in fields(kind) if spec.name != "at"] for kind in KINDS.values()}
 _DECODERS: dict[type[flight.FlightEvent], dict[str, tuple[Decoder, bool]]] = {
