@@ -218,15 +218,15 @@ class RecordedTrainer(_BASE):
         self.flight.ended(Phase.WAIT_FOR_BATCH)
 
     def switch_to_rollout(self, **kwargs: Any) -> None:
-        with self.flight.phase(Phase.SWITCH):
-            super().switch_to_rollout(**kwargs)
-        if self._is_lent():
+        if self._enable_hybrid_replicas:  # without them verl calls it all the same, and nothing happens
+            with self.flight.phase(Phase.SWITCH):
+                super().switch_to_rollout(**kwargs)
             self.flight.lent()
 
     def switch_to_trainer(self) -> None:
-        with self.flight.phase(Phase.SWITCH):
-            super().switch_to_trainer()
         if self._enable_hybrid_replicas:
+            with self.flight.phase(Phase.SWITCH):
+                super().switch_to_trainer()
             self.flight.reclaimed()
 
 
