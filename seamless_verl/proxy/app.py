@@ -8,7 +8,7 @@ route                                     key                          body
 ``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.wire.RewardBody`
 ``DELETE /sessions/{id}``                 admin
 ``GET /stats``                            admin
-``POST [/sessions/{id}]/v1/chat/…``       the session's own            :class:`~.chat.ChatRequest`
+``POST [/sessions/{id}]`` + `DIALECTS`    the session's own            the dialect's
 ``GET [/sessions/{id}]/v1/models``        the session's own
 ``GET /healthz``, ``/metrics``            none
 ========================================  ===========================  ============================
@@ -29,18 +29,22 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from seamless_verl.proxy.calls import Exchange
 from seamless_verl.proxy.chat import invalid, parse_chat
-from seamless_verl.proxy.chat_answer import completion_body, completion_events
-from seamless_verl.proxy.engine import Engine
+from seamless_verl.proxy.constraints import refuse_unable
+from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
+from seamless_verl.proxy.generating import Gate, Generator
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.rendering import Codec
-from seamless_verl.proxy.requests import api_key_of, client_left, encoded, read_body, retry_count_of
+from seamless_verl.proxy.replying import Reply, StreamTiming
+from seamless_verl.proxy.requests import api_key_of, encoded, read_body, retry_count_of
 from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
-from seamless_verl.proxy.turns import Gate, TurnService
+from seamless_verl.proxy.turns import TurnService
 from seamless_verl.proxy.wire import OpenBody, RewardBody, result_to_wire, view_of
 from seamless_verl.trajectory.audit import AuditReport, audit_rows
 from seamless_verl.trajectory.rendering import Renderer
@@ -48,6 +52,7 @@ from seamless_verl.trajectory.rows import build_rows
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
+DIALECTS: dict[str, Callable[[bytes], Exchange]] = {"/v1/chat/completions": parse_chat}
 _NUM_RESULTS = 8  # closed sessions whose rows can be asked for again, should the first answer have been lost
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -60,7 +65,8 @@ class ProxyDeps:
         admin_key: opens and closes sessions.
         model: name that ``GET /v1/models`` shows; any other name is accepted and echoed, since the session decides.
         gate: holds requests back while it is closed; None for no gate.
-        think_tags: opening and closing tag of reasoning in the model's text; None when it has none.
+        parser: finds reasoning and tool calls in the model's text.
+        abilities: what the engine can do beyond plain generation; what it cannot is refused.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
 
@@ -74,7 +80,9 @@ class ProxyDeps:
     counters: Counters = field(default_factory=Counters)
     sessions: SessionStore = field(default_factory=SessionStore)
     gate: Gate | None = None
-    think_tags: tuple[str, str] | None = None
+    parser: AnswerParser = field(default_factory=TagParser)
+    abilities: frozenset[Ability] = frozenset()
+    timing: StreamTiming = field(default_factory=StreamTiming)
     base_url: str = ""
 
 
@@ -85,16 +93,17 @@ class Proxy:
         self._deps = deps
         self._admin_digest = key_digest(deps.admin_key)
         self._results: OrderedDict[str, bytes] = OrderedDict()
-        self._turns = TurnService(
+        generator = Generator(
             engine=deps.engine,
             renderer=deps.renderer,
             codec=deps.codec,
+            parser=deps.parser,
             journal=deps.journal,
             limits=deps.limits,
             counters=deps.counters,
             gate=deps.gate,
-            think_tags=deps.think_tags,
         )
+        self._turns = TurnService(generator=generator, limits=deps.limits, counters=deps.counters)
 
     async def open_session(self, request: Request) -> Response:
         self._require_admin(request)
@@ -156,21 +165,16 @@ class Proxy:
         await self._forget(self._deps.sessions.by_id(request.path_params["session_id"]))
         return Response(status_code=204)
 
-    async def chat(self, request: Request) -> Response:
+    async def answer(self, request: Request, parse: Callable[[bytes], Exchange]) -> Response:
+        """One request of any dialect."""
         session = self._session_of(request)
-        call = parse_chat(await read_body(request, self._deps.limits))
-        served = await self._turns.answer(
-            session, call, retry_count=retry_count_of(request), gone=lambda: client_left(request)
-        )
-        headers = {"x-seamless-match": served.match}
-        if served.overrides:
-            headers["x-seamless-overrides"] = ", ".join(served.overrides)
-        if call.stream:
-            body, media_type = b"".join(completion_events(served.answer, call)), "text/event-stream"
-            headers["cache-control"] = "no-cache"
-        else:
-            body, media_type = completion_body(served.answer, call), "application/json"
-        return Response(body, headers=headers, media_type=media_type)
+        exchange = parse(await read_body(request, self._deps.limits))
+        refuse_unable(exchange.call, self._deps.parser, self._deps.abilities)
+        ask = self._turns.begin(session, exchange.call, retry_count=retry_count_of(request))
+        return Reply(request, exchange, ask, timing=self._deps.timing, on_failure=self.count_refusal)
+
+    def count_refusal(self, error: ApiError) -> None:
+        self._deps.counters.refusals[error.code] += 1
 
     async def models(self, request: Request) -> Response:
         self._session_of(request)
@@ -231,8 +235,6 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     app = FastAPI(title="seamless_verl proxy", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.deps = deps
     routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
-        ("POST", "/v1/chat/completions", proxy.chat),
-        ("POST", "/sessions/{session_id}/v1/chat/completions", proxy.chat),
         ("GET", "/v1/models", proxy.models),
         ("GET", "/sessions/{session_id}/v1/models", proxy.models),
         ("POST", "/sessions", proxy.open_session),
@@ -246,11 +248,14 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     )
     for method, path, handler in routes:
         app.router.add_route(path, handler, methods=[method])
+    for path, parse in DIALECTS.items():
+        for prefix in ("", "/sessions/{session_id}"):
+            app.router.add_route(prefix + path, _speaking(proxy, parse), methods=["POST"])
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        deps.counters.refusals[error.code] += 1
-        return _json(error.body(), status=error.status, headers=dict(error.headers()))
+        proxy.count_refusal(error)
+        return _json(error.body(request.url.path), status=error.status, headers=dict(error.headers()))
 
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -269,6 +274,13 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     app.add_exception_handler(ClientGone, nobody)
     app.add_exception_handler(Exception, fail)
     return app
+
+
+def _speaking(proxy: Proxy, parse: Callable[[bytes], Exchange]) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return await proxy.answer(request, parse)
+
+    return handle
 
 
 def _harvest(session: Session) -> tuple[bytes, AuditReport]:

@@ -38,7 +38,16 @@ class Codec(Protocol):
         """Ids that end an answer and are no part of its text."""
         ...
 
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary; every id is below it."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text completion's prompt, with the special tokens that the tokenizer puts around a text."""
+        ...
 
 
 class TokenizerRenderer:
@@ -75,6 +84,16 @@ class TokenizerRenderer:
             return plain
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokenizer)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+            return ids
+        return list(self._tokenizer.encode(text))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that already contains its special tokens."""

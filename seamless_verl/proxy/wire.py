@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seamless_verl.proxy.chat_answer import ChatAnswer
+from seamless_verl.proxy.calls import Answer, Token
 from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.sessions import Session, SessionSpec
 from seamless_verl.trajectory.audit import AuditReport, Violation, ViolationKind
@@ -19,7 +19,7 @@ from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
 
-_ANSWER_FIELDS = tuple(spec.name for spec in fields(ChatAnswer) if spec.name != "message")
+_ANSWER_FIELDS = tuple(spec.name for spec in fields(Answer) if spec.name != "message")
 
 
 class SamplingBody(BaseModel):
@@ -133,6 +133,7 @@ def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport)
 
 def served_to_wire(served: Served) -> dict[str, Any]:
     answer = {name: getattr(served.answer, name) for name in _ANSWER_FIELDS}
+    answer["tokens"] = [[token.text, token.logprob, token.alternatives] for token in served.answer.tokens]
     said = served.answer.message
     message = {
         "role": said.role.value,
@@ -152,10 +153,13 @@ def served_from_wire(data: Mapping[str, Any], *, match: str) -> Served:
     message = {**data["message"], "role": Role(data["message"]["role"])}
     message["tool_calls"] = tuple(ToolCall(**call) for call in message["tool_calls"])
     answer = {**data["answer"], "message": Message(**message)}
-    answer["tokens"] = tuple((text, value) for text, value in answer["tokens"])
+    answer["tokens"] = tuple(
+        Token(text, value, tuple((other, chance) for other, chance in others))
+        for text, value, others in answer["tokens"]
+    )
     return Served(
         digest=bytes.fromhex(data["digest"]),
-        answer=ChatAnswer(**answer),
+        answer=Answer(**answer),
         match=match,
         overrides=tuple(data["overrides"]),
     )

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, pack_ids
 from seamless_verl.trajectory.matching import HistoryIndex, Rendering, Route, system_of
@@ -164,6 +165,17 @@ class SessionTree:
             forked=forked,
             detail=rendering.refusal,
         )
+
+    def prepare_ids(self, transcript: Transcript, prompt_ids: Sequence[int]) -> PendingTurn:
+        """A prompt that is token ids already (text completions): only tokens route it. Does not mutate.
+
+        Raises:
+            TrajectoryError: the prompt is empty.
+        """
+        ids = pack_ids(prompt_ids)
+        route = Route(transcript=transcript, known=None, known_ids=pack_ids(()), num_known=0, realigned=(), forked=None)
+        pending = self.prepare(route, Rendering(token_ids=ids, fresh=True))
+        return replace(pending, forked=DriftReason.ROOT_CHANGED) if pending.anchor is self.root else pending
 
     def prepare_with(self, renderer: Renderer, transcript: Transcript) -> PendingTurn:
         """Route, render and prepare in one go, for callers without a thread to spare."""

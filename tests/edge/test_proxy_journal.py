@@ -16,6 +16,7 @@ import pytest
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.parsing import TagParser
 from seamless_verl.proxy.sessions import SessionSpec, SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from tests.fakes import serving
@@ -149,7 +150,7 @@ async def test_an_answer_that_died_on_the_way_is_given_again(tmp_path: Path) -> 
     tools = [{"type": "function", "function": {"name": "run"}}]
     body = {"model": "m", "messages": HI, "tools": tools, "logprobs": True, "temperature": 0.3}
     journal = SqliteJournal(tmp_path / "j.sqlite")
-    options: dict[str, Any] = {"think_tags": ("<think>", "</think>")}
+    options: dict[str, Any] = {"parser": TagParser(("<think>", "</think>"))}
     async with serving(lambda prompt: call, journal=journal, **options) as proxy:
         handle = await proxy.open(sampling={"temperature": 1.0})
         first = await proxy.post(handle, body)
