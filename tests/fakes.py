@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 
@@ -291,11 +292,15 @@ class Served:
         """The real OpenAI client, as an agent would make it."""
         return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, **options)
 
-    async def post(self, handle: SessionHandle, body: Any, **headers: str) -> httpx.Response:
-        """One chat completion without any SDK around it."""
-        return await self.http.post(
-            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {handle.api_key}", **headers}
-        )
+    def claude(self, handle: SessionHandle, **options: Any) -> anthropic.AsyncAnthropic:
+        """The real Anthropic client; it puts ``/v1`` before its paths itself."""
+        return anthropic.AsyncAnthropic(base_url=handle.base_url.removesuffix("/v1"), api_key=handle.api_key, **options)
+
+    async def post(
+        self, handle: SessionHandle, body: Any, path: str = "/v1/chat/completions", **headers: str
+    ) -> httpx.Response:
+        """One request, a chat completion by default, without any SDK around it."""
+        return await self.http.post(path, json=body, headers={"authorization": f"Bearer {handle.api_key}", **headers})
 
 
 @asynccontextmanager

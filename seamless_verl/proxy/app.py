@@ -31,6 +31,7 @@ from starlette.exceptions import HTTPException
 
 from seamless_verl.proxy.calls import Exchange
 from seamless_verl.proxy.chat import invalid, parse_chat
+from seamless_verl.proxy.completions import parse_completion
 from seamless_verl.proxy.constraints import refuse_unable
 from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.errors import ApiError
@@ -38,11 +39,13 @@ from seamless_verl.proxy.flights import ClientGone
 from seamless_verl.proxy.generating import Gate, Generator
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.messages import parse_count, parse_messages
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.rendering import Codec
 from seamless_verl.proxy.replying import Reply, StreamTiming
 from seamless_verl.proxy.requests import api_key_of, encoded, read_body, retry_count_of
+from seamless_verl.proxy.responses import parse_responses
 from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
 from seamless_verl.proxy.turns import TurnService
 from seamless_verl.proxy.wire import OpenBody, RewardBody, result_to_wire, view_of
@@ -52,7 +55,13 @@ from seamless_verl.trajectory.rows import build_rows
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
-DIALECTS: dict[str, Callable[[bytes], Exchange]] = {"/v1/chat/completions": parse_chat}
+_EPOCH = "1970-01-01T00:00:00Z"
+DIALECTS: dict[str, Callable[[bytes], Exchange]] = {
+    "/v1/chat/completions": parse_chat,
+    "/v1/completions": parse_completion,
+    "/v1/responses": parse_responses,
+    "/v1/messages": parse_messages,
+}
 _NUM_RESULTS = 8  # closed sessions whose rows can be asked for again, should the first answer have been lost
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -176,9 +185,27 @@ class Proxy:
     def count_refusal(self, error: ApiError) -> None:
         self._deps.counters.refusals[error.code] += 1
 
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's count of a prompt, as this session would send it to the engine."""
+        session = self._session_of(request)
+        call = parse_count(await read_body(request, self._deps.limits))
+        return _json({"input_tokens": await self._turns.count_prompt(session, call)})
+
     async def models(self, request: Request) -> Response:
+        """The one model, in the words of the SDK that asks; by its name, also that one alone."""
         self._session_of(request)
-        model = {"id": self._deps.model, "object": "model", "created": 0, "owned_by": "seamless_verl"}
+        speaks_anthropic = "anthropic-version" in request.headers
+        model: dict[str, Any] = {"id": self._deps.model, "object": "model", "created": 0, "owned_by": "seamless_verl"}
+        if speaks_anthropic:
+            model = {"type": "model", "id": self._deps.model, "display_name": self._deps.model, "created_at": _EPOCH}
+        wanted = request.path_params.get("model")
+        if wanted == self._deps.model:
+            return _json(model)
+        if wanted is not None:
+            raise ApiError(404, "model_not_found", f"There is one model here, {self._deps.model!r}.", param="model")
+        if speaks_anthropic:
+            ends = {"first_id": self._deps.model, "last_id": self._deps.model, "has_more": False}
+            return _json({"data": [model], **ends})
         return _json({"object": "list", "data": [model]})
 
     async def stats(self, request: Request) -> Response:
@@ -237,6 +264,10 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
         ("GET", "/v1/models", proxy.models),
         ("GET", "/sessions/{session_id}/v1/models", proxy.models),
+        ("GET", "/v1/models/{model:path}", proxy.models),
+        ("GET", "/sessions/{session_id}/v1/models/{model:path}", proxy.models),
+        ("POST", "/v1/messages/count_tokens", proxy.count_tokens),
+        ("POST", "/sessions/{session_id}/v1/messages/count_tokens", proxy.count_tokens),
         ("POST", "/sessions", proxy.open_session),
         ("GET", "/sessions/{session_id}", proxy.view_session),
         ("DELETE", "/sessions/{session_id}", proxy.delete_session),

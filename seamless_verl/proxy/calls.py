@@ -36,6 +36,8 @@ class Call:
         tool_name: the one tool to call, with ``REQUIRED``; "" for any.
         strict_tools: names of tools whose arguments must follow their schema.
         json_schema: what the answer's text must follow; None for free text.
+        thinking: whether the client asks the model to reason; None when it says nothing.
+        thinking_budget: how many tokens it would have it reason for.
         n: answers wanted.
         logprobs: alternatives wanted per token, 0 for the chosen token only; None for no log-probs.
     """
@@ -50,6 +52,8 @@ class Call:
     parallel_tool_calls: bool = True
     strict_tools: frozenset[str] = frozenset()
     json_schema: Mapping[str, Any] | None = None
+    thinking: bool | None = None
+    thinking_budget: int | None = None
     n: int = 1
     logprobs: int | None = None
     stream: bool = False

@@ -108,7 +108,7 @@ class ChatWriter:
         return b": keep-alive\n\n"
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        chunks = []
+        chunks: list[bytes] = []
         for number, answer in enumerate(answers):
             calls = [{"index": at, **_wire_call(call)} for at, call in enumerate(answer.message.tool_calls)]
             chunks.extend(self._chunk([_choice(number, {"tool_calls": [call]})]) for call in calls)

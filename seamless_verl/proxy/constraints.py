@@ -26,6 +26,9 @@ def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability
     """
     if call.logprobs and Ability.TOP_LOGPROBS not in abilities:
         raise _refusal("top_logprobs", "this engine tells the log-prob of the chosen token only")
+    if call.thinking is not None and call.thinking is not (parser.think_tags is not None):
+        does = "always reasons" if parser.think_tags is not None else "does not reason aloud"
+        raise _refusal("thinking", f"this model {does}, whatever a request says")
     wishes = {
         "tool_choice": call.parse_tools and call.tool_choice is ToolChoice.REQUIRED,
         "parallel_tool_calls": call.parse_tools and not call.parallel_tool_calls,

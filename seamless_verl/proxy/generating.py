@@ -124,6 +124,8 @@ class Generator:
         try:
             if call.prompt is not None:
                 ids = call.prompt if isinstance(call.prompt, tuple) else await self._encode(call.prompt)
+                if ids and max(ids) >= self._codec.num_tokens:
+                    raise TrajectoryError(f"the model knows {self._codec.num_tokens} tokens, not {max(ids)}")
                 return session.tree.prepare_ids(transcript, ids)
             route = session.tree.route(transcript)
             if _num_chars_to_render(route) > _BIG_RENDER_CHARS:

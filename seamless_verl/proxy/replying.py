@@ -86,7 +86,9 @@ class Reply(Response):
     async def _first_sign(self, landing: asyncio.Future[list[Served]], left: asyncio.Future[None]) -> None:
         """Returns when all answers are there, the client is gone, or a stream should begin."""
         if not self._exchange.call.stream:
-            await asyncio.wait({landing, left}, return_when=asyncio.FIRST_COMPLETED)
+            while not landing.done() and not left.done():
+                self._ask.news.clear()
+                await self._ask.news.wait()
             return
         progresses = [flight.progress for flight in self._ask.flights]
         while not landing.done() and not left.done():
@@ -153,17 +155,18 @@ class Reply(Response):
             answers = landing.result()
             said = [served.answer for served in answers]
             data += _rest(writer, said, sent) + writer.end(said)
-            if await self._write(data, send, is_last=True):
+            if await self._write(data, send) and await self._write(b"", send, is_last=True):
                 self._ask.delivered(answers)
             return
         if not isinstance(error, ApiError):
             _log.error("%s failed in mid-stream", self._request.url.path, exc_info=error)
             error = ApiError(500, "internal_error", f"{type(error).__name__} inside the proxy.")
         self._on_failure(error)
-        await self._write(data + writer.fail(error), send, is_last=True)
+        await self._write(data + writer.fail(error), send)
+        await self._write(b"", send, is_last=True)
 
     async def _write(self, data: bytes, send: Send, *, is_last: bool = False) -> bool:
-        """Whether the client took it."""
+        """Whether the client took what was written before; servers only wait in front of a write."""
         message = {"type": "http.response.body", "body": data, "more_body": not is_last}
         try:
             await asyncio.wait_for(send(message), self._timing.write_timeout_s)

@@ -31,6 +31,8 @@ def decide_sampling(session: Session, call: Call, digest: bytes, number: int) ->
     if "seed" in session.spec.sampling:
         mixed = f"{sampling['seed']}:{digest.hex()}:{session.num_started}".encode()
         sampling["seed"] = int.from_bytes(blake2b(mixed, digest_size=4).digest(), "little") & 0x7FFFFFFF
+    if call.thinking_budget is not None:
+        overrides.append("thinking.budget_tokens=max_tokens")  # reasoning and answer share one limit
     if call.logprobs:
         sampling["logprobs"] = call.logprobs
     return sampling, tuple(overrides)
