@@ -16,11 +16,9 @@ route                                     key                          body
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,21 +32,20 @@ from seamless_verl.proxy.chat_answer import completion_body, completion_events
 from seamless_verl.proxy.engine import Engine
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
+from seamless_verl.proxy.handover import HandOver, RowSink
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.rendering import Codec
 from seamless_verl.proxy.requests import api_key_of, client_left, encoded, read_body, retry_count_of
+from seamless_verl.proxy.residency import Residency
 from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
 from seamless_verl.proxy.turns import Gate, TurnService
-from seamless_verl.proxy.wire import OpenBody, RewardBody, result_to_wire, view_of
-from seamless_verl.trajectory.audit import AuditReport, audit_rows
+from seamless_verl.proxy.wire import OpenBody, RewardBody, view_of
 from seamless_verl.trajectory.rendering import Renderer
-from seamless_verl.trajectory.rows import build_rows
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
-_NUM_RESULTS = 8  # closed sessions whose rows can be asked for again, should the first answer have been lost
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -61,6 +58,7 @@ class ProxyDeps:
         model: name that ``GET /v1/models`` shows; any other name is accepted and echoed, since the session decides.
         gate: holds requests back while it is closed; None for no gate.
         think_tags: opening and closing tag of reasoning in the model's text; None when it has none.
+        sink: takes the rows of closed sessions; None leaves them to whoever closes.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
 
@@ -75,6 +73,7 @@ class ProxyDeps:
     sessions: SessionStore = field(default_factory=SessionStore)
     gate: Gate | None = None
     think_tags: tuple[str, str] | None = None
+    sink: RowSink | None = None
     base_url: str = ""
 
 
@@ -84,7 +83,17 @@ class Proxy:
     def __init__(self, deps: ProxyDeps) -> None:
         self._deps = deps
         self._admin_digest = key_digest(deps.admin_key)
-        self._results: OrderedDict[str, bytes] = OrderedDict()
+        self._residency = Residency(
+            journal=deps.journal, counters=deps.counters, max_resident_bytes=deps.limits.max_resident_bytes
+        )
+        self.handover = HandOver(
+            sessions=deps.sessions,
+            journal=deps.journal,
+            residency=self._residency,
+            limits=deps.limits,
+            counters=deps.counters,
+            sink=deps.sink,
+        )
         self._turns = TurnService(
             engine=deps.engine,
             renderer=deps.renderer,
@@ -98,7 +107,7 @@ class Proxy:
 
     async def open_session(self, request: Request) -> Response:
         self._require_admin(request)
-        await self._reap()
+        await self.handover.reap()
         if len(self._deps.sessions) >= self._deps.limits.max_sessions:
             story = f"The proxy holds {len(self._deps.sessions)} sessions, which is its limit."
             raise ApiError(429, "too_many_sessions", story, retry_after_s=5.0)
@@ -117,51 +126,42 @@ class Proxy:
 
     async def view_session(self, request: Request) -> Response:
         if self._is_admin(request):
-            return _json(view_of(self._deps.sessions.by_id(request.path_params["session_id"])))
-        return _json(view_of(self._session_of(request)))
+            session = self._deps.sessions.by_id(request.path_params["session_id"])
+        else:
+            session = self._session_of(request)
+        async with self._residency.hold(session):
+            return _json(view_of(session))
 
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)
         session = self._deps.sessions.by_id(request.path_params["session_id"])
-        _apply_reward(session, _validated(RewardBody, await read_body(request, self._deps.limits)))
+        _validated(RewardBody, await read_body(request, self._deps.limits)).apply_to(session)
+        try:
+            await self._deps.journal.updated(session)
+        except JournalFailed as error:
+            raise ApiError(503, "journal_failed", f"The reward could not be recorded: {error}.") from None
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:
-        """Hand a session's rows over and forget it; asked again, hand the same rows over again for a while."""
+        """End a session and answer its rows; asked again, the same, until they are acknowledged."""
         self._require_admin(request)
-        handed_over = self._results.get(request.path_params["session_id"])
-        if handed_over is not None:
-            return Response(handed_over, media_type="application/json")
-        session = self._deps.sessions.by_id(request.path_params["session_id"])
-        _apply_reward(session, _validated(RewardBody, await read_body(request, self._deps.limits)))
-        self._deps.sessions.drop(session)
-        await session.board.cancel_all()
-        # Nothing changes the session any more, and a long one takes a tenth of a second that others need not wait for.
-        body, report = await asyncio.to_thread(_harvest, session)
-        for violation in report.violations:
-            _log.error("session %s: audit: %s: %s", session.id, violation.kind.value, violation.story)
-        self._results[session.id] = body
-        while len(self._results) > _NUM_RESULTS:
-            self._results.popitem(last=False)
-        await self._record_closed(session)
-        counters = self._deps.counters
-        counters.audited(report)
-        counters.sessions_closed += 1
-        counters.num_sessions = len(self._deps.sessions)
+        outcome = _validated(RewardBody, await read_body(request, self._deps.limits))
+        body = await self.handover.close(request.path_params["session_id"], outcome)
         return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:
-        """Forget a session without its rows."""
+        """Its rows have arrived, or nobody wants them: forget a session."""
         self._require_admin(request)
-        await self._forget(self._deps.sessions.by_id(request.path_params["session_id"]))
+        await self.handover.acknowledge(request.path_params["session_id"])
         return Response(status_code=204)
 
     async def chat(self, request: Request) -> Response:
         session = self._session_of(request)
         call = parse_chat(await read_body(request, self._deps.limits))
-        served = await self._turns.answer(
-            session, call, retry_count=retry_count_of(request), gone=lambda: client_left(request)
-        )
+        async with self._residency.hold(session):
+            served = await self._turns.answer(
+                session, call, retry_count=retry_count_of(request), gone=lambda: client_left(request)
+            )
         headers = {"x-seamless-match": served.match}
         if served.overrides:
             headers["x-seamless-overrides"] = ", ".join(served.overrides)
@@ -188,27 +188,6 @@ class Proxy:
         text = self._deps.counters.prometheus_text(time.monotonic())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def _forget(self, session: Session) -> None:
-        self._deps.sessions.drop(session)
-        await session.board.cancel_all()
-        await self._record_closed(session)
-        self._deps.counters.num_sessions = len(self._deps.sessions)
-
-    async def _record_closed(self, session: Session) -> None:
-        try:
-            await self._deps.journal.closed(session.id)
-        except JournalFailed as error:
-            # The rows matter more: at worst a restart brings a session back, and its deadline ends it.
-            _log.error("session %s: the journal still holds it: %s", session.id, error)
-
-    async def _reap(self) -> None:
-        """Forget sessions whose deadline passed long ago and which nobody closed."""
-        now = time.time()
-        for session in self._deps.sessions:
-            if now > session.deadline + self._deps.limits.expired_grace_s:
-                _log.warning("session %s was never closed; forgetting its %d turns", session.id, session.tree.num_turns)
-                await self._forget(session)
-
     def _is_admin(self, request: Request) -> bool:
         return hmac.compare_digest(key_digest(api_key_of(request)), self._admin_digest)
 
@@ -229,7 +208,7 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     """A proxy as an ASGI application; it keeps no state outside ``deps``."""
     proxy = Proxy(deps)
     app = FastAPI(title="seamless_verl proxy", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.deps = deps
+    app.state.handover = proxy.handover
     routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
         ("POST", "/v1/chat/completions", proxy.chat),
         ("POST", "/sessions/{session_id}/v1/chat/completions", proxy.chat),
@@ -271,13 +250,6 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     return app
 
 
-def _harvest(session: Session) -> tuple[bytes, AuditReport]:
-    """Rows of a session that has ended, audited, as the body of a response."""
-    rows = build_rows(session.tree)
-    report = audit_rows(rows, session.ledger.entries)
-    return encoded(result_to_wire(session, rows, report)), report
-
-
 def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(encoded(content), status_code=status, headers=headers, media_type="application/json")
 
@@ -287,9 +259,3 @@ def _validated(model: type[_Body], body: bytes) -> _Body:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
         raise invalid(error) from None
-
-
-def _apply_reward(session: Session, body: RewardBody) -> None:
-    if body.reward is not None:
-        session.reward = body.reward
-    session.rewards.update(body.rewards)
