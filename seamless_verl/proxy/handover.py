@@ -18,6 +18,8 @@ import time
 from collections import OrderedDict
 from typing import Protocol
 
+import msgspec
+
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.journal import Journal, JournalFailed
 from seamless_verl.proxy.limits import Limits
@@ -187,4 +189,9 @@ def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:
     """Rows of a session that has ended, audited, also as the body of a response."""
     rows = build_rows(session.tree)
     report = audit_rows(rows, session.ledger.entries)
-    return encoded(result_to_wire(session, rows, report)), rows, report
+    result = result_to_wire(session, rows, report)
+    try:
+        body = msgspec.json.encode(result)
+    except UnicodeEncodeError:  # half a character in the metadata
+        body = encoded(result)
+    return body, rows, report

@@ -61,9 +61,9 @@ class RewardBody(BaseModel):
 
 def row_to_wire(row: Row) -> dict[str, Any]:
     return {
-        "token_ids": list(row.token_ids),
-        "mask": list(row.mask),
-        "log_probs": list(row.log_probs),
+        "token_ids": row.token_ids,
+        "mask": row.mask,
+        "log_probs": row.log_probs,
         "prompt_len": row.prompt_len,
         "turns": [
             [turn.generation_id, turn.start, turn.stop, turn.trained, turn.finish_reason.value, turn.num_cut]
