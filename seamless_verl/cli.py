@@ -13,6 +13,7 @@ from pathlib import Path
 
 from seamless_verl import __version__
 from seamless_verl.machine import port_is_free, survey
+from seamless_verl.proxy import command as proxy
 
 _GIB = 1 << 30
 _TESTED = {
@@ -142,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="check the installation and this machine before anything is burnt")
     command.set_defaults(run=doctor)
+    proxy.add_arguments(commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer"))
     parsed = parser.parse_args(arguments)
     return int(parsed.run(parsed))
 

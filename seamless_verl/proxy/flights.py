@@ -16,7 +16,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from seamless_verl.proxy.calls import Answer, StreamHead, Token
@@ -44,6 +44,10 @@ class Served:
     answer: Answer
     match: str
     overrides: tuple[str, ...]
+
+    def matched(self, match: str) -> Served:
+        """The same answer, now that it has its place in the tree."""
+        return replace(self, match=match)
 
 
 class Progress:
@@ -115,6 +119,10 @@ class FlightBoard:
         self._answers.move_to_end(served.digest)
         while len(self._answers) > _NUM_REPLAYABLE:
             self._answers.popitem(last=False)
+
+    def delivered(self) -> frozenset[bytes]:
+        """Digests of the answers that reached somebody."""
+        return frozenset(digest for digest, (_, delivered) in self._answers.items() if delivered)
 
     def launch(
         self, digest: bytes, fly: Callable[[Flight], Coroutine[Any, Any, Served]], landed: Callable[[], None]

@@ -15,7 +15,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from seamless_verl.proxy.calls import Answer, Call, StreamHead
@@ -248,7 +247,7 @@ class Generator:
         num_generated = len(record.token_ids)
         session.num_generated += num_generated
         self._counters.turn_committed(turn, prompt_tokens=len(pending.prompt_ids), generated_tokens=num_generated)
-        served = replace(served, match=turn.kind.value)
+        served = served.matched(turn.kind.value)
         session.board.record(served, delivered=False)
         return served
 

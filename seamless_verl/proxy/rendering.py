@@ -87,7 +87,7 @@ class TokenizerRenderer:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokenizer)
+        return len(self._tokenizer) if self._backend is None else int(self._backend.get_vocab_size())
 
     def encode_prompt(self, text: str) -> list[int]:
         if self._backend is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Request, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from seamless_verl.proxy.calls import Answer, Delta, EventWriter, Exchange, StreamHead
 from seamless_verl.proxy.errors import ApiError
@@ -37,7 +37,18 @@ class StreamTiming:
     write_timeout_s: float = 30.0
 
 
-class Reply(Response):
+class Running(Response):
+    """A response that writes itself."""
+
+    def __init__(self, run: ASGIApp) -> None:
+        super().__init__()
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._run(scope, receive, send)
+
+
+class Reply:
     """The response to one request; it lives as long as its client waits, and takes part in the flights' fate.
 
     Args:
@@ -53,15 +64,15 @@ class Reply(Response):
         timing: StreamTiming,
         on_failure: Callable[[ApiError], None],
     ) -> None:
-        super().__init__()
         self._request = request
         self._exchange = exchange
         self._ask = ask
         self._timing = timing
         self._on_failure = on_failure
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """
+    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the answer and write it.
+
         Raises:
             ApiError: nothing has been sent.
             ClientGone: the client left before anything was sent.

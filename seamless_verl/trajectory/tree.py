@@ -30,7 +30,6 @@ from seamless_verl.trajectory.segments import (
     Segment,
     Turn,
     TurnRecord,
-    count_stored_tokens,
     deepest_token_match,
     ids_to,
 )
@@ -103,6 +102,7 @@ class SessionTree:
         self._by_generation: dict[str, Segment] = {}
         self._kinds: Counter[MatchKind] = Counter()
         self._drift: Counter[DriftReason] = Counter()
+        self._num_stored_tokens = 0
 
     @property
     def answers(self) -> tuple[Segment, ...]:
@@ -125,7 +125,8 @@ class SessionTree:
 
     @property
     def num_stored_tokens(self) -> int:
-        return count_stored_tokens(self.root)
+        """Tokens that the tree keeps in memory."""
+        return self._num_stored_tokens
 
     def has(self, generation_id: str) -> bool:
         """Whether an answer was committed."""
@@ -216,6 +217,8 @@ class SessionTree:
         )
         if given is not anchor and not reused:
             anchor.children.append(given)
+            self._num_stored_tokens += len(given.tokens)
+        self._num_stored_tokens += len(record.token_ids)
         answer = Segment(parent=given, tokens=record.token_ids, turn=turn)
         given.children.append(answer)
         self._answers.append(answer)

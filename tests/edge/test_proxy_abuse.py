@@ -70,8 +70,11 @@ async def test_a_closed_session_says_so_and_is_forgotten() -> None:
     async with serving() as proxy:
         handle = await proxy.open()
         assert (await proxy.post(handle, CHAT)).status_code == 200
-        result = await proxy.admin.close_session(handle.id, 1.0)
-        assert await proxy.admin.close_session(handle.id) == result  # the first answer may have been lost
+        admin = {"authorization": "Bearer admin-key"}
+        first = await proxy.http.post(f"/sessions/{handle.id}/close", json={"reward": 1.0}, headers=admin)
+        result = await proxy.admin.close_session(handle.id)  # the first answer may have been lost
+        assert result.reward == 1.0
+        assert first.json()["rows"][0]["token_ids"] == list(result.rows[0].token_ids)
         for _ in range(8):
             await proxy.admin.close_session((await proxy.open()).id)
         late = await proxy.post(handle, CHAT)

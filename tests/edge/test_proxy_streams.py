@@ -201,12 +201,11 @@ async def test_a_client_that_does_not_read_is_dropped() -> None:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {handle.api_key}\r\n"
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
-        async with asyncio.timeout(20):
-            while not (await proxy.admin.view_session(handle.id))["turns"]:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.05)
-            await reader.read(64)
-            await asyncio.sleep(0.5)
-            await reader.read()  # ends, because the proxy hung up; it would wait for ever otherwise
+        while not (await proxy.admin.view_session(handle.id))["turns"]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(reader.read(64), 5)
+        await asyncio.sleep(0.5)
+        await asyncio.wait_for(reader.read(), 20)  # ends, because the proxy hung up; it would wait for ever otherwise
         writer.close()
         retry = await proxy.post(handle, {"model": "m", "messages": HI, "stream": True, "logprobs": True})
         assert retry.status_code == 200  # the answer reached nobody, so the same request gets it again

@@ -83,6 +83,6 @@ async def test_a_server_that_cannot_serve_is_unavailable(vllm: ScriptedVllm, sto
 
 async def test_a_server_that_is_away_is_unavailable() -> None:
     engine = VllmHttpEngine("http://127.0.0.1:1", "tiny")
-    with pytest.raises(EngineUnavailable, match=r"ConnectError from http://127\.0\.0\.1:1"):
+    with pytest.raises(EngineUnavailable, match=r"ConnectionRefusedError from http://127\.0\.0\.1:1"):
         await engine.generate(REQUEST)
     await engine.close()
