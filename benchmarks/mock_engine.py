@@ -36,6 +36,7 @@ class PreparedAnswers:
         self.chats: list[bytes] = []
         for _ in range(NUM_ANSWERS):
             text = " ".join(rng.choice(words) for _ in range(NUM_GENERATED * 2))
+            assert tokenizer.eos_token_id is not None
             ids = [*tokenizer.encode(text)[: NUM_GENERATED - 1], tokenizer.eos_token_id]
             text = tokenizer.decode(ids[:-1])
             self._prepare(text, ids, [round(-3 * rng.random(), 12) for _ in ids], tokenizer)

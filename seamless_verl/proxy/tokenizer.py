@@ -48,7 +48,10 @@ class FolderTokenizer:
         self.stop_token_ids = tuple(sorted({token for token in ids if token is not None}))
         self._template_text = _template(folder, config)
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
