@@ -30,7 +30,7 @@ from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.tokenizer import open_tokenizer
-from seamless_verl.proxy.vllm_http import VllmHttpEngine
+from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,7 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
             engine=engine,
             renderer=renderer,
             codec=renderer,
+            abilities=ABILITIES,
             admin_key=config.admin_key,
             model=config.model,
             journal=journal,

@@ -12,27 +12,21 @@ from dataclasses import dataclass
 import msgspec
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.engine import EngineUnavailable, FinishReason, Generation, GenerationRequest, VersionSpan
+from seamless_verl.proxy.engine import (
+    Ability,
+    EngineRefused,
+    EngineUnavailable,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    VersionSpan,
+)
 from seamless_verl.proxy.http_pool import HttpFailed, HttpPool
+from seamless_verl.proxy.vllm_wire import BadAnswer, Choice, Completion, EventReader, read_choice
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _PROBE_S = 30.0
-
-
-class _LogProbs(msgspec.Struct):
-    token_logprobs: list[float | None]
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _LogProbs | None = None
-
-
-class _Completion(msgspec.Struct):
-    """What is read of an answer; the prompt's ids, which come back too, are skipped unread."""
-
-    choices: list[_Choice]
+ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS, Ability.TOP_LOGPROBS})
 
 
 class _Card(msgspec.Struct):
@@ -69,34 +63,42 @@ class VllmHttpEngine:
         self._model = model
         self._version = version
         self._pool = HttpPool(base_url, {"authorization": f"Bearer {api_key}"} if api_key else {})
-        self._decoder = msgspec.json.Decoder(_Completion)
+        self._decoder = msgspec.json.Decoder(Completion)
         self._encoder = msgspec.json.Encoder()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :class:`~seamless_verl.proxy.engine.Engine`; cancelling closes the connection, which aborts in vLLM."""
+        num_alternatives = int(request.sampling.get("logprobs", 0))
+        reader = EventReader(request.on_tokens, num_alternatives) if request.on_tokens is not None else None
         body = {
             **request.sampling,
             "model": self._model,
             "prompt": list(request.prompt_ids),
-            "logprobs": 0,  # the chosen token's only
+            "logprobs": num_alternatives,  # 0: the chosen token's only
+            "return_tokens_as_token_ids": num_alternatives > 0,
             "return_token_ids": True,
             "skip_special_tokens": False,
             "request_id": request.request_id,
+            "stream": reader is not None,
         }
         left_s = max(0.1, request.deadline - time.time())
-        where = self._pool.base_url
+        where, feed = self._pool.base_url, reader.feed if reader is not None else None
+        content = self._encoder.encode(body)
         try:
-            answer = await self._pool.request("POST", "/v1/completions", self._encoder.encode(body), timeout_s=left_s)
+            answer = await self._pool.request("POST", "/v1/completions", content, timeout_s=left_s, on_chunk=feed)
         except HttpFailed as error:
             raise EngineUnavailable(f"{error} ({where})") from error
         if answer.status != 200:
-            story = answer.body[:300].decode("utf-8", "replace")
-            raise EngineUnavailable(f"{where} answered {answer.status}: {story}")
+            story = f"{where} answered {answer.status}: {answer.body[:300].decode('utf-8', 'replace')}"
+            raise EngineRefused(story) if answer.status in (400, 422) else EngineUnavailable(story)
         try:
-            choice = self._decoder.decode(answer.body).choices[0]
-        except (msgspec.MsgspecError, IndexError) as error:
-            raise EngineUnavailable(f"{where} answered something else than a completion: {error}") from error
-        return self._generation(choice)
+            if reader is None:
+                return self._generation(self._decoder.decode(answer.body).choices[0], num_alternatives)
+            if reader.failure is not None:
+                raise reader.failure
+            return self._generation(reader.choice, num_alternatives)
+        except (msgspec.MsgspecError, IndexError, BadAnswer) as error:
+            raise EngineUnavailable(f"{where}: no completion with token ids: {error}") from error
 
     async def probe(self) -> ServedModel:
         """What the server serves under our model's name; also that it returns token ids, with a completion of one.
@@ -127,22 +129,18 @@ class VllmHttpEngine:
         )
         try:
             await self.generate(request)
-        except EngineUnavailable as error:
+        except (EngineUnavailable, EngineRefused) as error:
             raise ConfigError("--engine", where, str(error), "use a vLLM of 0.24 or later") from error
         return ServedModel(name=card.id, max_model_len=card.max_model_len)
 
-    def _generation(self, choice: _Choice) -> Generation:
-        ids = choice.token_ids
-        if ids is None:
-            raise EngineUnavailable(f"{self._pool.base_url} returns no token ids; it needs a vLLM that does")
-        log_probs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        if len(log_probs) != len(ids) or None in log_probs:
-            raise EngineUnavailable(f"{self._pool.base_url}: {len(ids)} tokens but {len(log_probs)} log-probs")
+    def _generation(self, choice: Choice, num_alternatives: int) -> Generation:
+        ids, log_probs, alternatives = read_choice(choice, num_alternatives)
         return Generation(
             token_ids=ids,
-            log_probs=[value for value in log_probs if value is not None],
+            log_probs=log_probs,
             version_spans=(VersionSpan(version=self._version, num_tokens=len(ids)),) if ids else (),
             finish_reason=_FINISH.get(choice.finish_reason or "", FinishReason.ABORTED),
+            alternatives=alternatives,
         )
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
-from seamless_verl.verl_adapter.engine import VerlEngine
+from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
 from seamless_verl.verl_adapter.rows import ROW_FIELD, RowStamp, row_digest
 
 
@@ -72,6 +72,7 @@ class ProxyShard:
                 engine=VerlEngine(client, max_model_len=max_model_len, stop_token_ids=renderer.stop_token_ids),
                 renderer=renderer,
                 codec=renderer,
+                abilities=ABILITIES,
                 admin_key=admin_key,
                 model=str(config.actor_rollout_ref.model.path),
                 limits=Limits(max_model_len=max_model_len),
