@@ -90,9 +90,10 @@ class EventReader:
             self._on_tokens(TokenChunk(token_ids=ids, log_probs=log_probs, alternatives=alternatives))
 
 
-def read_choice(
-    choice: Choice, num_alternatives: int
-) -> tuple[list[int], list[float], list[tuple[tuple[int, float], ...]]]:
+_Ranked = tuple[tuple[int, float], ...]
+
+
+def read_choice(choice: Choice, num_alternatives: int) -> tuple[list[int], list[float], list[_Ranked]]:
     """Token ids, their log-probs, and per token the alternatives, best first, where the server told any.
 
     Raises:
