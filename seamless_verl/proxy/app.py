@@ -9,8 +9,10 @@ route                                     key                          body
 ``DELETE /sessions/{id}``                 admin
 ``GET /stats``                            admin
 ``POST [/sessions/{id}]`` + `DIALECTS`    the session's own            the dialect's
-``GET [/sessions/{id}]/v1/models``        the session's own
+``POST … /v1/messages/count_tokens``      the session's own            :class:`~.messages.CountRequest`
+``GET [/sessions/{id}]/v1/models[/NAME]`` the session's own
 ``GET /healthz``, ``/metrics``            none
+``GET /openapi.json``                     none
 ========================================  ===========================  ============================
 """
 
@@ -41,6 +43,7 @@ from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.messages import parse_count, parse_messages
 from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.openapi import describe
 from seamless_verl.proxy.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.rendering import Codec
 from seamless_verl.proxy.replying import Reply, Running, StreamTiming
@@ -223,6 +226,9 @@ class Proxy:
     async def healthz(self, request: Request) -> Response:
         return _json({"status": "ok", "sessions": len(self._deps.sessions)})
 
+    async def openapi(self, request: Request) -> Response:
+        return _json(describe())
+
     async def metrics(self, request: Request) -> Response:
         text = self._deps.counters.prometheus_text(time.monotonic())
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -263,6 +269,7 @@ def make_app(deps: ProxyDeps) -> FastAPI:
         ("GET", "/stats", proxy.stats),
         ("GET", "/healthz", proxy.healthz),
         ("GET", "/metrics", proxy.metrics),
+        ("GET", "/openapi.json", proxy.openapi),
     )
     for method, path, handler in routes:
         app.router.add_route(path, handler, methods=[method])

@@ -174,10 +174,10 @@ def results_of(flights: Sequence[Flight]) -> list[Served]:
         ApiError: what the first of them failed with, or that the session was closed meanwhile.
     """
     tasks = [flight.task for flight in flights if flight.task is not None]
-    for task in tasks:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            raise error
+    errors = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
+    if errors:
+        # One sample takes its siblings along; the client wants to know why that one failed.
+        raise next((error for error in errors if getattr(error, "code", "") != "sibling_failed"), errors[0])
     if any(task.cancelled() for task in tasks):
         raise ApiError(409, "session_closed", "The session was closed while this answer was generated.")
     return [task.result() for task in tasks]
