@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -64,8 +65,20 @@ class HttpPool:
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
         self._idle: deque[tuple[_Connection, float]] = deque()
 
-    async def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> Answer:
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float,
+        on_body: Callable[[bytes], None] | None = None,
+    ) -> Answer:
         """Send one request and wait for its whole answer. Cancelling cuts the connection.
+
+        Args:
+            on_body: takes pieces of the body of a 200 as they come; the answer's own is then empty. What it raises
+                ends the request.
 
         Raises:
             HttpFailed: no connection, a broken one, or no answer in time.
@@ -74,7 +87,7 @@ class HttpPool:
         message = f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body
         loop = asyncio.get_running_loop()
         connection = self._take(loop.time()) or await self._connect(loop)
-        answer = connection.send(message, loop)
+        answer = connection.send(message, loop, on_body)
         timer = loop.call_later(timeout_s, connection.expire, timeout_s)
         try:
             found = await answer
@@ -122,16 +135,20 @@ class _Connection(asyncio.Protocol):
         self._answer: asyncio.Future[Answer] | None = None
         self._parser: Any = None
         self._chunks: list[bytes] = []
+        self._on_body: Callable[[bytes], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self.reusable = True
 
-    def send(self, message: bytes, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Answer]:
+    def send(
+        self, message: bytes, loop: asyncio.AbstractEventLoop, on_body: Callable[[bytes], None] | None
+    ) -> asyncio.Future[Answer]:
         assert self._transport is not None
         self._answer = loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._chunks = []
+        self._on_body = on_body
         if self._transport.is_closing():
             self._fail("the connection was closed")
         else:
@@ -144,12 +161,18 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._answer.set_exception(error.__context__ or error)
+            self.cut()
         except httptools.HttpParserError as error:
             self._fail(f"the answer is not HTTP: {error}")
             self.cut()
 
     def on_body(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
+        if self._on_body is not None and self._parser.get_status_code() == 200:
+            self._on_body(chunk)
+        else:
+            self._chunks.append(chunk)
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
