@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from seamless_verl.proxy.calls import Answer, Call, StreamHead
@@ -27,7 +27,6 @@ from seamless_verl.proxy.engine import (
     FinishReason,
     Generation,
     GenerationRequest,
-    TokenChunk,
 )
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.flights import Flight, Progress, Served
@@ -101,8 +100,16 @@ class Generator:
             head = _head(generation_id, pending)
             _announce(flight.progress, head, overrides)
             draft = self._draft(flight.progress, call, asked)
-            feed = draft.feed if call.stream else None  # nobody looks before the end; engines save the trouble
-            generation = await self._generate(session, generation_id, pending, sampling, feed)
+            on_tokens = draft.feed if call.stream else None
+            request = GenerationRequest(
+                request_id=generation_id,
+                session_id=session.id,
+                prompt_ids=pending.prompt_ids,
+                sampling=sampling,
+                deadline=session.deadline,
+                on_tokens=on_tokens,
+            )
+            generation = await self._generate(session, request)
             answer = self._read(head, generation, call, asked)
             draft.check(generation, answer.message)
             await sample.siblings.generated()
@@ -169,22 +176,7 @@ class Generator:
         stops = call.sampling.get("stop", ())
         return Draft(progress, self._codec, settler, stops, show_tokens=call.logprobs is not None)
 
-    async def _generate(
-        self,
-        session: Session,
-        generation_id: str,
-        pending: PendingTurn,
-        sampling: Mapping[str, Any],
-        on_tokens: Callable[[TokenChunk], None] | None,
-    ) -> Generation:
-        request = GenerationRequest(
-            request_id=generation_id,
-            session_id=session.id,
-            prompt_ids=pending.prompt_ids,
-            sampling=sampling,
-            deadline=session.deadline,
-            on_tokens=on_tokens,
-        )
+    async def _generate(self, session: Session, request: GenerationRequest) -> Generation:
         try:
             generation = await _until_deadline(session, self._through_gate(session, request))
         except EngineRefused as error:

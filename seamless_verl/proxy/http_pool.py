@@ -72,13 +72,12 @@ class HttpPool:
         body: bytes = b"",
         *,
         timeout_s: float,
-        on_body: Callable[[bytes], None] | None = None,
+        on_chunk: Callable[[bytes], None] | None = None,
     ) -> Answer:
         """Send one request and wait for its whole answer. Cancelling cuts the connection.
 
         Args:
-            on_body: takes pieces of the body of a 200 as they come; the answer's own is then empty. What it raises
-                ends the request.
+            on_chunk: takes the body of a 200 as it comes; what is returned in the end then has none.
 
         Raises:
             HttpFailed: no connection, a broken one, or no answer in time.
@@ -87,7 +86,7 @@ class HttpPool:
         message = f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body
         loop = asyncio.get_running_loop()
         connection = self._take(loop.time()) or await self._connect(loop)
-        answer = connection.send(message, loop, on_body)
+        answer = connection.send(message, loop, on_chunk)
         timer = loop.call_later(timeout_s, connection.expire, timeout_s)
         try:
             found = await answer
@@ -135,20 +134,20 @@ class _Connection(asyncio.Protocol):
         self._answer: asyncio.Future[Answer] | None = None
         self._parser: Any = None
         self._chunks: list[bytes] = []
-        self._on_body: Callable[[bytes], None] | None = None
+        self._on_chunk: Callable[[bytes], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self.reusable = True
 
     def send(
-        self, message: bytes, loop: asyncio.AbstractEventLoop, on_body: Callable[[bytes], None] | None
+        self, message: bytes, loop: asyncio.AbstractEventLoop, on_chunk: Callable[[bytes], None] | None
     ) -> asyncio.Future[Answer]:
         assert self._transport is not None
+        self._on_chunk = on_chunk
         self._answer = loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._chunks = []
-        self._on_body = on_body
         if self._transport.is_closing():
             self._fail("the connection was closed")
         else:
@@ -161,16 +160,13 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
-            self._answer.set_exception(error.__context__ or error)
-            self.cut()
         except httptools.HttpParserError as error:
             self._fail(f"the answer is not HTTP: {error}")
             self.cut()
 
     def on_body(self, chunk: bytes) -> None:
-        if self._on_body is not None and self._parser.get_status_code() == 200:
-            self._on_body(chunk)
+        if self._on_chunk is not None and self._parser.get_status_code() == 200:
+            self._on_chunk(chunk)
         else:
             self._chunks.append(chunk)
 

@@ -57,6 +57,7 @@ class TokenizerRenderer:
         tokenizer: a Hugging Face tokenizer with a chat template.
         template_args: extra arguments of the template, e.g. ``{"enable_thinking": False}``.
         stop_token_ids: ids that end an answer; the tokenizer's end-of-sequence token when None.
+        keep_special_tokens: whether decoded text shows special tokens, for parsers that look for them.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class TokenizerRenderer:
         *,
         template_args: dict[str, Any] | None = None,
         stop_token_ids: Sequence[int] | None = None,
+        keep_special_tokens: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._template_args = dict(template_args or {})
+        self._skip_special_tokens = not keep_special_tokens
         eos = tokenizer.eos_token_id
         found = stop_token_ids if stop_token_ids is not None else ([] if eos is None else [eos])
         self._stop_token_ids = frozenset(int(token) for token in found)
@@ -80,9 +83,9 @@ class TokenizerRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
-            plain: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+            plain: str = self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
             return plain
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
         return text
 
     @property

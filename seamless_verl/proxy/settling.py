@@ -57,12 +57,12 @@ class StopCutter:
             return ""
         pending = self._pending + text
         ends = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
-        if ends:
-            self._stopped = True
-            return pending[: min(ends)]
+        # A stop string that began earlier may still end; what it takes is then more.
         keep = max((overlap(pending, stop) for stop in self._stops), default=0)
-        self._pending = pending[len(pending) - keep :]
-        return pending[: len(pending) - keep]
+        settled = min([len(pending) - keep, *ends])
+        self._stopped = bool(ends)
+        self._pending = pending[settled:]
+        return pending[:settled]
 
 
 class _Phase(Enum):
@@ -81,13 +81,22 @@ class Settler:
         thinking: the prompt already opened the reasoning.
         tool_marker: how a tool call begins; None when calls are just text; "" when nobody knows, so that no content
             can be settled before the end.
+        plain_start: whether text without an opening tag is surely content.
     """
 
-    def __init__(self, *, think_tags: tuple[str, str] | None, thinking: bool, tool_marker: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        think_tags: tuple[str, str] | None,
+        thinking: bool,
+        tool_marker: str | None,
+        plain_start: bool = True,
+    ) -> None:
         self._opening, self._closing = think_tags or ("", "")
         self._marker = tool_marker
         self._pending = ""
-        self._phase = _Phase.START if think_tags is not None else _Phase.CONTENT
+        self._otherwise = _Phase.CONTENT if plain_start else _Phase.HELD
+        self._phase = _Phase.START if think_tags is not None else self._otherwise
         self._thinking = thinking
         self._said_reasoning = False
 
@@ -110,7 +119,7 @@ class Settler:
         if head.startswith(self._opening):
             self._pending, self._phase = head[len(self._opening) :], _Phase.THINKING
         elif not self._opening.startswith(head):
-            self._phase = _Phase.THINKING if self._thinking else _Phase.CONTENT
+            self._phase = _Phase.THINKING if self._thinking else self._otherwise
 
     def _think(self) -> str:
         head, found, tail = self._pending.partition(self._closing)

@@ -7,7 +7,6 @@ version, so the caller names the one that it serves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -20,32 +19,14 @@ from seamless_verl.proxy.engine import (
     FinishReason,
     Generation,
     GenerationRequest,
-    TokenChunk,
     VersionSpan,
 )
 from seamless_verl.proxy.http_pool import HttpFailed, HttpPool
+from seamless_verl.proxy.vllm_wire import BadAnswer, Choice, Completion, EventReader, read_choice
 
-#: what a vLLM server can do beyond plain generation
-ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS, Ability.TOP_LOGPROBS})
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _PROBE_S = 30.0
-
-
-class _LogProbs(msgspec.Struct):
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] = []
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _LogProbs | None = None
-
-
-class _Completion(msgspec.Struct):
-    """What is read of an answer, or of one event of a stream; the prompt's ids, which come too, are skipped unread."""
-
-    choices: list[_Choice]
+ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS, Ability.TOP_LOGPROBS})
 
 
 class _Card(msgspec.Struct):
@@ -82,41 +63,42 @@ class VllmHttpEngine:
         self._model = model
         self._version = version
         self._pool = HttpPool(base_url, {"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._decoder = msgspec.json.Decoder(Completion)
         self._encoder = msgspec.json.Encoder()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :class:`~seamless_verl.proxy.engine.Engine`; cancelling closes the connection, which aborts in vLLM."""
-        alternatives = request.sampling.get("logprobs") or 0
+        num_alternatives = int(request.sampling.get("logprobs", 0))
+        reader = EventReader(request.on_tokens, num_alternatives) if request.on_tokens is not None else None
         body = {
             **request.sampling,
             "model": self._model,
             "prompt": list(request.prompt_ids),
-            "logprobs": alternatives,
+            "logprobs": num_alternatives,  # 0: the chosen token's only
+            "return_tokens_as_token_ids": num_alternatives > 0,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": bool(alternatives),
             "skip_special_tokens": False,
             "request_id": request.request_id,
-            "stream": request.on_tokens is not None,
+            "stream": reader is not None,
         }
         left_s = max(0.1, request.deadline - time.time())
-        where = self._pool.base_url
-        answer = _Collector(self._version, alternatives, request.on_tokens)
+        where, feed = self._pool.base_url, reader.feed if reader is not None else None
+        content = self._encoder.encode(body)
         try:
-            response = await self._pool.request(
-                "POST",
-                "/v1/completions",
-                self._encoder.encode(body),
-                timeout_s=left_s,
-                on_body=answer.feed if request.on_tokens is not None else None,
-            )
-            if response.status == 200 and request.on_tokens is None:
-                answer.take(response.body)
-        except (HttpFailed, _Unreadable) as error:
+            answer = await self._pool.request("POST", "/v1/completions", content, timeout_s=left_s, on_chunk=feed)
+        except HttpFailed as error:
             raise EngineUnavailable(f"{error} ({where})") from error
-        if response.status != 200:
-            story = f"{where} answered {response.status}: {response.body[:300].decode('utf-8', 'replace')}"
-            raise EngineRefused(story) if response.status in (400, 422) else EngineUnavailable(story)
-        return answer.generation()
+        if answer.status != 200:
+            story = f"{where} answered {answer.status}: {answer.body[:300].decode('utf-8', 'replace')}"
+            raise EngineRefused(story) if answer.status in (400, 422) else EngineUnavailable(story)
+        try:
+            if reader is None:
+                return self._generation(self._decoder.decode(answer.body).choices[0], num_alternatives)
+            if reader.failure is not None:
+                raise reader.failure
+            return self._generation(reader.choice, num_alternatives)
+        except (msgspec.MsgspecError, IndexError, BadAnswer) as error:
+            raise EngineUnavailable(f"{where}: no completion with token ids: {error}") from error
 
     async def probe(self) -> ServedModel:
         """What the server serves under our model's name; also that it returns token ids, with a completion of one.
@@ -151,82 +133,15 @@ class VllmHttpEngine:
             raise ConfigError("--engine", where, str(error), "use a vLLM of 0.24 or later") from error
         return ServedModel(name=card.id, max_model_len=card.max_model_len)
 
-    async def close(self) -> None:
-        self._pool.close()
-
-
-class _Unreadable(Exception):
-    """The server answered something else than a completion with token ids and log-probs."""
-
-
-class _Collector:
-    """One answer, taken whole or event by event."""
-
-    def __init__(self, version: int, num_alternatives: int, on_tokens: Callable[[TokenChunk], None] | None) -> None:
-        self._version = version
-        self._num_alternatives = num_alternatives
-        self._on_tokens = on_tokens
-        self._buffer = b""
-        self._ids: list[int] = []
-        self._log_probs: list[float] = []
-        self._alternatives: list[list[tuple[int, float]]] = []
-        self._finish = FinishReason.ABORTED
-
-    def feed(self, data: bytes) -> None:
-        """A piece of a stream of server-sent events."""
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
-        for event in events:
-            payload = event.strip().removeprefix(b"data:").strip()
-            if payload and payload != b"[DONE]":
-                self.take(payload)
-
-    def take(self, payload: bytes) -> None:
-        """A completion, or the next part of one.
-
-        Raises:
-            _Unreadable: it is none.
-        """
-        try:
-            choices = _decoder.decode(payload).choices
-        except msgspec.MsgspecError as error:
-            raise _Unreadable(f"no completion: {error}: {payload[:200].decode('utf-8', 'replace')}") from error
-        for choice in choices[:1]:
-            self._add(choice)
-
-    def _add(self, choice: _Choice) -> None:
-        ids = choice.token_ids
-        if ids is None:
-            raise _Unreadable("it returns no token ids; use a vLLM that does")
-        given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        log_probs = [value for value in given if value is not None]
-        if len(log_probs) != len(ids):
-            raise _Unreadable(f"{len(ids)} tokens but {len(log_probs)} log-probs")
-        others: list[list[tuple[int, float]]] = []
-        if self._num_alternatives and choice.logprobs is not None:
-            others = [_best(top or {}, self._num_alternatives) for top in choice.logprobs.top_logprobs]
-        self._ids += ids
-        self._log_probs += log_probs
-        self._alternatives += others
-        if choice.finish_reason is not None:
-            self._finish = _FINISH.get(choice.finish_reason, FinishReason.ABORTED)
-        if self._on_tokens is not None and ids:
-            self._on_tokens(TokenChunk(token_ids=ids, log_probs=log_probs, alternatives=others))
-
-    def generation(self) -> Generation:
-        num = len(self._ids)
+    def _generation(self, choice: Choice, num_alternatives: int) -> Generation:
+        ids, log_probs, alternatives = read_choice(choice, num_alternatives)
         return Generation(
-            token_ids=self._ids,
-            log_probs=self._log_probs,
-            version_spans=(VersionSpan(version=self._version, num_tokens=num),) if num else (),
-            finish_reason=self._finish,
-            alternatives=self._alternatives,
+            token_ids=ids,
+            log_probs=log_probs,
+            version_spans=(VersionSpan(version=self._version, num_tokens=len(ids)),) if ids else (),
+            finish_reason=_FINISH.get(choice.finish_reason or "", FinishReason.ABORTED),
+            alternatives=alternatives,
         )
 
-
-_decoder = msgspec.json.Decoder(_Completion)
-
-
-def _best(top: dict[str, float], number: int) -> list[tuple[int, float]]:
-    """vLLM names tokens ``token_id:ID`` where asked to; the chosen one may come on top of the number wanted."""
-    found = [(int(name.removeprefix("token_id:")), value) for name, value in top.items()]
-    return sorted(found, key=lambda pair: -pair[1])[:number]
+    async def close(self) -> None:
+        self._pool.close()

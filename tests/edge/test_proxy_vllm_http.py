@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, FinishReason, GenerationRequest, TokenChunk
 from seamless_verl.proxy.server import ProxyServer
-from seamless_verl.proxy.vllm_http import VllmHttpEngine, _Collector
+from seamless_verl.proxy.vllm_http import VllmHttpEngine
 
 REQUEST = GenerationRequest(
     request_id="r1",
@@ -29,26 +28,25 @@ REQUEST = GenerationRequest(
 class ScriptedVllm:
     """Stands at the wire of a vLLM server's ``/v1/completions``; shapes as vLLM 0.24 to 0.27 answer."""
 
-    def __init__(self, choice: dict[str, Any] | None, status: int = 200, raw: bytes = b"") -> None:
+    def __init__(self, choice: dict[str, Any] | None, status: int = 200) -> None:
         self.body: dict[str, Any] = {}
         self.app = FastAPI()
 
         async def completions(request: Request) -> Response:
+            import json
+
             self.body = await request.json()
-            text = raw or json.dumps({"choices": [choice]} if choice else {"error": {"message": "no such model"}})
+            text = json.dumps({"choices": [choice]} if choice else {"error": {"message": "no such model"}})
             return Response(text, status_code=status, media_type="application/json")
 
         self.app.router.add_route("/v1/completions", completions, methods=["POST"])
 
 
-_TOP = {"token_id:3": -0.1, "token_id:8": -0.5}
-
-
-async def _ask(vllm: ScriptedVllm, request: GenerationRequest = REQUEST) -> Any:
+async def _ask(vllm: ScriptedVllm) -> Any:
     server = ProxyServer(vllm.app, drain_s=1)
     engine = VllmHttpEngine(await server.start(), "tiny", version=7)
     try:
-        return await engine.generate(request)
+        return await engine.generate(REQUEST)
     finally:
         await engine.close()
         await server.stop()
@@ -85,39 +83,6 @@ async def test_ids_log_probs_and_version_arrive(finish: str, expected: str) -> N
 async def test_a_server_that_cannot_serve_is_unavailable(vllm: ScriptedVllm, story: str) -> None:
     with pytest.raises(EngineUnavailable, match=story):
         await _ask(vllm)
-
-
-async def test_a_request_that_the_server_refuses_is_no_outage() -> None:
-    with pytest.raises(EngineRefused, match="answered 400"):
-        await _ask(ScriptedVllm(None, 400))
-
-
-async def test_a_stream_gives_tokens_as_they_come_and_all_of_them_in_the_end() -> None:
-    """Events cut at every possible place, as a network may cut them; alternatives come with ids for names."""
-    events = [
-        {"finish_reason": None, "token_ids": [8], "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [_TOP]}},
-        {"finish_reason": None, "token_ids": [], "logprobs": None},
-        {"finish_reason": "stop", "token_ids": [9], "logprobs": {"token_logprobs": [-0.25], "top_logprobs": [_TOP]}},
-    ]
-    text = "".join(f"data: {json.dumps({'choices': [event]})}\n\n" for event in events) + "data: [DONE]\n\n"
-    for cut in range(0, len(text), 7):
-        seen: list[TokenChunk] = []
-        collector = _Collector(7, 1, seen.append)
-        collector.feed(text[:cut].encode())
-        collector.feed(text[cut:].encode())
-        whole = collector.generation()
-        assert [(chunk.token_ids, chunk.log_probs) for chunk in seen] == [([8], [-0.5]), ([9], [-0.25])]
-        assert (whole.token_ids, whole.log_probs, whole.finish_reason) == ([8, 9], [-0.5, -0.25], FinishReason.STOP)
-        assert whole.alternatives == [[(3, -0.1)], [(3, -0.1)]]
-
-
-async def test_a_stream_comes_over_the_wire() -> None:
-    body = b'data: {"choices":[{"finish_reason":"stop","token_ids":[8],"logprobs":{"token_logprobs":[-0.5]}}]}\n\n'
-    seen: list[TokenChunk] = []
-    generation = await _ask(ScriptedVllm(None, raw=body), replace(REQUEST, on_tokens=seen.append))
-    assert [list(chunk.token_ids) for chunk in seen] == [[8]] == [generation.token_ids]
-    with pytest.raises(EngineUnavailable, match="no completion"):
-        await _ask(ScriptedVllm(None, raw=b'data: {"error": 1}\n\n'), replace(REQUEST, on_tokens=seen.append))
 
 
 @pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", b"who are you\r\n\r\n"])
@@ -167,3 +132,77 @@ async def test_a_server_that_is_away_is_unavailable() -> None:
     with pytest.raises(EngineUnavailable, match=r"ConnectionRefusedError from http://127\.0\.0\.1:1"):
         await engine.generate(REQUEST)
     await engine.close()
+
+
+# As vLLM 0.27.1 wrote it for two tokens with ``logprobs=2`` (fields that nobody reads left out).
+STREAM = [
+    '{"id":"cmpl-b","choices":[{"index":0,"text":"ck","logprobs":{"text_offset":[0],"token_logprobs":[-5.9],'
+    '"tokens":["token_id:271"],"top_logprobs":[{"token_id:271":-5.9,"token_id:7":-4.8,"token_id:173":-5.1}]},'
+    '"finish_reason":null,"stop_reason":null,"prompt_token_ids":[5,6,7],"token_ids":[271]}]}',
+    '{"id":"cmpl-b","choices":[{"index":0,"text":"","logprobs":{"text_offset":[2],"token_logprobs":[-5.7],'
+    '"tokens":["token_id:189"],"top_logprobs":[{"token_id:189":-5.7,"token_id:207":-5.1,"token_id:271":-5.2}]},'
+    '"finish_reason":"length","stop_reason":null,"prompt_token_ids":null,"token_ids":[189]}],"system_fingerprint":"v"}',
+    "[DONE]",
+]
+
+
+class StreamingVllm:
+    """Stands at the same wire with ``stream``; sends its events in pieces of ``size`` bytes."""
+
+    def __init__(self, events: list[str], size: int, status: int = 200) -> None:
+        from fastapi.responses import StreamingResponse
+
+        self.app = FastAPI()
+        text = "".join(f"data: {event}\n\n" for event in events).encode()
+
+        async def pieces() -> Any:
+            for at in range(0, len(text), size):
+                yield text[at : at + size]
+
+        async def completions(request: Request) -> Response:
+            self.body = await request.json()
+            return StreamingResponse(pieces(), status_code=status, media_type="text/event-stream")
+
+        self.app.router.add_route("/v1/completions", completions, methods=["POST"])
+
+
+async def _stream(vllm: StreamingVllm, chunks: list[TokenChunk]) -> Any:
+    server = ProxyServer(vllm.app, drain_s=1)
+    engine = VllmHttpEngine(await server.start(), "tiny", version=7)
+    sampling = {"max_tokens": 2, "logprobs": 2}
+    try:
+        return await engine.generate(replace(REQUEST, sampling=sampling, on_tokens=chunks.append))
+    finally:
+        await engine.close()
+        await server.stop()
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_tokens_are_told_as_they_come_and_again_in_the_end(size: int) -> None:
+    vllm, chunks = StreamingVllm(STREAM, size), list[TokenChunk]()
+    generation = await _stream(vllm, chunks)
+    assert [tuple(chunk.token_ids) for chunk in chunks] == [(271,), (189,)]
+    assert [chunk.alternatives[0][0] for chunk in chunks] == [(7, -4.8), (207, -5.1)]
+    assert (generation.token_ids, generation.log_probs) == ([271, 189], [-5.9, -5.7])
+    assert generation.alternatives == [((7, -4.8), (173, -5.1)), ((207, -5.1), (271, -5.2))]
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert (vllm.body["stream"], vllm.body["logprobs"], vllm.body["return_tokens_as_token_ids"]) == (True, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "kind", "story"),
+    [
+        ([STREAM[0], '{"error": {"message": "EngineCore died"}}', "[DONE]"], 200, EngineUnavailable, "EngineCore died"),
+        (["{nonsense"], 200, EngineUnavailable, "no completion"),
+        ([STREAM[0].replace('"token_ids":[271]', '"token_ids":[271,5]')], 200, EngineUnavailable, "2 tokens but 1"),
+        (["bad grammar"], 400, EngineRefused, "answered 400: .*bad grammar"),
+    ],
+)
+async def test_a_stream_that_breaks_off(events: list[str], status: int, kind: type[Exception], story: str) -> None:
+    with pytest.raises(kind, match=story):
+        await _stream(StreamingVllm(events, 100, status), [])
+
+
+async def test_a_stream_that_ends_too_soon_is_aborted() -> None:
+    generation = await _stream(StreamingVllm(STREAM[:1], 100), [])
+    assert generation.finish_reason is FinishReason.ABORTED
