@@ -56,3 +56,14 @@ class LookAgain:
     """Beside its decisions a policy may ask to be asked again at a time when nothing need have happened."""
 
     at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """When a policy expects to take lent slices back; the router is told (`SetHorizon`)."""
+
+    slices: tuple[SliceId, ...]
+    until: float
+
+
+Proposal = Decision | LookAgain | Horizon

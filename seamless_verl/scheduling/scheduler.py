@@ -28,8 +28,9 @@ from seamless_verl.scheduling.commands import (
     RefuseAcquire,
     ReportStall,
     RevokeGrant,
+    SetHorizon,
 )
-from seamless_verl.scheduling.decisions import Decision, LookAgain, Verb
+from seamless_verl.scheduling.decisions import Decision, Horizon, LookAgain, Proposal, Verb
 from seamless_verl.scheduling.issuing import Issuer
 from seamless_verl.scheduling.loans import LoanBook
 from seamless_verl.scheduling.patience import Patience
@@ -103,6 +104,7 @@ class Scheduler:
         if status.command != event.command:
             return
         status.move(Move.READY, event.at, "SliceReady")
+        self.cluster.costs.end(event.slice, event.at)
         status.version = event.version
         self._issuer.settled(status)
 
@@ -111,6 +113,7 @@ class Scheduler:
         if status.command != event.command:
             return
         status.move(Move.DRAINED, event.at, "SliceDrained")
+        self.cluster.costs.end(event.slice, event.at)
         self._issuer.settled(status)
         self._back_from_loan(status)
 
@@ -169,7 +172,10 @@ class Scheduler:
         self._hand_back(event.request, f"Released {event.request}")
 
     def _hand_back(self, request: str, story: str) -> None:
-        for status in self._grants.pop(request):
+        gang = self._grants.pop(request)
+        held = [self.cluster.now - status.since for status in gang if status.state is SliceState.TRAINING]
+        self.cluster.training_s += max(held, default=0.0)
+        for status in gang:
             status.holder = None
             if status.state is SliceState.TRAINING:
                 status.move(Move.RELEASE, self.cluster.now, story)
@@ -292,9 +298,12 @@ class Scheduler:
 
     # ---------------------------------------------------------------- proposals
 
-    def _carry_out(self, proposal: Decision | LookAgain) -> float | None:
+    def _carry_out(self, proposal: Proposal) -> float | None:
         if isinstance(proposal, LookAgain):
             return proposal.at
+        if isinstance(proposal, Horizon):
+            self._issuer.say(*(SetHorizon(slice=slice_id, until=proposal.until) for slice_id in proposal.slices))
+            return None
         statuses = [self.cluster[slice_id] for slice_id in proposal.slices]
         why = f"{proposal.verb.value} ({proposal.reason})"
         if proposal.verb in (Verb.HOLD, Verb.WAIT):
