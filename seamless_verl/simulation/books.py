@@ -73,9 +73,7 @@ class Ledger:
 
 def snapshot(accounts: Iterable[Account]) -> list[Account]:
     """A copy to subtract later."""
-    return [
-        Account(name=a.name, gpus=a.gpus, trainable=a.trainable, seconds=dict(a.seconds)) for a in accounts
-    ]
+    return [Account(name=a.name, gpus=a.gpus, trainable=a.trainable, seconds=dict(a.seconds)) for a in accounts]
 
 
 def ledger(before: list[Account], after: list[Account], wall_s: float) -> Ledger:
@@ -87,6 +85,4 @@ def ledger(before: list[Account], after: list[Account], wall_s: float) -> Ledger
             total[use] += spent
             if new.trainable:
                 trainable[use] += spent
-    return Ledger(
-        wall_s=wall_s, gpus=sum(a.gpus for a in after), gpu_seconds=total, trainable_gpu_seconds=trainable
-    )
+    return Ledger(wall_s=wall_s, gpus=sum(a.gpus for a in after), gpu_seconds=total, trainable_gpu_seconds=trainable)

@@ -82,15 +82,30 @@ class _Counting:
 class BatchPerStep(_Counting):
     """verl: each step submits one batch of prompts; ``warmup`` batches are submitted before the first step.
 
-    Source: `PPOTrainer.prepare_step` and `_add_async_warmup_batches` of verl 0.9.1. Nothing bounds the age of a group
-    but the 8 versions after which it would be dropped.
+    Args:
+        oldest: verl's ``max_off_policy_threshold`` with the strategy ``wait``: nothing is sampled while a prompt that
+            is under way has this age in versions, counted from 1. None: the age is not bounded (verl's default would
+            drop groups after 8 versions, which none of these runs reaches).
+
+    Source: `PPOTrainer.prepare_step`, `_add_async_warmup_batches` and `ReplayBufferAsync` of verl 0.9.1.
     """
 
-    def __init__(self, draw: Draw, batch: int, *, warmup: float) -> None:
+    def __init__(self, draw: Draw, batch: int, *, warmup: float, oldest: int | None = None) -> None:
         super().__init__(draw, batch)
         self._extra = round(warmup * batch)
+        self._oldest = oldest
+        self._version = 0
+
+    @property
+    def available(self) -> int:
+        if self._oldest is not None and self.running:
+            first = next(iter(self.running.values()))  # in the order of submission
+            if self._version - first.reserved + 1 >= self._oldest:
+                return 0
+        return len(self.ready)
 
     def step_begins(self, version: int) -> list[Group]:
+        self._version = version
         count, self._extra = self.batch + self._extra, 0
         return self.admit(count, version)
 

@@ -167,7 +167,7 @@ class TrainLoop:
             yield self._driver.changed
         self._holding = name
 
-    def _next_batch(self, wanted: int | None) -> "Process":
+    def _next_batch(self, wanted: int | None) -> Process:
         mini = wanted or min(self._rules.mini_batch, self._missing)
         waits_from = self._clock.now
         if self._feed.available < mini:

@@ -11,6 +11,7 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies.colocated import Colocated
 from seamless_verl.scheduling.policies.disaggregated import Disaggregated
 from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
 from seamless_verl.scheduling.policies.protocol import Policy
 from seamless_verl.scheduling.policies.verl_gate import VerlGate
 from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
@@ -34,7 +35,6 @@ class Regime:
         poll_s: how often the trainer looks for data.
         router: ``least_requests`` or ``marginal_gain`` (with migration).
         rebalances: requests are placed anew when replicas join.
-        old_log_prob: the trainer recomputes them.
     """
 
     colocated: bool = False
@@ -71,6 +71,10 @@ def _greedy(batch: int, mini: int) -> Policy:
     return Greedy()
 
 
+def _predictive(batch: int, mini: int) -> Policy:
+    return Predictive(PredictiveConfig(migration=True))
+
+
 def _gate(batch: int, mini: int) -> Policy:
     return VerlGate(batch=batch, mini_batch=mini)
 
@@ -102,6 +106,20 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             streaming=True,
             poll_s=_VERL_POLL_S,
         ),
+        "verl_separate_async_wait": Regime(
+            policy=_disaggregated,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
+            streaming=True,
+            poll_s=_VERL_POLL_S,
+        ),
+        "verl_enable_switch_wait": Regime(
+            lends=True,
+            policy=_gate,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
+            streaming=True,
+            poll_s=_VERL_POLL_S,
+            rebalances=True,
+        ),
         "verl_enable_switch": Regime(
             lends=True,
             policy=_gate,
@@ -110,18 +128,10 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             poll_s=_VERL_POLL_S,
             rebalances=True,
         ),
-        "areal": Regime(
-            policy=_disaggregated, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)
-        ),
-        "roll": Regime(
-            policy=_disaggregated, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)
-        ),
-        "staleflow": Regime(
-            policy=_disaggregated, feed=_bounded, stop_the_world=False, router="marginal_gain"
-        ),
-        "seamlessflow": Regime(
-            lends=True, policy=_greedy, feed=_bounded, stop_the_world=False, rebalances=True
-        ),
+        "areal": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)),
+        "roll": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
+        "staleflow": Regime(policy=_disaggregated, feed=_bounded, stop_the_world=False, router="marginal_gain"),
+        "seamlessflow": Regime(lends=True, policy=_greedy, feed=_bounded, stop_the_world=False, rebalances=True),
         "greedy_streaming": Regime(
             lends=True,
             policy=_greedy,
@@ -131,9 +141,16 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             stop_the_world=False,
             rebalances=True,
         ),
-        "disaggregated_streaming": Regime(
-            policy=_disaggregated, feed=_bounded, streaming=True, stop_the_world=False
+        "predictive": Regime(
+            lends=True,
+            policy=_predictive,
+            feed=_bounded,
+            streaming=True,
+            releases=True,
+            stop_the_world=False,
+            rebalances=True,
         ),
+        "disaggregated_streaming": Regime(policy=_disaggregated, feed=_bounded, streaming=True, stop_the_world=False),
         "colocated_bounded": Regime(colocated=True, policy=_colocated, feed=_bounded, rebalances=True),
     }
 )

@@ -49,7 +49,20 @@ class Request:
         prefix: tokens of the context that some engine has computed before (prefilling them is waste).
     """
 
-    __slots__ = ("alive", "base", "context", "done", "end", "number", "owner", "prefix", "replica", "start", "tokens", "version")
+    __slots__ = (
+        "alive",
+        "base",
+        "context",
+        "done",
+        "end",
+        "number",
+        "owner",
+        "prefix",
+        "replica",
+        "start",
+        "tokens",
+        "version",
+    )
 
     def __init__(self, owner: Hashable, context: int, tokens: int, *, prefix: int = 0) -> None:
         self.owner = owner

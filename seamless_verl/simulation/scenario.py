@@ -292,9 +292,7 @@ class Simulation:
 
     def _session_ended(self, attempt: Attempt) -> None:
         self.fleet.forget(attempt)
-        self.driver.tell(
-            ev.SessionFinished(at=self.clock.now, session=attempt.session, group=attempt.group.name)
-        )
+        self.driver.tell(ev.SessionFinished(at=self.clock.now, session=attempt.session, group=attempt.group.name))
 
     def _step_ended(self, record: StepRecord) -> None:
         self._records.append(record)
