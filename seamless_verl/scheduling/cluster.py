@@ -87,6 +87,7 @@ class Pending:
 
     event: AcquireRequested
     due_since: float | None = None  # when its data was there
+    called_at: float | None = None  # when lent slices were called back for it
     stall_reported: bool = False
 
 

@@ -285,7 +285,8 @@ class Scheduler:
             self._grants[request] = gang
             self._issuer.say(GrantAcquire(request=request, slices=ids(gang)))
             if tag is Tag.TRAIN:
-                late_s = self.cluster.now - pending.due_since
+                called = pending.called_at if pending.called_at is not None else self.cluster.now
+                late_s = self.cluster.now - max(pending.due_since, called)
                 self._issuer.say(*(RecordOutcome(outcome=outcome) for outcome in self._loans.granted(late_s)))
 
     def _lend_for_rollout_requests(self) -> None:
@@ -317,8 +318,14 @@ class Scheduler:
                     self._loans.open(number, ids(spare), self.cluster)
         elif self._may_stop(statuses):
             number = self._issuer.record(proposal)
-            self._issuer.drain(statuses, number, why, interrupt=proposal.verb is Verb.RECLAIM)
+            self._drain(statuses, number, why, interrupt=proposal.verb is Verb.RECLAIM)
         return None
+
+    def _drain(self, statuses: list[SliceStatus], number: int | None, why: str, *, interrupt: bool) -> None:
+        self._issuer.drain(statuses, number, why, interrupt=interrupt)
+        waiting = self.cluster.training_request()
+        if interrupt and waiting is not None and waiting.called_at is None:
+            waiting.called_at = self.cluster.now
 
     def _spare(self, statuses: list[SliceStatus]) -> list[SliceStatus]:
         """Those that may be lent without keeping a gang waiting that could train now."""
@@ -349,7 +356,7 @@ class Scheduler:
                 f"{self.cluster.ready} groups are ready and {self.cluster.in_flight} on their way: nothing to wait for"
             )
             number = self._issuer.record(Decision(verb=Verb.RECLAIM, slices=ids(taken), reason=reason))
-            self._issuer.drain(taken, number, reason, interrupt=True)
+            self._drain(taken, number, reason, interrupt=True)
 
     def _keep_generating(self) -> None:
         waiting = self.cluster.training_request()

@@ -6,15 +6,15 @@ The policy fits generation speed and lengths to what finishes (`prediction.sessi
 * **hold** against **lend m slices until x groups are ready**, for several m and x, with the measured costs of waking
   and of taking back; lent is the cheapest plan if it beats holding by a margin;
 * while slices are lent, **take back now** against later: the interrupt is sent one switch before the x-th group is
-  expected, so that the gang is free just then, and lent slices get no new requests for about a turn before that;
+  expected, so that the gang is free just then, and shortly before that lent slices get no new requests;
 * the router learns when each loan should end and can keep long work on slices that are never taken back.
 
-**No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released (`_returning`).
-So a slice is lent at most once between two grants. (2) Between two ``StepEnded`` at most ``max_loans_per_step`` LEND
-decisions are made. Hence at most ``2 * max_loans_per_step`` switches per slice and step, whatever is predicted.
-(3) Hysteresis: a loan must promise more than ``margin`` times its switch cost *after* paying that cost; a loan that is
-running is ended when the best plan from now on ends it now, and its cost of lending is sunk by then. So for one and the
-same forecast, lending and ending the loan at once is never chosen: its value would be that of holding less the cost.
+**No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released
+(`_returning`). So a slice is lent at most once between two grants. (2) Between two ``StepEnded`` there are at most
+``max_loans_per_step`` LEND decisions. Hence at most ``2 * max_loans_per_step`` switches per slice and step, whatever
+is predicted. (3) Hysteresis: a loan must promise more than ``margin`` times its switch cost *after* paying that cost;
+a loan that runs ends when the best plan from now on ends it now, and by then its cost of lending is sunk. So for one
+and the same forecast, lending and ending the loan at once is never chosen: its value is that of holding less the cost.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from seamless_verl.scheduling.switch_costs import Switch
 
 _SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
 _ENOUGH_LENGTHS = 4
+_NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,9 @@ class Predictive:
         self, cluster: Cluster, waiting: Pending | None, lent: Sequence[SliceStatus]
     ) -> Iterator[Proposal]:
         due = waiting is not None and cluster.is_due(waiting)
+        standing = _speed(cluster, _standing(cluster))
+        if not due and standing == 0:  # nobody else generates: they stay until the trainer can train
+            return
         if not due and cluster.now < self._review_at:
             yield LookAgain(at=self._review_at)
             return
@@ -223,25 +227,23 @@ class Predictive:
                 yield self._reclaim(lent, f"{cluster.ready} groups are ready, nothing to predict from yet")
             return
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
-        standing = _speed(cluster, _standing(cluster))
-        everyone = standing + _speed(cluster, lent)
+        asleep_s = _asleep_s(cluster, lent)
+        everyone = [(0.0, standing), (asleep_s, standing + _speed(cluster, lent))]
         full_rate = self._full_rate(cluster, work, standing)
-        course = play(work, [(0.0, everyone)])
-        best = _Plan(
-            worth=value(play(work, [(0.0, standing)]), trainer, back_s, full_rate), back_s=0.0, groups=cluster.ready
-        )
+        course = play(work, everyone)
+        worth = value(play(work, [(0.0, standing)]), trainer, back_s, full_rate)
+        best = _Plan(worth=worth, back_s=0.0, groups=cluster.ready)
         for groups in _marks(trainer):
-            at = max(0.0, course.when_ready(groups - trainer.ready) - back_s)
+            at = max(asleep_s, course.when_ready(groups - trainer.ready) - back_s)
             if 0.0 < at < math.inf:
-                planned = play(work, [(0.0, everyone), (at, standing)])
-                worth = value(planned, trainer, at + back_s, full_rate)
+                worth = value(play(work, [*everyone, (at, standing)]), trainer, at + back_s, full_rate)
                 if worth < best.worth:
                     best = _Plan(worth=worth, back_s=at, groups=groups)
         soon = max(0.25 * back_s, 0.02)
-        if best.back_s <= soon and best.worth < math.inf and (due or standing > 0):
+        if best.back_s <= soon and best.worth < math.inf:
             yield self._reclaim(lent, f"{cluster.ready} groups are ready; taking back takes {back_s:.2f} s")
             return
-        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, 4 * soon if best.back_s <= soon else soon)
+        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon)
         yield LookAgain(at=self._review_at)
         if best.back_s < math.inf and best.worth < math.inf:
             yield Horizon(slices=ids(lent), until=cluster.now + best.back_s)
@@ -250,7 +252,9 @@ class Predictive:
             yield Decision(verb=Verb.WAIT, slices=ids(lent), reason=gain)
             return
         fed = [s for s in lent if s.lent]
-        if fed and standing > 0 and best.back_s < 0.5 * self.book.turn_s:
+        elapsed = cluster.now - min(s.since for s in lent)
+        notice_s = min(0.5 * self.book.turn_s, _NOTICE * (elapsed + best.back_s))
+        if fed and best.back_s < notice_s:
             self._returning = True
             yield Decision(
                 verb=Verb.STOP_FEEDING,
@@ -334,6 +338,13 @@ def _standing(cluster: Cluster) -> list[SliceStatus]:
 
 def _speed(cluster: Cluster, statuses: Sequence[SliceStatus]) -> float:
     return sum(cluster.roofline.speed(status.slice.id) for status in statuses)
+
+
+def _asleep_s(cluster: Cluster, lent: Sequence[SliceStatus]) -> float:
+    """Seconds until the last of them is awake, as it usually goes."""
+    wake_s = cluster.costs.typical_s(Switch.TO_ROLLOUT) or 0.0
+    since = [s.since for s in lent if s.state is SliceState.WAKING]
+    return max(max(since) + wake_s - cluster.now, 0.0) if since else 0.0
 
 
 def _marks(trainer: Trainer) -> list[int]:

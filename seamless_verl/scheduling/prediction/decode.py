@@ -64,6 +64,7 @@ class DecodeModel:
         self._fits = [_Fit(knee) for knee in KNEES]
         self._weight = self._n = self._kv = self._seconds = self._squares = 0.0
         self._best: tuple[float, list[float]] | None = None
+        self._unsolved = 0  # observations since the coefficients were last worked out
 
     @property
     def known(self) -> bool:
@@ -82,7 +83,7 @@ class DecodeModel:
             ("_squares", seconds_per_token**2),
         ):
             setattr(self, name, _DISCOUNT * getattr(self, name) + weight * value)
-        self._best = None
+        self._unsolved += 1
 
     def step_s(self, n: float, kv: float = 0.0) -> float:
         """Predicted seconds of a step; raises ValueError before the first observation."""
@@ -92,7 +93,8 @@ class DecodeModel:
     def _solved(self) -> tuple[float, list[float]]:
         if not self.known:
             raise ValueError("no request was observed yet")
-        if self._best is None:
+        if self._best is None or self._unsolved > min(0.1 * self._weight, 32):
+            self._unsolved = 0
             n, kv, seconds = (total / self._weight for total in (self._n, self._kv, self._seconds))
             solved = [(fit.solve(n, kv, seconds, self._squares), fit.knee) for fit in self._fits]
             (_, w), knee = min(solved, key=lambda item: item[0][0])

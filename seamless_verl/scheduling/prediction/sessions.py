@@ -12,6 +12,7 @@ from seamless_verl.scheduling.events import (
     RequestFinished,
     RequestStarted,
     SessionFinished,
+    SliceReady,
 )
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.lengths import LengthModel
@@ -88,6 +89,8 @@ class SessionBook:
             self._finished(event, roofline)
         elif isinstance(event, SessionFinished):
             self._closed(event)
+        elif isinstance(event, SliceReady):
+            self._awake(event)
 
     def lost(self, slice_id: SliceId) -> None:
         """The slice died: its requests end without an event."""
@@ -136,6 +139,16 @@ class SessionBook:
             load_before=load.n_s,
             context_before=load.context_s,
         )
+
+    def _awake(self, event: SliceReady) -> None:
+        """Requests that were routed to a slice before it was awake begin now."""
+        load = self._loads.get(event.slice)
+        if load is None:
+            return
+        load.change(event.at, 0, 0)
+        for request in self._requests.values():
+            if request.slice == event.slice:
+                request.at, request.load_before, request.context_before = event.at, load.n_s, load.context_s
 
     def _finished(self, event: RequestFinished, roofline: Roofline) -> None:
         request = self._requests.get(event.request)
