@@ -153,36 +153,36 @@ class Bounded:
     """Ours and StaleFlow's: the reserve / occupy / consume protocol, the object of the live run."""
 
     def __init__(self, draw: Draw, protocol: StalenessProtocol) -> None:
+        self.protocol = protocol
         self._draw = draw
-        self._protocol = protocol
         self._groups: dict[str, Group] = {}
 
     @property
     def available(self) -> int:
-        return self._protocol.num_available
+        return self.protocol.num_available
 
     @property
     def in_flight(self) -> int:
-        return sum(self._protocol.state_of(name) is EntryState.RESERVED for name in self._groups)
+        return sum(self.protocol.state_of(name) is EntryState.RESERVED for name in self._groups)
 
     def step_begins(self, version: int) -> list[Group]:
         return []
 
     def published(self, version: int) -> list[Group]:
         groups = []
-        for _ in range(self._protocol.capacity(version)):
+        for _ in range(self.protocol.capacity(version)):
             group = self._draw(version)
-            if self._protocol.reserve(group.name, version) is None:
+            if self.protocol.reserve(group.name, version) is None:
                 raise SeamlessError(f"{group.name}: capacity was promised and refused")
             self._groups[group.name] = group
             groups.append(group)
         return groups
 
     def finish(self, group: Group) -> None:
-        self._protocol.occupy(group.name)
+        self.protocol.occupy(group.name)
 
     def take(self, count: int) -> tuple[list[Group], list[Group]]:
-        consumption = self._protocol.consume(count)
+        consumption = self.protocol.consume(count)
         surplus = [self._groups.pop(name) for name in consumption.surplus]
         return [self._groups.pop(consumed.group) for consumed in consumption.groups], surplus
 

@@ -26,12 +26,19 @@ class Fitted:
         decode: factor on the terms of a decode step that do not depend on the cache (launches, all-reduces, the
             inefficiency of many small experts).
         train_gpu_s_per_token: forward and backward.
+        attention: share of the memory bandwidth that attention reaches; the four published cost models imply 0.34 to
+            0.52 (`attention_efficiencies`).
         sigma: standard deviation of the logarithm of the lengths; assumed, not fitted.
     """
 
     decode: float
     train_gpu_s_per_token: float
+    attention: float = 0.43
     sigma: float = 0.7
+
+
+# The fit to all three modes below; `python -m benchmarks.calibration` finds it again.
+CALIBRATED = Fitted(decode=2.64, train_gpu_s_per_token=321e-6, attention=0.405)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +135,24 @@ _TENSOR_PARALLEL = 4
 _H20 = Hardware(flops=148e12, bandwidth=4.0e12, memory=96e9)
 _H100 = Hardware(flops=989e12, bandwidth=3.35e12, memory=80e9)
 _WEIGHTS, _WEIGHTS_PUBLISHED = 35e9 * 2, 30.5e9 * 2
-# 10 of 40 layers keep a cache: 2 heads of 256, K and V, two bytes. Before: 48 layers, 4 heads of 128.
+# 10 of 40 layers keep a cache: 2 heads of 256, K and V, two bytes.
 _KV_HEADS = 2
-_KV_BYTES, _KV_BYTES_PUBLISHED = 10 * _KV_HEADS * 256 * 2 * 2, 48 * 4 * 128 * 2 * 2
+_KV_BYTES = 10 * _KV_HEADS * 256 * 2 * 2
 # The other 30 keep a recurrent state of 32 heads of 128 x 128 in fp32, read and written at every step.
 _STATE_BYTES = 30 * 32 * 128 * 128 * 4 * 2
 _ACTIVE_PARAMETERS = 3e9
 _PREFILL_UTILISATION = 0.15  # of the peak; mixture of experts with tensor parallelism
+
+
+def attention_efficiencies() -> dict[str, float]:
+    """Share of an H20's bandwidth that the published attention terms imply: bytes of a cached token on one device."""
+    kv_bytes = {  # layers x KV heads x 128, K and V, two bytes, over the tensor-parallel devices
+        "7b-tp1": 28 * 4 * 128 * 4,
+        "14b-tp1": 48 * 8 * 128 * 4,
+        "32b-tp2": 64 * 8 * 128 * 4 / 2,
+        "30b-a3b-tp1": 48 * 4 * 128 * 4,
+    }
+    return {name: size / PUBLISHED[name].attention_per_token_s / _H20.bandwidth for name, size in kv_bytes.items()}
 
 
 def engine(fitted: Fitted) -> EnginePhysics:
@@ -144,7 +162,6 @@ def engine(fitted: Fitted) -> EnginePhysics:
     weights = fitted.decode * (_WEIGHTS / bandwidth) / (_WEIGHTS_PUBLISHED / _H20.bandwidth)
     # Two KV heads on four devices: each device keeps one, so the cache is there twice.
     kv_bytes = _KV_BYTES * _TENSOR_PARALLEL / _KV_HEADS
-    cache = (kv_bytes / bandwidth) / (_KV_BYTES_PUBLISHED / _H20.bandwidth)
     per_request = published.per_request_s * _H20.flops / flops + _STATE_BYTES / bandwidth
     return EnginePhysics(
         decode=DecodeCost(
@@ -152,7 +169,7 @@ def engine(fitted: Fitted) -> EnginePhysics:
             base_s=published.base_s * weights,
             per_request_s=per_request * fitted.decode,
             attention_base_s=published.attention_base_s * weights,
-            attention_per_token_s=published.attention_per_token_s * cache,
+            attention_per_token_s=kv_bytes / bandwidth / fitted.attention,
         ),
         prefill_s_per_token=2 * _ACTIVE_PARAMETERS / (_PREFILL_UTILISATION * flops),
         kv_tokens=int((0.85 * _TENSOR_PARALLEL * _H100.memory - _WEIGHTS) / kv_bytes),

@@ -17,7 +17,7 @@ from seamless_verl.simulation.clock import Clock, Process
 from seamless_verl.simulation.driver import Driver, SwitchCosts
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.loop import LoopRules, StepRecord, TrainLoop, TrainPhysics
-from seamless_verl.simulation.regimes import REGIMES, regime
+from seamless_verl.simulation.regimes import REGIMES, Regime, regime
 from seamless_verl.simulation.replica import EnginePhysics, Request
 from seamless_verl.simulation.workload import Workload
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule, RoutingPolicy
@@ -126,17 +126,24 @@ class Result:
 
 
 class Simulation:
-    """One run. ``tape`` gets every scheduler event and command, ``progress`` every step."""
+    """One run.
+
+    Args:
+        rules: replace those of the scenario's system (ablations).
+        tape: gets every scheduler event and command.
+        progress: gets every step.
+    """
 
     def __init__(
         self,
         scenario: Scenario,
         *,
+        rules: Regime | None = None,
         tape: Callable[[float, ev.Event | cmd.Command], None] | None = None,
         progress: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._scenario = scenario
-        self._regime = rules = regime(scenario.system)
+        self._regime = rules = rules or regime(scenario.system)
         self._progress = progress
         self._records: list[StepRecord] = []
         self._before: list[Account] = []
@@ -178,12 +185,13 @@ class Simulation:
         gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
         slices = sum(pool.slices for pool in gang)
         slowest = min(pool.train_speed for pool in gang)  # the gang steps together
+        self.feed = rules.feed(self.agents.draw, scenario.batch, scenario.eta)
         self.loop = TrainLoop(
             self.clock,
             self.driver,
             self.fleet,
             self.agents,
-            rules.feed(self.agents.draw, scenario.batch, scenario.eta),
+            self.feed,
             scenario.train,
             LoopRules(
                 batch=scenario.batch,
@@ -303,9 +311,9 @@ class Simulation:
             self._progress(record)
 
 
-def simulate(scenario: Scenario) -> Result:
+def simulate(scenario: Scenario, rules: Regime | None = None) -> Result:
     """Run a scenario to its end. The same scenario always gives the same result."""
-    return Simulation(scenario).run()
+    return Simulation(scenario, rules=rules).run()
 
 
 SYSTEMS = tuple(REGIMES)

@@ -15,9 +15,14 @@ from tests.kernel.simulation.build import ENGINE
 
 
 def _engine(physics: EnginePhysics) -> tuple[Clock, Account, Replica, dict[object, float]]:
-    clock, ends = Clock(), {}
+    clock = Clock()
+    ends: dict[object, float] = {}
     account = Account(name="s", gpus=1, trainable=False)
-    replica = Replica("s", clock, physics, account, lambda request: ends.setdefault(request.owner, clock.now))
+
+    def finished(request: Request) -> None:
+        ends[request.owner] = clock.now
+
+    replica = Replica("s", clock, physics, account, finished)
     replica.open()
     return clock, account, replica, ends
 
