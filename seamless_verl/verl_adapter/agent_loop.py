@@ -21,6 +21,7 @@ from verl.utils.profiler import simple_timer
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentRunner
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
+from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.client import ProxyAdmin, SessionResult
 from seamless_verl.proxy.limits import Limits
@@ -28,6 +29,7 @@ from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
+from seamless_verl.verl_adapter.attempts import recorder_of_process
 from seamless_verl.verl_adapter.engine import VerlEngine
 from seamless_verl.verl_adapter.rows import ROW_FIELD, RowStamp, row_digest
 
@@ -109,6 +111,7 @@ class ProxyAgentLoop(AgentLoopBase):
         task = json.loads(task) if isinstance(task, str) else dict(task or {})
         session = await shard.admin.open_session(self._spec(shard.seamless, sampling_params, kwargs))
         timing: dict[str, float] = {}
+        recorder = recorder_of_process(shard.seamless.run_dir, "rollout")
         try:
             with simple_timer("generate_sequences", timing):
                 report = await shard.runner.run(
@@ -124,6 +127,7 @@ class ProxyAgentLoop(AgentLoopBase):
             await shard.admin.delete_session(session.id)
             raise
         result = await shard.admin.close_session(session.id, report.reward, report.rewards)
+        recorder.record(_session_ended(recorder.now(), result, report, timing["generate_sequences"]))
         task_id = f"{extra_info.get('split', '')}/{extra_info.get('index', kwargs.get('index', ''))}"
         outputs = [
             self._output(row, result, report, task_id, AgentLoopMetrics(**timing))
@@ -177,3 +181,17 @@ class ProxyAgentLoop(AgentLoopBase):
                 "tool_rewards": [],
             },
         )
+
+
+def _session_ended(at: float, result: SessionResult, report: AgentReport, seconds: float) -> SessionEnded:
+    return SessionEnded(
+        at=at,
+        session=result.id,
+        group=result.group,
+        seconds=round(seconds, 3),
+        turns=sum(result.kinds.values()),
+        rows=sum(1 for row in result.rows if row.num_trained),
+        reward=report.reward,
+        status=report.status.value,
+        drift=dict(result.drift),
+    )

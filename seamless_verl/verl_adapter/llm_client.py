@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from omegaconf import OmegaConf
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
+
+from seamless_verl.verl_adapter.attempts import RecordedAttempt, recorder_of_process
 
 _INTERRUPTED = ("aborted", "abort")
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
@@ -40,13 +43,15 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             attempt_params = dict(params)
             if budget is not None:
                 attempt_params["max_tokens"] = budget - len(merged.token_ids)
-            output = await LLMServerClient.generate(
-                self,
-                request_id=request_id,
-                prompt_ids=prompt_ids + merged.token_ids,
-                sampling_params=attempt_params,
-                **kwargs,
-            )
+            with self._recorded(len(prompt_ids) + len(merged.token_ids), resumed=bool(merged.token_ids)) as attempt:
+                output = await LLMServerClient.generate(
+                    self,
+                    request_id=request_id,
+                    prompt_ids=prompt_ids + merged.token_ids,
+                    sampling_params=attempt_params,
+                    **kwargs,
+                )
+                attempt.answered(output)
             version = output.extra_fields.get("global_steps")
             _append(merged, output)
             if output.token_ids:
@@ -70,6 +75,15 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             version_spans=spans,
         )
         return merged
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        server_id, handle = await super()._acquire_server(request_id, **extra)
+        RecordedAttempt.routed(server_id)
+        return server_id, handle
+
+    def _recorded(self, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
+        recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
+        return RecordedAttempt(recorder, prompt_tokens=prompt_tokens, resumed=resumed)
 
 
 def _append(merged: TokenOutput, output: TokenOutput) -> None:

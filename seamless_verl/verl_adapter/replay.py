@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
@@ -26,9 +27,19 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     with threshold ``eta + 1`` waits, at step ``k``, for every prompt of step ``k - eta`` that is still in flight.
     For eta 0 and 1 that suffices: at most one batch of older groups is left over after a step, and it goes first. For
     larger eta, groups that overtake could leave more than a batch behind; the configuration refuses those.
+
+    ``on_progress`` is told, at every look, how many groups could be taken and how many are needed.
     """
 
-    def __init__(self, *, eta: int, trainer_config: Any, sampler_kwargs: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        eta: int,
+        on_progress: Callable[[int, int], None] = lambda ready, needed: None,
+        trainer_config: Any,
+        sampler_kwargs: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             trainer_mode="seamless",
             trainer_config=trainer_config,
@@ -38,8 +49,16 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             poll_interval=_POLL_S,
             **kwargs,
         )
+        self._on_progress = on_progress
         self._failures = 0
         self._finished_before: set[str] = set()
+
+    def _has_enough_samples(
+        self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
+    ) -> bool:
+        if partition_id == "train":
+            self._on_progress(len(sampleable_keys), batch_size)
+        return super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         if partition_id == "train":

@@ -145,20 +145,35 @@ def test_a_prompt_group_that_fails_again_and_again_ends_the_run():
     buffer.count_failures({f"uid{n}" for n in range(FAILURES_IN_A_ROW - 1)}, finished=set())
 
 
-def test_the_load_balancer_measures_how_long_a_replica_is_busy(monkeypatch):
+def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
+    from seamless_verl.observe.ledger import Category
     from seamless_verl.verl_adapter import balancer
 
-    clock = iter([10.0, 14.0, 15.0, 20.0, 21.0])
-    monkeypatch.setattr(balancer.time, "monotonic", lambda: next(clock))
+    now = 9.0
+    monkeypatch.setattr(balancer.time, "monotonic", lambda: now)
     metered = balancer.MeteredLoadBalancer({"a": "handle", "b": "handle"})
     metered._request_id_to_server["x"] = metered._request_id_to_server["y"] = "a"
-    metered.acquire_server("x")  # 10: busy from here
+
+    def busy() -> dict[str, tuple[float, float]]:
+        return {books.slice: (books.seconds[Category.GENERATE], books.wall_s) for books in metered.books()}
+
+    now = 10.0
+    metered.acquire_server("x")
     metered.acquire_server("y")
+    now = 12.0
     metered.release_server("a")
-    metered.release_server("a")  # 14: idle again
-    assert metered.busy_seconds() == {"a": 4.0, "b": 0.0}  # looked at 15
-    metered.acquire_server("x")  # 20
-    assert metered.busy_seconds() == {"a": 5.0, "b": 0.0}  # 21, still busy
+    now = 14.0
+    metered.release_server("a")
+    now = 15.0
+    assert busy() == {"a": (4.0, 6.0), "b": (0.0, 6.0)}
+    metered.remove_servers(["b"])
+    now = 20.0
+    metered.acquire_server("x")
+    now = 21.0
+    assert busy() == {"a": (5.0, 12.0), "b": (0.0, 6.0)}
+    metered.add_servers({"b": "handle"})
+    now = 22.0
+    assert busy() == {"a": (6.0, 13.0), "b": (0.0, 7.0)}
 
 
 def test_rows_of_like_length_lie_side_by_side_within_each_ranks_share(monkeypatch):
@@ -222,7 +237,6 @@ def _audited(monkeypatch, **changes):
 def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
     report = _audited(monkeypatch)
     assert (report.rows_audited, report.reward, report.pass_rate, report.tokens_per_s) == (1, 1.0, 1.0, 1.0)
-    assert report.idle_share["trainer"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -246,16 +260,22 @@ def test_a_row_that_was_changed_on_the_way_ends_the_run_before_it_is_trained(mon
         _audited(monkeypatch, **tensors)
 
 
-def test_rollout_idle_is_what_the_replicas_did_not_use_of_the_step(monkeypatch):
+def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_and_its_end():
+    from seamless_verl.observe.ledger import Category, SliceSeconds
     from seamless_verl.verl_adapter import step_report
 
-    clock = iter([100.0, 110.0])
-    monkeypatch.setattr(step_report.time, "monotonic", lambda: next(clock))
+    def books(name: str, pool: str, wall_s: float, idle_s: float) -> SliceSeconds:
+        seconds = {**dict.fromkeys(Category, 0.0), Category.WAIT_DATA: idle_s, Category.TRAIN: wall_s - idle_s}
+        return SliceSeconds(slice=name, pool=pool, devices=1, wall_s=wall_s, seconds=seconds)
+
     meter = step_report.StepMeter()
-    meter.open_window({"a": 5.0, "b": 0.0})
-    meter.close_window({"a": 13.0, "b": 2.0})  # 8 s and 2 s of 10 s each
+    meter.open_window((books("t", "trainer", 5.0, 5.0), books("r", "rollout", 5.0, 0.0)))
+    meter.close_window((books("t", "trainer", 15.0, 7.5), books("r", "rollout", 15.0, 5.0)))
     report = meter.finish(step=1, total_steps=1, timing={"step": 10.0})
-    assert report.idle_share["rollout"] == pytest.approx(0.5)
+    assert report.idle_share == {"trainer": pytest.approx(0.25), "rollout": pytest.approx(0.5)}
+    meter.open_window((books("t", "trainer", 5.0, 5.0),))  # a router of the user's own: nobody knows
+    meter.close_window((books("t", "trainer", 15.0, 7.5),))
+    assert meter.finish(step=2, total_steps=2, timing={"step": 10.0}).idle_share["rollout"] is None
 
 
 class _Scripted:
