@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.cluster import Cluster
 from seamless_verl.scheduling.decisions import Outcome, Verb
-from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Slice, SliceState
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock, Signal
@@ -45,32 +45,33 @@ class SwitchCosts:
 
 class Driver:
     """Args:
+    handle: of the scheduler, or of the recorder in front of it.
+    cluster: the scheduler's state, to be read.
     keep_cache: requests keep their KV cache when their replica takes newer weights.
-    tape: is given every event and command, for the recording.
     """
 
     def __init__(
         self,
         clock: Clock,
-        scheduler: Scheduler,
+        handle: Callable[[ev.Event], tuple[cmd.Command, ...]],
+        cluster: Cluster,
         fleet: Fleet,
         costs: SwitchCosts,
         rng: random.Random,
         *,
         keep_cache: bool,
-        tape: Callable[[float, ev.Event | cmd.Command], None] | None,
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.lends = 0
         self.stalls = 0
         self.changed = Signal(clock)  # a grant, or a replica that is ready
         self._clock = clock
-        self._scheduler = scheduler
+        self._handle = handle
+        self._cluster = cluster
         self._fleet = fleet
         self._costs = costs
         self._rng = rng
         self._keep_cache = keep_cache
-        self._tape = tape
         self._inbox: deque[ev.Event] = deque()
         self._busy = False
         self._current: dict[str, int] = {}
@@ -96,11 +97,7 @@ class Driver:
         try:
             while self._inbox:
                 event = self._inbox.popleft()
-                if self._tape is not None:
-                    self._tape(self.now, event)
-                for command in self._scheduler.handle(event):
-                    if self._tape is not None:
-                        self._tape(self.now, command)
+                for command in self._handle(event):
                     self._carry_out(command)
         finally:
             self._busy = False
@@ -113,7 +110,7 @@ class Driver:
 
     def loading(self) -> bool:
         """Whether a serving slice takes newer weights at the moment."""
-        return any(status.state is SliceState.SYNCING for status in self._scheduler.cluster)
+        return any(status.state is SliceState.SYNCING for status in self._cluster)
 
     def release(self, request: str) -> None:
         """The trainer gives its gang back."""
@@ -123,7 +120,7 @@ class Driver:
 
     def fail(self, name: str) -> None:
         """A slice dies, whatever it does."""
-        if self._scheduler.cluster[name].state in (SliceState.FAILED, SliceState.TRAINING):  # type: ignore[index]
+        if self._cluster[name].state in (SliceState.FAILED, SliceState.TRAINING):  # type: ignore[index]
             return  # the loss of a training gang ends a run of any system
         self._void(name)
         self._fleet.vacate(name)

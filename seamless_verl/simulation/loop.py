@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from seamless_verl.observe import flight
+from seamless_verl.observe.flight import Phase
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.agents import Agents, Group
@@ -95,6 +97,7 @@ class TrainLoop:
         steps: int,
         push_s: float,
         on_step: Callable[[StepRecord], None],
+        record: Callable[[flight.FlightEvent], None] | None,
     ) -> None:
         self.version = 0
         self.done = False
@@ -111,6 +114,8 @@ class TrainLoop:
         self._steps = steps
         self._push_s = push_s
         self._on_step = on_step
+        self._record_event = record
+        self._step = 0
         self._requests = 0
         self._holding = ""
         self._waited_s = self._trained_s = 0.0
@@ -127,13 +132,16 @@ class TrainLoop:
     def _tell_ready(self) -> None:
         ready = min(self._feed.available, self._missing)
         self._driver.tell(ev.GroupsReady(at=self._clock.now, ready=ready, in_flight=self._feed.in_flight))
+        if self._record_event is not None:
+            self._say(flight.BatchProgress(at=self._clock.now, ready=ready, needed=self._missing))
 
     # ---------------------------------------------------------------- the process
 
     def run(self) -> Process:
         self._admit(self._feed.published(0))
         for step in range(1, self._steps + 1):
-            began = self._clock.now
+            began, self._step = self._clock.now, step
+            self._say(flight.StepBegan(at=began, step=step))
             self._waited_s = self._trained_s = 0.0
             self._waited_groups = 0
             self._missing = self._rules.batch
@@ -170,6 +178,7 @@ class TrainLoop:
     def _next_batch(self, wanted: int | None) -> Process:
         mini = wanted or min(self._rules.mini_batch, self._missing)
         waits_from = self._clock.now
+        self._phase(Phase.WAIT_FOR_BATCH)
         if self._feed.available < mini:
             self._waited_groups += mini - self._feed.available
             while self._feed.available < mini:
@@ -178,6 +187,7 @@ class TrainLoop:
             waited = self._clock.now - waits_from
             yield math.ceil(waited / self._rules.poll_s) * self._rules.poll_s - waited
         self._waited_s += self._clock.now - waits_from
+        self._phase(Phase.WAIT_FOR_BATCH, ends=True)
         taken, surplus = self._feed.take(mini)
         for group in surplus:
             self._agents.stop(group)
@@ -189,7 +199,9 @@ class TrainLoop:
         seconds = self._physics.seconds(sum(group.tokens for group in batch), self._gang_gpus)
         self._use_gang(Use.TRAIN)
         self._trained_s += seconds
+        self._phase(Phase.UPDATE_ACTOR)
         yield seconds
+        self._phase(Phase.UPDATE_ACTOR, ends=True)
         self._use_gang(Use.WAIT_DATA)
         mini = min(self._rules.mini_batch, self._missing)
         if self._missing and self._rules.release_when_starving and self._feed.available < mini:
@@ -221,6 +233,7 @@ class TrainLoop:
 
     def _publish(self) -> Process:
         self._use_gang(Use.SYNC)
+        self._phase(Phase.SYNC_WEIGHTS)
         self.version += 1
         if self._rules.stop_the_world:
             self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
@@ -233,6 +246,7 @@ class TrainLoop:
         for group in self._feed.to_restart(self.version):
             self._agents.restart(group, self.version)
         self._admit(self._feed.published(self.version))
+        self._phase(Phase.SYNC_WEIGHTS, ends=True)
         self._use_gang(Use.WAIT_DATA)
 
     # ---------------------------------------------------------------- small things
@@ -254,7 +268,18 @@ class TrainLoop:
         name, self._holding = self._holding, ""
         self._driver.release(name)
 
+    def _say(self, event: flight.FlightEvent) -> None:
+        if self._record_event is not None:
+            self._record_event(event)
+
+    def _phase(self, phase: Phase, *, ends: bool = False) -> None:
+        kind = flight.PhaseEnded if ends else flight.PhaseBegan
+        self._say(kind(at=self._clock.now, phase=phase, step=self._step))
+
     def _record(self, step: int, began: float, groups: list[Group]) -> None:
+        self._say(flight.StepEnded(at=self._clock.now, step=step))
+        if self._record_event is not None:
+            self._say(_rows(self._clock.now, step, groups))
         self._on_step(
             StepRecord(
                 step=step,
@@ -268,3 +293,15 @@ class TrainLoop:
                 answers=tuple(attempt.generated for group in groups for attempt in group.attempts),
             )
         )
+
+
+def _rows(at: float, step: int, groups: list[Group]) -> flight.RowsTrained:
+    attempts = [attempt for group in groups for attempt in group.attempts]
+    return flight.RowsTrained(
+        at=at,
+        step=step,
+        rollouts=len(attempts),
+        staleness=tuple(step - 1 - (a.version or 0) for a in attempts),
+        prompt_tokens=tuple(a.context - a.generated for a in attempts),
+        response_tokens=tuple(a.generated for a in attempts),
+    )

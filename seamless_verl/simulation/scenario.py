@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.scheduling import commands as cmd
+from seamless_verl.observe import flight
+from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, Tag
@@ -130,7 +131,7 @@ class Simulation:
 
     Args:
         rules: replace those of the scenario's system (ablations).
-        tape: gets every scheduler event and command.
+        record: gets what a flight recorder would write.
         progress: gets every step.
     """
 
@@ -139,7 +140,7 @@ class Simulation:
         scenario: Scenario,
         *,
         rules: Regime | None = None,
-        tape: Callable[[float, ev.Event | cmd.Command], None] | None = None,
+        record: Callable[[flight.FlightEvent], None] | None = None,
         progress: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._scenario = scenario
@@ -164,14 +165,16 @@ class Simulation:
         )
         mini = scenario.mini_batch if rules.streaming else scenario.batch
         self.scheduler = Scheduler(rules.policy(scenario.batch, mini))
+        self._record = record
+        recorded = RecordedScheduler(self.scheduler, record, policy=scenario.system) if record else self.scheduler
         self.driver = Driver(
             self.clock,
-            self.scheduler,
+            recorded.handle,
+            self.scheduler.cluster,
             self.fleet,
             scenario.costs,
             random.Random(rng.random()),
             keep_cache=rules.keep_cache,
-            tape=tape,
         )
         self.agents = Agents(
             self.clock,
@@ -206,12 +209,20 @@ class Simulation:
             steps=scenario.steps,
             push_s=0.0 if rules.colocated or rules.stop_the_world else scenario.costs.push,
             on_step=self._step_ended,
+            record=record,
         )
 
     def run(self) -> Result:
         """Raises:
         SeamlessError: nothing is left to happen before the last step ended; names what the scheduler waits for.
         """
+        scenario = self._scenario
+        if self._record:
+            self._record(
+                flight.RunStarted(
+                    at=0.0, name="simulation", policy=scenario.system, eta=scenario.eta, total_steps=scenario.steps
+                )
+            )
         self._build()
         self.clock.start(self.loop.run())
         for name in self.fleet.units:
@@ -220,6 +231,8 @@ class Simulation:
         if not self.clock.run(lambda: self.loop.done):
             states = ", ".join(f"{s.slice.id} {s.state.value}" for s in self.scheduler.cluster)
             raise SeamlessError(f"step {len(self._records) + 1} never ends: {states}; held {self.fleet.num_held}")
+        if self._record:
+            self._record(flight.RunEnded(at=self.clock.now, outcome="finished"))
         records = tuple(self._records[self._scenario.warm :])
         return Result(
             scenario=self._scenario,
@@ -276,6 +289,16 @@ class Simulation:
         self._requests += 1
         label = self._request_names[id(request)] = f"r{self._requests}"
         request.base = request.done
+        if self._record:
+            self._record(
+                flight.RequestStarted(
+                    at=self.clock.now,
+                    request=label,
+                    slice=name,
+                    prompt_tokens=round(request.context + request.done),
+                    resumed=request.prefix > 0 or request.done > 0,
+                )
+            )
         self.driver.tell(
             ev.RequestStarted(
                 at=self.clock.now,
@@ -291,6 +314,17 @@ class Simulation:
         ending = ev.Ending.COMPLETED if finished else ev.Ending.INTERRUPTED
         tokens = round(request.done - request.base)
         label = self._request_names.pop(id(request))
+        if self._record:
+            self._record(
+                flight.RequestEnded(
+                    at=self.clock.now,
+                    request=label,
+                    slice=name,
+                    tokens=tokens,
+                    finish="completed" if finished else "aborted",
+                    version=self.fleet.units[name].replica.version,
+                )
+            )
         self.driver.tell(ev.RequestFinished(at=self.clock.now, request=label, tokens=tokens, ending=ending))
         if self.fleet.idle(name):
             self.driver.drained_of_requests(name)
