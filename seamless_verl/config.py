@@ -220,6 +220,7 @@ class AgentConfig:
         deadline_s: seconds one attempt may take, test runs included.
         max_turns: model calls one attempt may make.
         max_tokens_per_turn: tokens one model call may generate.
+        max_concurrent: attempts under way at a time in each rollout worker; others wait, and their deadline with them.
     """
 
     runner: str | None = None
@@ -227,10 +228,12 @@ class AgentConfig:
     deadline_s: float = 600.0
     max_turns: int = 64
     max_tokens_per_turn: int | None = None
+    max_concurrent: int = 256
 
     def __post_init__(self) -> None:
         _positive("seamless.agent.deadline_s", self.deadline_s, "600")
         _positive("seamless.agent.max_turns", self.max_turns, "64")
+        _positive("seamless.agent.max_concurrent", self.max_concurrent, "256")
         if self.max_tokens_per_turn is not None:
             _positive("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, "1024")
 

@@ -71,9 +71,10 @@ class ProxyAdmin:
         self._client = httpx.AsyncClient(
             base_url=base_url,
             headers={"authorization": f"Bearer {admin_key}"},
-            timeout=timeout_s,
+            # httpx looks at every connection of its pool for every request: few of them, and calls wait for their turn.
+            timeout=httpx.Timeout(timeout_s, pool=None),
             trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=16, max_keepalive_connections=16),
         )
 
     async def open_session(self, spec: SessionSpec) -> SessionHandle:

@@ -34,7 +34,7 @@ from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.recorded_trainer import RecordedTrainer
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.router import balancer_class
-from seamless_verl.verl_adapter.step_report import StepMeter, validation_report
+from seamless_verl.verl_adapter.step_report import StepMeter, on_policy_keys, validation_report
 
 _STREAMING_STATE = "streaming.json"
 
@@ -223,12 +223,21 @@ class SeamlessTrainer(RecordedTrainer):
         return batch
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        version = self.global_steps - 1
         self._meter.audit(batch)
-        batch = super()._compute_old_log_prob(batch, metrics)
-        correction = self.config.algorithm.get("rollout_correction") or {}
-        if not correction.get("bypass_mode", False):  # there verl copies the rollout's log-probs: nothing to compare
-            self._meter.compare_log_probs(batch, current_version=self.global_steps - 1)
-        return batch
+        self._meter.count_staleness(batch, version)
+        correction = self.config.algorithm.get("rollout_correction")
+        if correction is None or not correction.bypass_mode:
+            batch = super()._compute_old_log_prob(batch, metrics)
+            self._meter.compare_log_probs(batch, version)
+            return batch
+        if self.local_trigger_step == 0 and on_policy_keys(batch, version):
+            # verl would copy the rollout's log-probs; a first mini-batch that can be compared pays one forward pass.
+            correction.bypass_mode = False
+            PPOTrainer._compute_old_log_prob(self, batch, metrics)
+            correction.bypass_mode = True
+            self._meter.compare_log_probs(batch, version)
+        return super()._compute_old_log_prob(batch, metrics)
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
