@@ -89,7 +89,7 @@ class ProxyShard:
             )
         )
         server = ProxyServer(app, seamless.proxy.host, seamless.proxy.port)
-        return cls(seamless, server, ProxyAdmin(await server.start(), admin_key), runner)
+        return cls(seamless, server, ProxyAdmin(await server.start(), admin_key, app=app), runner)
 
 
 def _stop_token_ids(config: Any, tokenizer: Any) -> list[int]:
