@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from seamless_verl.scheduling.events import AcquireRequested, Ending, RequestFinished, RequestStarted
+from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import (
     ACTIVE_TAG,
     InvalidTransition,
@@ -19,6 +20,7 @@ from seamless_verl.scheduling.slices import (
     Tag,
     next_state,
 )
+from seamless_verl.scheduling.switch_costs import SwitchCosts
 
 GENERATING = frozenset({SliceState.ROLLOUT, SliceState.SYNCING})
 SERVING_SOON = GENERATING | {SliceState.WAKING}
@@ -61,6 +63,11 @@ class SliceStatus:
         """A slice that could train is (or is becoming) a rollout slice and nobody called it back."""
         return self.slice.lendable and self.state in SERVING_SOON
 
+    @property
+    def leisurely(self) -> bool:
+        """Lent before, and draining without its requests being interrupted."""
+        return self.slice.lendable and self.state is SliceState.DRAINING and not self.interrupted
+
     def move(self, move: Move, at: float, story: str) -> None:
         after = next_state(self.slice.id, self.state, move, story)
         if after is not self.state:
@@ -80,6 +87,7 @@ class Pending:
 
     event: AcquireRequested
     due_since: float | None = None  # when its data was there
+    called_at: float | None = None  # when lent slices were called back for it
     stall_reported: bool = False
 
 
@@ -94,6 +102,9 @@ class Cluster:
         steps: training steps that ended.
         last_step: no step follows the one that ended.
         generated: tokens that finished requests generated, by slice.
+        training_s: seconds that gangs were held, all grants that ended.
+        costs: measured switches.
+        roofline: which slice is good at what.
     """
 
     now: float = 0.0
@@ -107,6 +118,9 @@ class Cluster:
     in_flight: int = 0
     steps: int = 0
     last_step: bool = False
+    training_s: float = 0.0
+    costs: SwitchCosts = field(default_factory=SwitchCosts)
+    roofline: Roofline = field(default_factory=Roofline)
 
     def __getitem__(self, slice_id: SliceId) -> SliceStatus:
         try:
@@ -127,6 +141,7 @@ class Cluster:
         self.slices[status.slice.id] = status
         self.on_slice[status.slice.id] = set()
         self.generated[status.slice.id] = 0
+        self.roofline.add(status.slice)
 
     def idle(self, tag: Tag) -> list[SliceStatus]:
         """Free slices that could carry the tag."""
@@ -151,12 +166,14 @@ class Cluster:
         tag = pending.event.tag
         coming = [s for s in self if s.state is SliceState.DRAINING and s.interrupted and tag in s.usable]
         missing = pending.event.count - len(self.idle(tag)) - len(coming)
-        taken = [s for s in self if tag in s.usable and s.holder is None and (s.lent or _leisurely_draining(s))]
+        taken = [s for s in self if tag in s.usable and s.holder is None and (s.lent or s.leisurely)]
         return self.by_priority(taken, tag)[: max(missing, 0)]
 
     def by_priority(self, statuses: Iterable[SliceStatus], tag: Tag) -> list[SliceStatus]:
-        """Those that can do nothing else first, then in the order of their ids."""
-        return sorted(statuses, key=lambda s: (len(s.usable), s.slice.id))
+        """Those that can do nothing else first, then by the roofline."""
+        statuses = list(statuses)
+        rank = {slice_id: i for i, slice_id in enumerate(self.roofline.order((s.slice for s in statuses), tag))}
+        return sorted(statuses, key=lambda s: (len(s.usable), rank[s.slice.id]))
 
     def start_request(self, event: RequestStarted) -> None:
         if event.slice not in self.slices:
@@ -177,10 +194,6 @@ class Cluster:
         for request in self.on_slice[slice_id]:
             del self.running[request]
         self.on_slice[slice_id] = set()
-
-
-def _leisurely_draining(status: SliceStatus) -> bool:
-    return status.slice.lendable and status.state is SliceState.DRAINING and not status.interrupted
 
 
 def ids(statuses: Iterable[SliceStatus]) -> tuple[SliceId, ...]:

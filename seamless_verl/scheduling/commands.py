@@ -95,10 +95,11 @@ class RestartSlice(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetHorizon(Command):
-    """Advice to the router: the slice is expected to be taken back at ``until``; None: it is not lent."""
+    """Advice to the router: the lent slice is expected to be taken back at ``until``; work that takes longer is better
+    placed on slices that are not lent. Holds until the next one or until the slice is drained."""
 
     slice: SliceId
-    until: float | None
+    until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

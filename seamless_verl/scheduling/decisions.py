@@ -35,14 +35,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a LEND decision was worth, known when the last of its slices is back.
+    """What a LEND decision was worth, known when its slices are back and the gang is granted (see `loans`).
 
     Attributes:
         decision: number of the decision.
-        realised_benefit_s: seconds the standing slices would have needed, at their rate during the loan, for what the
-            lent ones generated, less the time the gang was late; None when no standing slice generated anything.
+        realised_benefit_s: seconds saved; None when nothing was generated while the loan ran.
         lent_tokens: tokens generated on the loan.
-        late_s: seconds between the trainer's data being ready and its gang being granted.
+        late_s: seconds that the trainer had its data, wanted its gang and did not have it.
     """
 
     decision: int
@@ -56,3 +55,14 @@ class LookAgain:
     """Beside its decisions a policy may ask to be asked again at a time when nothing need have happened."""
 
     at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """When a policy expects to take lent slices back; the router is told (`SetHorizon`)."""
+
+    slices: tuple[SliceId, ...]
+    until: float
+
+
+Proposal = Decision | LookAgain | Horizon

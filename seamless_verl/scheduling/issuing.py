@@ -18,6 +18,7 @@ from seamless_verl.scheduling.commands import (
 from seamless_verl.scheduling.decisions import Decision, Verb
 from seamless_verl.scheduling.patience import Patience
 from seamless_verl.scheduling.slices import Move, SliceId, Tag
+from seamless_verl.scheduling.switch_costs import Switch
 
 _QUIET = (Verb.HOLD, Verb.WAIT)
 
@@ -57,6 +58,7 @@ class Issuer:
         for status in statuses:
             status.move(Move.LEND, self._cluster.now, why)
             status.decision = decision
+            self._cluster.costs.begin(status.slice.id, Switch.TO_ROLLOUT, self._cluster.now)
             number = self._number(status, self._patience.wake_s)
             self.say(
                 LendSlice(command=number, slice=status.slice.id, version=self._cluster.published, decision=decision)
@@ -66,6 +68,9 @@ class Issuer:
         for status in statuses:
             status.move(Move.DRAIN, self._cluster.now, why)
             status.interrupted = interrupt
+            self._cluster.costs.abandon(status.slice.id)
+            if interrupt:
+                self._cluster.costs.begin(status.slice.id, Switch.TO_TRAIN, self._cluster.now)
             number = self._number(status, self._patience.interrupt_s if interrupt else self._patience.drain_s)
             self.say(DrainSlice(command=number, slice=status.slice.id, interrupt=interrupt, decision=decision))
 
@@ -75,6 +80,7 @@ class Issuer:
         self.say(SyncWeights(command=number, slice=status.slice.id, version=version))
 
     def fail_over(self, status: SliceStatus, reason: str, *, restartable: bool) -> None:
+        self._cluster.costs.abandon(status.slice.id)
         if Tag.ROLLOUT in status.slice.capabilities:
             self.say(FailOver(slice=status.slice.id, reason=reason))
         status.restarting, status.lost_for_good = restartable, not restartable

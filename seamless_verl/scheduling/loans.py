@@ -1,9 +1,9 @@
-"""What lending was worth, in seconds of the trainer's waiting time; the same account for every policy.
+"""What lending was worth, in seconds; the same account for every policy.
 
-A loan is all the slices that one decision lent. While it runs, the standing slices (never lent) generate at a rate
-that is measured; the tokens of the loan divided by that rate are the seconds they would have needed in its place.
-The seconds by which the gang was granted after the trainer's data was there are taken off. An upper estimate: standing
-slices that were not full could have taken part of the work at less than proportional cost.
+A loan is all the slices that one decision lent. Of everything generated while it ran, the lent slices made a share;
+without them the others would have had to make it, so the loan saved ``duration * share``. The seconds that the trainer
+then waited for its gang although it wanted it (its data was there and the slices were called back) are taken off.
+Tokens count when their request ends, so a short loan is valued roughly.
 """
 
 from __future__ import annotations
@@ -19,56 +19,48 @@ from seamless_verl.scheduling.slices import SliceId
 class _Loan:
     began: float
     out: set[SliceId]
-    tokens_before: dict[SliceId, int]
-    standing_before: int
+    before: dict[SliceId, int]
+    all_before: int
     tokens: int = 0
 
 
 @dataclass(slots=True)
 class LoanBook:
     _open: dict[int, _Loan] = field(default_factory=dict)
-    _closed: dict[int, Outcome] = field(default_factory=dict)
+    _closed: list[tuple[int, float | None, int]] = field(default_factory=list)
 
     def open(self, decision: int, slices: tuple[SliceId, ...], cluster: Cluster) -> None:
         self._open[decision] = _Loan(
             began=cluster.now,
             out=set(slices),
-            tokens_before={s: cluster.generated[s] for s in slices},
-            standing_before=_standing(cluster),
+            before={s: cluster.generated[s] for s in slices},
+            all_before=sum(cluster.generated.values()),
         )
 
     def slice_is_back(self, decision: int, slice_id: SliceId, cluster: Cluster) -> None:
-        """The slice drained or failed. When it was the last one the loan is closed and waits for its grant."""
+        """The slice drained or failed. When it was the last one the loan is over and waits for its grant."""
         loan = self._open.get(decision)
         if loan is None or slice_id not in loan.out:
             return
         loan.out.discard(slice_id)
-        loan.tokens += cluster.generated[slice_id] - loan.tokens_before[slice_id]
+        loan.tokens += cluster.generated[slice_id] - loan.before[slice_id]
         if loan.out:
             return
         del self._open[decision]
-        rate = (_standing(cluster) - loan.standing_before) / max(cluster.now - loan.began, 1e-9)
-        saved = loan.tokens / rate if rate > 0 else None
-        self._closed[decision] = Outcome(
-            decision=decision, realised_benefit_s=saved, lent_tokens=loan.tokens, late_s=0.0
-        )
+        generated = sum(cluster.generated.values()) - loan.all_before
+        saved = (cluster.now - loan.began) * loan.tokens / generated if generated else None
+        self._closed.append((decision, saved, loan.tokens))
 
     def granted(self, late_s: float) -> list[Outcome]:
-        """Close the books at a grant (or at the end): every loan that is back pays for the delay once."""
-        outcomes = []
-        for outcome in self._closed.values():
-            saved = outcome.realised_benefit_s
-            outcomes.append(
-                Outcome(
-                    decision=outcome.decision,
-                    realised_benefit_s=None if saved is None else saved - late_s,
-                    lent_tokens=outcome.lent_tokens,
-                    late_s=late_s,
-                )
+        """The gang is granted: every loan that is back is settled and pays for the delay."""
+        settled = [
+            Outcome(
+                decision=decision,
+                realised_benefit_s=None if saved is None else saved - late_s,
+                lent_tokens=tokens,
+                late_s=late_s,
             )
+            for decision, saved, tokens in self._closed
+        ]
         self._closed.clear()
-        return outcomes
-
-
-def _standing(cluster: Cluster) -> int:
-    return sum(tokens for slice_id, tokens in cluster.generated.items() if not cluster[slice_id].slice.lendable)
+        return settled

@@ -28,8 +28,9 @@ from seamless_verl.scheduling.commands import (
     RefuseAcquire,
     ReportStall,
     RevokeGrant,
+    SetHorizon,
 )
-from seamless_verl.scheduling.decisions import Decision, LookAgain, Verb
+from seamless_verl.scheduling.decisions import Decision, Horizon, LookAgain, Proposal, Verb
 from seamless_verl.scheduling.issuing import Issuer
 from seamless_verl.scheduling.loans import LoanBook
 from seamless_verl.scheduling.patience import Patience
@@ -103,6 +104,7 @@ class Scheduler:
         if status.command != event.command:
             return
         status.move(Move.READY, event.at, "SliceReady")
+        self.cluster.costs.end(event.slice, event.at)
         status.version = event.version
         self._issuer.settled(status)
 
@@ -111,6 +113,7 @@ class Scheduler:
         if status.command != event.command:
             return
         status.move(Move.DRAINED, event.at, "SliceDrained")
+        self.cluster.costs.end(event.slice, event.at)
         self._issuer.settled(status)
         self._back_from_loan(status)
 
@@ -169,7 +172,10 @@ class Scheduler:
         self._hand_back(event.request, f"Released {event.request}")
 
     def _hand_back(self, request: str, story: str) -> None:
-        for status in self._grants.pop(request):
+        gang = self._grants.pop(request)
+        held = [self.cluster.now - status.since for status in gang if status.state is SliceState.TRAINING]
+        self.cluster.training_s += max(held, default=0.0)
+        for status in gang:
             status.holder = None
             if status.state is SliceState.TRAINING:
                 status.move(Move.RELEASE, self.cluster.now, story)
@@ -279,7 +285,8 @@ class Scheduler:
             self._grants[request] = gang
             self._issuer.say(GrantAcquire(request=request, slices=ids(gang)))
             if tag is Tag.TRAIN:
-                late_s = self.cluster.now - pending.due_since
+                called = pending.called_at if pending.called_at is not None else self.cluster.now
+                late_s = self.cluster.now - max(pending.due_since, called)
                 self._issuer.say(*(RecordOutcome(outcome=outcome) for outcome in self._loans.granted(late_s)))
 
     def _lend_for_rollout_requests(self) -> None:
@@ -292,9 +299,12 @@ class Scheduler:
 
     # ---------------------------------------------------------------- proposals
 
-    def _carry_out(self, proposal: Decision | LookAgain) -> float | None:
+    def _carry_out(self, proposal: Proposal) -> float | None:
         if isinstance(proposal, LookAgain):
             return proposal.at
+        if isinstance(proposal, Horizon):
+            self._issuer.say(*(SetHorizon(slice=slice_id, until=proposal.until) for slice_id in proposal.slices))
+            return None
         statuses = [self.cluster[slice_id] for slice_id in proposal.slices]
         why = f"{proposal.verb.value} ({proposal.reason})"
         if proposal.verb in (Verb.HOLD, Verb.WAIT):
@@ -308,8 +318,14 @@ class Scheduler:
                     self._loans.open(number, ids(spare), self.cluster)
         elif self._may_stop(statuses):
             number = self._issuer.record(proposal)
-            self._issuer.drain(statuses, number, why, interrupt=proposal.verb is Verb.RECLAIM)
+            self._drain(statuses, number, why, interrupt=proposal.verb is Verb.RECLAIM)
         return None
+
+    def _drain(self, statuses: list[SliceStatus], number: int | None, why: str, *, interrupt: bool) -> None:
+        self._issuer.drain(statuses, number, why, interrupt=interrupt)
+        waiting = self.cluster.training_request()
+        if interrupt and waiting is not None and waiting.called_at is None:
+            waiting.called_at = self.cluster.now
 
     def _spare(self, statuses: list[SliceStatus]) -> list[SliceStatus]:
         """Those that may be lent without keeping a gang waiting that could train now."""
@@ -340,7 +356,7 @@ class Scheduler:
                 f"{self.cluster.ready} groups are ready and {self.cluster.in_flight} on their way: nothing to wait for"
             )
             number = self._issuer.record(Decision(verb=Verb.RECLAIM, slices=ids(taken), reason=reason))
-            self._issuer.drain(taken, number, reason, interrupt=True)
+            self._drain(taken, number, reason, interrupt=True)
 
     def _keep_generating(self) -> None:
         waiting = self.cluster.training_request()

@@ -29,8 +29,13 @@ from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
+<<<<<<< HEAD
 from seamless_verl.verl_adapter.attempts import recorder_of_process
 from seamless_verl.verl_adapter.engine import VerlEngine
+=======
+from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
+from seamless_verl.verl_adapter.parsers import VllmParser, make_parser
+>>>>>>> wire
 from seamless_verl.verl_adapter.rows import ROW_FIELD, RowStamp, row_digest
 
 
@@ -63,8 +68,12 @@ class ProxyShard:
             )
         module, _, name = seamless.agent.runner.rpartition(".")
         runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
+        parser = make_parser(tokenizer, seamless.proxy.tool_parser, seamless.proxy.reasoning_parser)
         renderer = TokenizerRenderer(
-            tokenizer, template_args=template_args, stop_token_ids=_stop_token_ids(config, tokenizer)
+            tokenizer,
+            template_args=template_args,
+            stop_token_ids=_stop_token_ids(config, tokenizer),
+            keep_special_tokens=isinstance(parser, VllmParser) and parser.keeps_special_tokens,
         )
         rollout = config.actor_rollout_ref.rollout
         max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
@@ -74,6 +83,8 @@ class ProxyShard:
                 engine=VerlEngine(client, max_model_len=max_model_len, stop_token_ids=renderer.stop_token_ids),
                 renderer=renderer,
                 codec=renderer,
+                parser=parser,
+                abilities=ABILITIES,
                 admin_key=admin_key,
                 model=str(config.actor_rollout_ref.model.path),
                 limits=Limits(max_model_len=max_model_len),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from seamless_verl.scheduling.cluster import Cluster
-from seamless_verl.scheduling.decisions import Decision, LookAgain
+from seamless_verl.scheduling.decisions import Proposal
 from seamless_verl.scheduling.events import Event
 
 
@@ -20,5 +20,5 @@ class Policy(Protocol):
     def observe(self, event: Event, cluster: Cluster) -> None:
         """Called with every event after the cluster has taken it in."""
 
-    def decide(self, cluster: Cluster) -> Iterable[Decision | LookAgain]:
+    def decide(self, cluster: Cluster) -> Iterable[Proposal]:
         """Called after every event that can change what should be done (not for single requests)."""

@@ -1,0 +1,185 @@
+"""Which replica a request goes to (StaleFlow, section 2.4 of the specification), and who should give requests back.
+
+    requests, most stale first ──► oldest replica version that may take it ──► largest gain of throughput
+                                     gain < mu * gain on an empty replica ──► next version ──► hold back
+
+A request that is held back costs nothing: its slot is reserved and it takes the first place that is worth taking. A
+request that is pushed onto a full replica slows down everybody there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from seamless_verl.staleness.cost_model import DecodeCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """What a replica carries.
+
+    Attributes:
+        version: weight version it generates with.
+        running: requests that it decodes.
+        waiting: requests in its queue.
+        kv_tokens: tokens cached by the running requests.
+        kv_room: further tokens that its cache can hold.
+        max_running: requests that it decodes at a time; more would wait.
+    """
+
+    replica: str
+    version: int
+    running: int
+    waiting: int
+    kv_tokens: int
+    kv_room: int
+    max_running: int = 1 << 30
+
+    def can_start(self, tokens: int) -> bool:
+        """Whether a request with ``tokens`` of context would be decoded at once."""
+        return self.waiting == 0 and self.running < self.max_running and self.kv_room >= tokens
+
+    def with_request(self, tokens: int) -> ReplicaLoad:
+        return replace(self, running=self.running + 1, kv_tokens=self.kv_tokens + tokens, kv_room=self.kv_room - tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingRequest:
+    """A generation to place.
+
+    Attributes:
+        version: lowest weight version it may run on: V_traj once it has started (partial rollout), else the lowest for
+            which its group was granted a slot.
+        tokens: context it brings, prompt and what was generated so far.
+    """
+
+    request: str
+    version: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Send ``request`` to ``replica``."""
+
+    request: str
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Keep ``request``; ask again when a load or a version changes."""
+
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrate:
+    """Interrupt ``count`` requests of ``replica``, the waiting ones first, keep their tokens and route them anew."""
+
+    replica: str
+    count: int
+    reason: str
+
+
+class RoutingPolicy(Protocol):
+    """Places requests on replicas; the same answer for the same arguments."""
+
+    def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
+        """One decision per request, each already seeing the load of the ones before it."""
+
+
+class LeastRequests:
+    """verl's own rule, the baseline: the replica with the fewest requests, whatever they weigh; never holds back."""
+
+    def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
+        loads = {load.replica: load.running + load.waiting for load in replicas}
+        versions = {load.replica: load.version for load in replicas}
+        decisions: list[Route | Hold] = []
+        for request in requests:
+            eligible = [name for name in loads if versions[name] >= request.version]
+            if not eligible:
+                decisions.append(Hold(request=request.request, reason=f"no replica has version {request.version}"))
+                continue
+            chosen = min(eligible, key=lambda name: (loads[name], name))
+            decisions.append(Route(request=request.request, replica=chosen, reason=f"fewest requests: {loads[chosen]}"))
+            loads[chosen] += 1
+        return decisions
+
+
+class MarginalGain:
+    """The staleness-aware rule of StaleFlow.
+
+    Args:
+        cost: model of a decode step; the published one or a fit.
+        mu: share of the gain on an empty replica that a placement must bring, else the request is held back.
+    """
+
+    def __init__(self, *, cost: DecodeCost, mu: float = 0.3) -> None:
+        self.cost = cost
+        self.mu = mu
+
+    def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
+        loads = {load.replica: load for load in replicas}
+        decisions: list[Route | Hold] = []
+        for request in sorted(requests, key=lambda request: request.version):  # most stale first; stable
+            decision = self._place(request, loads)
+            if isinstance(decision, Route):
+                loads[decision.replica] = loads[decision.replica].with_request(request.tokens)
+            decisions.append(decision)
+        return decisions
+
+    def _place(self, request: PendingRequest, loads: dict[str, ReplicaLoad]) -> Route | Hold:
+        ideal = self.cost.gain(0, 0, request.tokens)
+        for version in sorted({load.version for load in loads.values() if load.version >= request.version}):
+            gains = [
+                (self.cost.gain(load.running, load.kv_tokens, request.tokens), load.replica)
+                for load in loads.values()
+                if load.version == version and load.can_start(request.tokens)
+            ]
+            gain, chosen = max(gains, default=(0.0, ""))
+            if chosen and gain >= self.mu * ideal:
+                reason = f"gain {gain:.0f} of {ideal:.0f} token/s at version {version}"
+                return Route(request=request.request, replica=chosen, reason=reason)
+        return Hold(request=request.request, reason=f"no replica gains {self.mu:.0%} of {ideal:.0f} token/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationRule:
+    """When a replica gives requests back (phi_wait = 3, phi_throughput = 5 by secondary sources).
+
+    Attributes:
+        phi_wait: a longer queue is given back, as long as another replica has no queue.
+        phi_throughput: ratio between the throughputs of the fullest and the emptiest replica above which the fullest
+            gives back half of the difference.
+    """
+
+    phi_wait: int = 3
+    phi_throughput: float = 5.0
+
+    def migrations(self, replicas: Sequence[ReplicaLoad], cost: DecodeCost) -> list[Migrate]:
+        """What to interrupt now; empty when nobody could take it over or the model expects nothing from it."""
+        if all(load.waiting for load in replicas):
+            return []
+        commands = [
+            Migrate(replica=load.replica, count=load.waiting, reason=f"{load.waiting} waiting > {self.phi_wait}")
+            for load in replicas
+            if load.waiting > self.phi_wait
+        ]
+        by_throughput = sorted(replicas, key=lambda load: (cost.throughput(load.running, load.kv_tokens), load.replica))
+        starving, full = by_throughput[0], by_throughput[-1]
+        count = (full.running - starving.running) // 2
+        low, high = (cost.throughput(load.running, load.kv_tokens) for load in (starving, full))
+        if starving.waiting or count < 1 or high <= self.phi_throughput * low:
+            return commands
+        moved = count * full.kv_tokens // full.running
+        after = cost.throughput(full.running - count, full.kv_tokens - moved)
+        after += cost.throughput(starving.running + count, starving.kv_tokens + moved)
+        if after > low + high:
+            reason = f"{high:.0f} token/s against {low:.0f} on {starving.replica}; {after - low - high:+.0f} expected"
+            commands.append(Migrate(replica=full.replica, count=count, reason=reason))
+        return commands

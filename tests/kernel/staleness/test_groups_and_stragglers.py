@@ -1,0 +1,86 @@
+"""Groups with surplus rollouts, groups without signal, and steps that wait for stragglers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.staleness.groups import GroupProgress, GroupState, has_no_signal
+from seamless_verl.staleness.protocol import StalenessProtocol
+from seamless_verl.staleness.stuck import Retry, StuckPolicy, Treatment, Truncate
+
+
+@given(st.data(), st.integers(1, 5), st.integers(0, 4))
+def test_a_group_is_complete_with_the_first_n_and_everybody_else_is_stopped_once(
+    data: st.DataObject, needed: int, surplus: int
+) -> None:
+    progress = GroupProgress(needed=needed, launched=needed + surplus)
+    running, finished, failed = set(range(needed + surplus)), [], 0
+    while running:
+        member = data.draw(st.sampled_from(sorted(running)))
+        running.remove(member)
+        if data.draw(st.booleans()):
+            finished.append(member)
+            verdict = progress.finish(member)
+        else:
+            failed += 1
+            verdict = progress.fail(member)
+        if verdict.state is not GroupState.GENERATING:
+            assert set(verdict.stop) == running
+            break
+    complete = len(finished) == needed
+    assert verdict.state is (GroupState.COMPLETE if complete else GroupState.FAILED)
+    assert complete or failed > surplus
+    assert progress.members == tuple(finished)
+
+
+def test_a_group_smaller_than_asked_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"group_redundancy=0\.5.*2 rollouts for a group of 4"):
+        GroupProgress(needed=4, launched=2)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "nothing"), [([1.0, 1.0], True), ([0.0] * 8, True), ([0.0, 1e-9], False), ([1.0], False), ([], False)]
+)
+def test_equal_rewards_teach_nothing(rewards: list[float], nothing: bool) -> None:
+    assert has_no_signal(rewards) is nothing
+
+
+def stuck() -> StalenessProtocol:
+    """Step 1 waits for ``old``, reserved at version 0; ``done`` is finished for step 2."""
+    protocol = StalenessProtocol(eta=1, batch_size=1)
+    protocol.reserve("old", 0), protocol.reserve("first", 0)
+    protocol.occupy("first"), protocol.consume(1)
+    protocol.reserve("done", 1), protocol.occupy("done")
+    assert (protocol.version, protocol.stuck(), protocol.num_ahead) == (1, ("old",), 1)
+    return protocol
+
+
+def test_waiting_is_the_default_and_patience_comes_first() -> None:
+    assert StuckPolicy().treat(stuck(), waited_s=1e9) == []
+    assert StuckPolicy(treatment=Treatment.RETRY, patience_s=60).treat(stuck(), waited_s=59) == []
+
+
+def test_a_straggler_starts_anew_only_when_a_finished_group_takes_its_place() -> None:
+    protocol, policy = stuck(), StuckPolicy(treatment=Treatment.RETRY, patience_s=60)
+    (command,) = policy.treat(protocol, waited_s=60)
+    assert isinstance(command, Retry)
+    protocol.abort(command.group)
+    assert protocol.num_available == 1, "done moved up"
+    assert protocol.reserve(command.group, 1) == 2
+    alone = StalenessProtocol(eta=0, batch_size=1)
+    alone.reserve("only", 0)
+    assert policy.treat(alone, waited_s=60) == []
+
+
+def test_truncation_names_every_straggler() -> None:
+    protocol = StalenessProtocol(eta=0, batch_size=3)
+    for group in "abc":
+        protocol.reserve(group, 0)
+    protocol.occupy("b")
+    commands = StuckPolicy(treatment=Treatment.TRUNCATE, patience_s=0).treat(protocol, waited_s=5)
+    assert [type(command) for command in commands] == [Truncate, Truncate]
+    assert [command.group for command in commands] == ["a", "c"]
+    assert commands[0].reason == "step 0 lacks 2 groups after 5 s"
