@@ -33,6 +33,7 @@ class PreparedAnswers:
         words = (folder / "words.txt").read_text().split()
         rng = random.Random(5)
         self.completions: list[tuple[bytes, bytes]] = []
+        self.ids: list[list[int]] = []
         self.chats: list[bytes] = []
         for _ in range(NUM_ANSWERS):
             text = " ".join(rng.choice(words) for _ in range(NUM_GENERATED * 2))
@@ -42,6 +43,7 @@ class PreparedAnswers:
             self._prepare(text, ids, [round(-3 * rng.random(), 12) for _ in ids], tokenizer)
 
     def _prepare(self, text: str, ids: list[int], log_probs: list[float], tokenizer: object) -> None:
+        self.ids.append(ids)
         tokens = [tokenizer.decode([token]) for token in ids]  # type: ignore[attr-defined]
         wire = {
             "text_offset": [0] * len(ids),
@@ -113,10 +115,15 @@ class Connection(asyncio.Protocol):
         elif url.endswith(b"/completions"):
             start = body.index(b'"prompt":[') + 9
             prompt = body[start : body.index(b"]", start) + 1]
-            head, tail = self._answers.completions[zlib.crc32(prompt) % NUM_ANSWERS]
+            number = zlib.crc32(prompt) % NUM_ANSWERS
+            self._answered(prompt, number)
+            head, tail = self._answers.completions[number]
             self._send(b"".join((head, prompt, tail)))
         else:
             self._send(b'{"object":"list","data":[{"id":"mock","object":"model","max_model_len":1000000}]}')
+
+    def _answered(self, prompt: bytes, number: int) -> None:
+        """For those who keep a book."""
 
     def _send(self, body: bytes) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.proxy.address_book import prefix_of
 from seamless_verl.proxy.limits import Limits
 
 DESCRIPTION = """\
@@ -55,9 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base-url", default="", metavar="URL", help="how agents reach this proxy, where that is not how you do")
     add("--admin-key-file", type=Path, metavar="FILE", help="key that opens sessions; made if missing (DIR/admin.key)")
     add("--engine-key-file", type=Path, metavar="FILE", help="the vLLM server's own key (its --api-key)")
+    add("--think-tags", nargs=2, metavar=("OPEN", "CLOSE"), help="tags of reasoning, e.g. '<think>' '</think>'")
     add("--weight-version", type=int, default=0, metavar="N", help="version of the served weights, stamped on tokens")
     add("--durable", action="store_true", help="survive the loss of power too: fsync before every group of answers")
     add("--drain", type=float, default=30.0, metavar="S", help="seconds for answers under way after SIGTERM (30)")
+    add("--shards", type=int, default=1, metavar="N", help="processes to spread the sessions over (needs --record)")
+    add("--shard", type=int, help=argparse.SUPPRESS)  # which of them this one is
     add("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
     parser.set_defaults(run=run)
 
@@ -66,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     """Serve; 0 after a clean stop, 2 when an option cannot work."""
     from seamless_verl.proxy.standalone import Ready, StandaloneConfig, read_key, serve
 
+    if options.shards != 1 and options.shard is None:
+        return _run_shards(options)
     key_file = options.admin_key_file or (options.record or Path()) / "admin.key"
     try:
         config = StandaloneConfig(
@@ -82,8 +88,11 @@ def run(options: argparse.Namespace) -> int:
             version=options.weight_version,
             parquet=options.rows == "parquet",
             durable=options.durable,
+            think_tags=tuple(options.think_tags) if options.think_tags else None,
             drain_s=options.drain,
             base_url=options.base_url.rstrip("/"),
+            prefix=prefix_of(options.shard) if options.shard is not None else "",
+            ends_with_stdin=options.shard is not None,
             limits=_limits(options.limit),
         )
 
@@ -101,6 +110,53 @@ def run(options: argparse.Namespace) -> int:
         print(f"seamless-verl proxy: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run_shards(options: argparse.Namespace) -> int:
+    from seamless_verl.proxy.shards import ShardsConfig, serve_shards
+    from seamless_verl.proxy.standalone import read_key
+
+    try:
+        if not 1 < options.shards <= 256:
+            raise ConfigError("--shards", options.shards, "must be 1 to 256", "write --shards 4")
+        if options.record is None:
+            raise ConfigError("--shards", options.shards, "needs a folder for the shards' journals", "add --record DIR")
+        key_file = options.admin_key_file or options.record / "admin.key"
+        config = ShardsConfig(
+            arguments=_shard_arguments(options, key_file),
+            num=options.shards,
+            record=options.record,
+            host=options.host,
+            port=options.port,
+            admin_key=read_key("--admin-key-file", key_file, make=True),
+            drain_s=options.drain,
+            limits=_limits(options.limit),
+        )
+
+        def ready(base_url: str, num: int) -> None:
+            told = f"{num} shards, recording to {config.record}; admin key in {key_file}"
+            print(f"proxy {base_url} -> {options.engine}; {told}; ready in {time.time() - _born():.1f} s", flush=True)
+
+        _run(serve_shards(config, ready=ready))
+    except SeamlessError as error:
+        print(f"seamless-verl proxy: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _shard_arguments(options: argparse.Namespace, key_file: Path) -> list[str]:
+    """The command line of every shard; port, folder and name are each shard's own."""
+    arguments = ["--engine", options.engine, "--model", options.model, "--host", options.host, "--rows", options.rows]
+    arguments += ["--admin-key-file", str(key_file), "--drain", str(options.drain)]
+    arguments += ["--weight-version", str(options.weight_version)]
+    for name in ("served_model", "tokenizer", "engine_key_file"):
+        if getattr(options, name):
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.think_tags:
+        arguments += ["--think-tags", *options.think_tags]
+    if options.durable:
+        arguments.append("--durable")
+    return [*arguments, *(part for setting in options.limit for part in ("--limit", setting))]
 
 
 def _born() -> float:

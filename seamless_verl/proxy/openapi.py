@@ -27,7 +27,7 @@ _REFUSAL = {"4XX": {"description": "refused; the body says why"}, "503": {"descr
 
 def describe() -> dict[str, Any]:
     """The description, as ``GET /openapi.json`` answers it."""
-    models = [*_AGENT.values(), OpenBody, RewardBody]
+    models: list[type[BaseModel]] = [*_AGENT.values(), OpenBody, RewardBody]
     _, shared = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )

@@ -43,26 +43,15 @@ class Residency:
         Raises:
             ApiError: 503, they could not be brought back.
         """
-        await self.acquire(session)
-        try:
-            yield
-        finally:
-            self.release(session)
-
-    async def acquire(self, session: Session) -> None:
-        """Begin such a block; every success needs one :meth:`release`."""
         session.num_users += 1
         try:
             if not session.is_resident:
                 await self._load(session)
-        except BaseException:
-            self.release(session)
-            raise
-
-    def release(self, session: Session) -> None:
-        session.num_users -= 1
-        self._weigh(session)
-        self._make_room()
+            yield
+        finally:
+            session.num_users -= 1
+            self._weigh(session)
+            self._make_room()
 
     def drop(self, session: Session) -> None:
         """The session is gone for good."""

@@ -23,6 +23,7 @@ from enum import Enum
 from hashlib import sha256
 from typing import Any
 
+from seamless_verl.proxy.address_book import KEY_PREFIX
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.flights import FlightBoard, Served
@@ -249,7 +250,7 @@ class SessionStore:
 
     def open(self, spec: SessionSpec, *, now: float) -> tuple[Session, str]:
         """A new session and its key; the key exists nowhere else."""
-        api_key = f"sk-seamless-{self._prefix}{secrets.token_urlsafe(24)}"
+        api_key = f"{KEY_PREFIX}{self._prefix}{secrets.token_urlsafe(24)}"
         session = Session(
             session_id=f"{self._prefix}{secrets.token_hex(12)}",
             key_digest=key_digest(api_key),
@@ -295,3 +296,8 @@ class SessionStore:
 
 def key_digest(api_key: str) -> bytes:
     return sha256(api_key.encode("utf-8", "surrogatepass")).digest()
+
+
+def same_key(one: str, other: str) -> bool:
+    """Whether two keys are equal, in constant time."""
+    return hmac.compare_digest(key_digest(one), key_digest(other))

@@ -25,6 +25,7 @@ from seamless_verl.proxy.handover import HandOver
 from seamless_verl.proxy.journal import Journal, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.parsing import TagParser
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionStore
@@ -47,9 +48,11 @@ class StandaloneConfig:
         version: weight version that answers are stamped with.
         parquet: rows as Parquet instead of JSON lines.
         durable: the journal also survives the loss of power.
+        think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
         drain_s: how long answers under way may take after SIGTERM.
         base_url: how agents reach this proxy; "" for "as the opener of a session did".
         prefix: begins the id of every session and every key; tells shards apart.
+        ends_with_stdin: end when standard input closes, i.e. when whoever started this process is gone.
     """
 
     engine: str
@@ -63,9 +66,11 @@ class StandaloneConfig:
     version: int = 0
     parquet: bool = False
     durable: bool = False
+    think_tags: tuple[str, str] | None = None
     drain_s: float = 30.0
     base_url: str = ""
     prefix: str = ""
+    ends_with_stdin: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
@@ -91,6 +96,8 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if config.ends_with_stdin:
+        _watch_stdin(loop, stop)
     tokenizer = open_tokenizer(config.tokenizer)
     renderer = TokenizerRenderer(tokenizer, stop_token_ids=tokenizer.stop_token_ids)
     engine = VllmHttpEngine(config.engine, config.model, version=config.version, api_key=config.engine_key)
@@ -109,7 +116,6 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
             engine=engine,
             renderer=renderer,
             codec=renderer,
-            abilities=ABILITIES,
             admin_key=config.admin_key,
             model=config.model,
             journal=journal,
@@ -117,6 +123,8 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
             counters=counters,
             sessions=sessions,
             sink=sink,
+            parser=TagParser(config.think_tags),
+            abilities=ABILITIES,
             base_url=config.base_url,
         )
     )
@@ -132,14 +140,21 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
         )
         ready(found)
         await stop.wait()
-        app.state.draining = True
-        await server.stop()
         resumed.cancel()
     finally:
         await server.stop()
         await engine.close()
         if isinstance(journal, SqliteJournal):
             await journal.close()
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def read() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop.set()
+
+    loop.add_reader(0, read)
 
 
 def _journal(config: StandaloneConfig) -> Journal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, FinishReason, GenerationRequest, TokenChunk
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.vllm_http import VllmHttpEngine
@@ -80,6 +83,48 @@ async def test_ids_log_probs_and_version_arrive(finish: str, expected: str) -> N
 async def test_a_server_that_cannot_serve_is_unavailable(vllm: ScriptedVllm, story: str) -> None:
     with pytest.raises(EngineUnavailable, match=story):
         await _ask(vllm)
+
+
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", b"who are you\r\n\r\n"])
+async def test_half_an_answer_is_an_outage(reply: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    engine = VllmHttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "tiny")
+    with pytest.raises(EngineUnavailable):
+        await engine.generate(REQUEST)
+    await engine.close()
+    server.close()
+
+
+async def test_cancelling_cuts_the_connection() -> None:
+    gone, asked = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    engine = VllmHttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "tiny")
+    call = asyncio.create_task(engine.generate(REQUEST))
+    await asyncio.wait_for(asked.wait(), 5)
+    call.cancel()
+    await asyncio.wait_for(gone.wait(), 5)
+    server.close()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://h:99999", "http://h/v1"])
+def test_an_address_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match="--engine="):
+        VllmHttpEngine(url, "tiny")
 
 
 async def test_a_server_that_is_away_is_unavailable() -> None:
