@@ -52,9 +52,10 @@ class RunStarted(FlightEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded(FlightEvent):
-    """``outcome`` is ``finished`` or what ended it."""
+    """``outcome`` is ``finished`` or the name of the error that ended it; ``detail`` is that error's last line."""
 
     outcome: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
