@@ -11,6 +11,7 @@ from typing import Any
 from seamless_verl.observe import flight
 from seamless_verl.observe.lanes import Lane
 from seamless_verl.observe.ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
+from seamless_verl.observe.prefill import with_first_tokens
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.tallies import DecisionRow, Requests, Rows, Sessions, Tallies
 
@@ -121,7 +122,7 @@ def digest(
     stretches: defaultdict[str, list[Stretch]] = defaultdict(list)
     ledger = Ledger(lambda stretch: stretches[stretch.slice].append(stretch))
     tallies = Tallies()
-    for event in recording.events:
+    for event in with_first_tokens(recording.events):
         ledger.handle(event)
         tallies.handle(event)
     span_s = recording.events[-1].at if recording.events else 0.0

@@ -10,6 +10,8 @@ from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.numbers import duration, quantile, share, si
 from seamless_verl.observe.page import charts
 from seamless_verl.observe.page.blocks import facts, figure
+from seamless_verl.observe.page.labels import DRIFT
+from seamless_verl.trajectory.segments import DriftReason
 
 
 def data(run: RunDigest) -> str:
@@ -40,10 +42,18 @@ def _drift(run: RunDigest) -> str:
         return f"<p>None in {run.sessions.turns} turns: every request continued its session token for token.</p>"
     most = reasons[0][1]
     rows = "".join(
-        f'<li><span>{escape(reason)}</span><i class="c-sync" style="width:{50 * count / most:.1f}%"></i>{count}</li>'
+        f'<li><span>{escape(reason.replace("_", " "))}</span><i class="c-sync" '
+        f'style="width:{30 * count / most:.1f}%"></i>{count}<p>{escape(_explained(reason))}</p></li>'
         for reason, count in reasons
     )
     return f'<ul class="ranks">{rows}</ul><p>in {run.sessions.turns} turns</p>'
+
+
+def _explained(reason: str) -> str:
+    try:
+        return DRIFT[DriftReason(reason)]
+    except ValueError:  # of a later version, or a made-up recording
+        return ""
 
 
 def _request_facts(run: RunDigest) -> list[tuple[str, str]]:
@@ -73,9 +83,9 @@ def _session_facts(run: RunDigest) -> list[tuple[str, str]]:
 
 
 def _waiting_share(run: RunDigest) -> float | None:
-    """Of all seconds of attempts; agents that ask for several answers at a time wait for each."""
-    total = sum(run.sessions.seconds)
-    return sum(run.requests.seconds) / total if total else None
+    """Of all seconds of attempts; nobody knows where requests overlap, or come from other agent loops as well."""
+    waited, total = sum(run.requests.seconds), sum(run.sessions.seconds)
+    return waited / total if 0 < waited <= total else None
 
 
 def _histogram(title: str, values: Sequence[float], unit: str, style: str, number: Any) -> str:

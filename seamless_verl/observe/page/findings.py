@@ -5,6 +5,7 @@ Each rule has a threshold that stands beside it; a rule that does not apply says
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +13,8 @@ from enum import Enum
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.ledger import IDLE, Category
 from seamless_verl.observe.numbers import duration, quantile, share
-from seamless_verl.observe.page.labels import LABELS
+from seamless_verl.observe.page.labels import LABELS, REALIGNED
+from seamless_verl.trajectory.segments import DriftReason
 
 
 class Weight(Enum):
@@ -208,15 +210,17 @@ def _slow_sessions(run: RunDigest) -> Iterator[Finding]:
 
 
 def _drift(run: RunDigest) -> Iterator[Finding]:
-    """More than one turn in twenty does not continue its session cleanly."""
-    unclean = sum(run.sessions.drift.values())
-    if run.sessions.turns and unclean / run.sessions.turns > 0.05:
-        reason, count = run.sessions.drift.most_common(1)[0]
+    """More than one turn in twenty starts a branch for a reason that is not how agents work by design."""
+    harmless = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
+    forks = Counter({reason: count for reason, count in run.sessions.drift.items() if reason not in harmless})
+    if run.sessions.turns and forks.total() / run.sessions.turns > 0.05:
+        reason, count = forks.most_common(1)[0]
         yield Finding(
             weight=Weight.NOTE,
-            title=f"{unclean} reasons for drift in {run.sessions.turns} turns; the most frequent is {reason} ({count})",
-            advice="The agent sends its history back in another spelling. Each fork becomes a row of its own and is "
-            "prefilled again.",
+            title=f"{forks.total()} of {run.sessions.turns} turns did not continue their session, most often for "
+            f"{reason.replace('_', ' ')} ({count})",
+            advice="Each such turn becomes a row of its own and is prefilled from there. If the agent does not mean to "
+            "rewrite its history, let it send back what it was given.",
             anchor="data",
         )
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.ledger import Category
-from seamless_verl.observe.numbers import duration, share
+from seamless_verl.observe.numbers import duration, share, si
 from seamless_verl.observe.page import charts
 from seamless_verl.observe.page.blocks import absent, facts, figure, validation_sets
 from seamless_verl.observe.page.labels import LABELS, style_of
@@ -137,10 +137,15 @@ def _decision_row(row: DecisionRow) -> str:
     made, realised = row.made, _benefit(row)
     predicted = duration(made.predicted_s) if made.predicted_s is not None else "–"
     names = ", ".join(made.slices[:3]) + (f" and {len(made.slices) - 3} more" if len(made.slices) > 3 else "")
+    came = "–" if realised is None else duration(realised)
+    if row.outcome is not None and row.outcome.lent_tokens:
+        came += f", {si(row.outcome.lent_tokens)} tokens"
+    if row.outcome is not None and row.outcome.late_s:
+        came += f", {duration(row.outcome.late_s)} late"
     return (
         f"<tr><td>{duration(made.at)}</td><td>{escape(made.action)}</td><td>{escape(names)}</td>"
         f"<td>{escape(made.reason)}</td><td>{predicted}</td>"
-        f"<td>{duration(realised) if realised is not None else '–'}</td></tr>"
+        f"<td>{came}</td></tr>"
     )
 
 
@@ -150,7 +155,7 @@ def _benefit(row: DecisionRow) -> float | None:
 
 def learning(run: RunDigest) -> str:
     if not run.steps:
-        return absent("No step has ended yet.")
+        return absent("No rewards were recorded (steps.jsonl)." if run.step_spans else "No step has ended yet.")
     rewards = [charts.Series(label="reward", points=_curve(run, "reward"), style="s-train")]
     passed = _curve(run, "pass_rate")
     if passed:

@@ -7,7 +7,9 @@ from seamless_verl.observe.digest import digest
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.ledger import Category
 from seamless_verl.observe.page.findings import Weight, findings
+from seamless_verl.observe.page.labels import DRIFT, REALIGNED
 from seamless_verl.observe.recording import Recording
+from seamless_verl.trajectory.segments import DriftReason
 from tests.kernel.observe.made_up import made_up_run
 
 
@@ -200,3 +202,20 @@ def test_a_healthy_run_is_called_one():
         flight.RunEnded(at=10.0, outcome="finished"),
     ]  # fmt: skip
     assert list(titles(events).values()) == [Weight.GOOD]
+
+
+def test_drift_by_design_is_no_finding_and_rewritten_history_is():
+    def drifted(**drift: int) -> flight.SessionEnded:
+        return flight.SessionEnded(
+            at=1.0, session="s", group="g", seconds=1.0, turns=10, rows=1, reward=0.0, status="finished", drift=drift
+        )
+
+    ended = flight.RunEnded(at=2.0, outcome="finished")
+    assert titles([start(), drifted(arguments_respelled=9, branched=5), ended]) == {}
+    (found,) = titles([start(), drifted(branched=5, history_rewritten=2), ended])
+    assert found == "2 of 10 turns did not continue their session, most often for history rewritten (2)"
+
+
+def test_every_drift_reason_is_explained_on_the_page():
+    assert set(DRIFT) == set(DriftReason)
+    assert set(DRIFT) > REALIGNED
