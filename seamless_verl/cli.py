@@ -7,12 +7,17 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import webbrowser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from seamless_verl import __version__
+from seamless_verl.errors import SeamlessError
 from seamless_verl.machine import port_is_free, survey
+from seamless_verl.observe.perfetto import write_trace
+from seamless_verl.observe.run_folder import load_recording, write_report
+from seamless_verl.proxy import command as proxy
 
 _GIB = 1 << 30
 _TESTED = {
@@ -136,12 +141,35 @@ def doctor(_: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+def report(parsed: argparse.Namespace) -> int:
+    """Write the page of a run, or its trace; 2 when the folder is none of a run."""
+    try:
+        if parsed.perfetto is not None:
+            write_trace(load_recording(parsed.run_folder), parsed.perfetto)
+            print(f"{parsed.perfetto}  (open it at ui.perfetto.dev)")
+            return 0
+        file = write_report(parsed.run_folder)
+    except SeamlessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(file)
+    if parsed.open and not webbrowser.open(file.absolute().as_uri()):
+        print("no browser was found; open the file yourself", file=sys.stderr)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="seamless-verl", description="Tools around seamless_verl runs.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="check the installation and this machine before anything is burnt")
     command.set_defaults(run=doctor)
+    command = commands.add_parser("report", help="one HTML page of what a run did, also while it is going on")
+    command.add_argument("run_folder", metavar="RUN", type=Path, help="run folder, as printed at the start of a run")
+    command.add_argument("--open", action="store_true", help="open the page in a browser")
+    command.add_argument("--perfetto", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev instead")
+    command.set_defaults(run=report)
+    proxy.add_arguments(commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer"))
     parsed = parser.parse_args(arguments)
     return int(parsed.run(parsed))
 

@@ -149,6 +149,76 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceConfig:
+    """GPUs of one kind and what they may be used for; one entry of ``seamless.resources``.
+
+    Attributes:
+        name: of the pool, unique.
+        nodes: machines.
+        gpus_per_node: devices of each.
+        capabilities: ``[train, rollout]``: trains, and rolls out while the trainer does not need it. ``[train]`` and
+            ``[rollout]`` do only that.
+        accelerator: Ray's accelerator type that its nodes must have, e.g. ``H100``; None: any.
+        tflops: dense peak per GPU in the training precision; with ``bandwidth_gbs`` it ranks unlike pools (roofline).
+        bandwidth_gbs: memory bandwidth per GPU, GB/s.
+        memory_gb: memory per GPU.
+    """
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    capabilities: tuple[str, ...]
+    accelerator: str | None = None
+    tflops: float | None = None
+    bandwidth_gbs: float | None = None
+    memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"seamless.resources[{self.name}]"
+        for key, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{where}.{key}", value, "must be an integer >= 1", "write how many there are")
+        if not self.capabilities:
+            raise ConfigError(f"{where}.capabilities", [], "is empty", "write [train, rollout], [train] or [rollout]")
+        for tag in self.capabilities:
+            _one_of(f"{where}.capabilities", tag, ("train", "rollout"))
+        facts = {"tflops": self.tflops, "bandwidth_gbs": self.bandwidth_gbs, "memory_gb": self.memory_gb}
+        for key, fact in facts.items():
+            if fact is not None:
+                _positive(f"{where}.{key}", fact, "989")
+        if 0 < sum(fact is not None for fact in facts.values()) < 3:
+            missing = next(key for key, fact in facts.items() if fact is None)
+            raise ConfigError(f"{where}.{missing}", "(nothing)", "the roofline needs all three facts", "give it too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """When training slices that idle roll out.
+
+    Attributes:
+        policy: None leaves it to verl's own keys (``trainer.v1.separate_async.hybrid_rollout``). ``greedy`` is
+            SeamlessFlow's rule, ``predictive`` lends what pays, ``verl_gate`` is verl's rule under our scheduler,
+            ``colocated`` and ``disaggregated`` are the two ends.
+        margin: a loan must be worth this share of its measured switch cost beyond the cost (``predictive``).
+        max_loans_per_step: bound on lending within a training step (``predictive``).
+    """
+
+    policy: str | None = None
+    margin: float = 0.1
+    max_loans_per_step: int = 3
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            known = ("predictive", "greedy", "verl_gate", "colocated", "disaggregated")
+            _one_of("seamless.scheduler.policy", self.policy, known)
+        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or self.margin < 0:
+            raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0.1")
+        loans = self.max_loans_per_step
+        if isinstance(loans, bool) or not isinstance(loans, int) or loans < 1:
+            raise ConfigError("seamless.scheduler.max_loans_per_step", loans, "must be an integer >= 1", "write 3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """The agents that rows named ``agent_name: seamless_agent`` are rolled out with.
 
@@ -180,10 +250,14 @@ class ProxyConfig:
     Attributes:
         host: address to bind to; agents on other machines need one that they can reach.
         port: 0 lets the system choose. With several rollout workers on a machine it must be 0.
+        tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``;
+            ``None``: Hermes-style tool calls, and no reasoning told from content.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
@@ -221,6 +295,8 @@ class SeamlessConfig:
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    resources: tuple[ResourceConfig, ...] = ()
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     assets: AssetsConfig = field(default_factory=AssetsConfig)

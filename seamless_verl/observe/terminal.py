@@ -61,7 +61,8 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
             "  summary.json  these figures     metrics.jsonl  every metric of every step",
             "  config.yaml   what was run      rows/          the trained rows, a file per step",
             "  logs/         a log per process checkpoints/   to resume or to export",
-            f"look next at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
+            f"look next at: seamless-verl report {run_dir} --open    (where the time went, on one page)",
+            f"then at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
         ]
     return lines
 

@@ -21,6 +21,7 @@ from verl.utils.profiler import simple_timer
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentRunner
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
+from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.client import ProxyAdmin, SessionResult
 from seamless_verl.proxy.limits import Limits
@@ -28,8 +29,10 @@ from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
-from seamless_verl.verl_adapter.engine import VerlEngine
-from seamless_verl.verl_adapter.rows import ROW_FIELD, RowStamp, row_digest
+from seamless_verl.verl_adapter.attempts import recorder_of_process
+from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
+from seamless_verl.verl_adapter.parsers import VllmParser, make_parser
+from seamless_verl.verl_adapter.rows import row_to_output
 
 
 class ProxyShard:
@@ -61,8 +64,12 @@ class ProxyShard:
             )
         module, _, name = seamless.agent.runner.rpartition(".")
         runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
+        parser = make_parser(tokenizer, seamless.proxy.tool_parser, seamless.proxy.reasoning_parser)
         renderer = TokenizerRenderer(
-            tokenizer, template_args=template_args, stop_token_ids=_stop_token_ids(config, tokenizer)
+            tokenizer,
+            template_args=template_args,
+            stop_token_ids=_stop_token_ids(config, tokenizer),
+            keep_special_tokens=isinstance(parser, VllmParser) and parser.keeps_special_tokens,
         )
         rollout = config.actor_rollout_ref.rollout
         max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
@@ -72,6 +79,8 @@ class ProxyShard:
                 engine=VerlEngine(client, max_model_len=max_model_len, stop_token_ids=renderer.stop_token_ids),
                 renderer=renderer,
                 codec=renderer,
+                parser=parser,
+                abilities=ABILITIES,
                 admin_key=admin_key,
                 model=str(config.actor_rollout_ref.model.path),
                 limits=Limits(max_model_len=max_model_len),
@@ -109,6 +118,7 @@ class ProxyAgentLoop(AgentLoopBase):
         task = json.loads(task) if isinstance(task, str) else dict(task or {})
         session = await shard.admin.open_session(self._spec(shard.seamless, sampling_params, kwargs))
         timing: dict[str, float] = {}
+        recorder = recorder_of_process(shard.seamless.run_dir, "rollout")
         try:
             with simple_timer("generate_sequences", timing):
                 report = await shard.runner.run(
@@ -124,6 +134,7 @@ class ProxyAgentLoop(AgentLoopBase):
             await shard.admin.delete_session(session.id)
             raise
         result = await shard.admin.close_session(session.id, report.reward, report.rewards)
+        recorder.record(_session_ended(recorder.now(), result, report, timing["generate_sequences"]))
         task_id = f"{extra_info.get('split', '')}/{extra_info.get('index', kwargs.get('index', ''))}"
         outputs = [
             self._output(row, result, report, task_id, AgentLoopMetrics(**timing))
@@ -151,29 +162,24 @@ class ProxyAgentLoop(AgentLoopBase):
     def _output(
         self, row: Row, result: SessionResult, report: AgentReport, task_id: str, metrics: AgentLoopMetrics
     ) -> AgentLoopOutput:
-        prompt_ids, response_ids = row.token_ids[: row.prompt_len], row.token_ids[row.prompt_len :]
-        mask, log_probs = row.mask[row.prompt_len :], row.log_probs[row.prompt_len :]
-        stamp = RowStamp(
-            digest=row_digest(prompt_ids, response_ids, mask, log_probs),
-            violations=len(result.audit.violations),
-            version_spans=[(span.version, span.stop - span.start) for span in row.version_spans],
-        )
-        versions = [span.version for span in row.version_spans]
-        return AgentLoopOutput(
-            prompt_ids=list(prompt_ids),
-            response_ids=list(response_ids),
-            response_mask=list(mask),
-            response_logprobs=list(log_probs),
-            reward_score=report.reward,
-            num_turns=len(row.turns),
+        return row_to_output(
+            row,
+            reward=report.reward,
             metrics=metrics,
-            extra_fields={
-                "min_global_steps": min(versions),
-                "max_global_steps": max(versions),
-                "reward_extra_info": {**report.rewards, "task_id": task_id},
-                "drift": dict(result.drift),
-                ROW_FIELD: stamp,
-                "turn_scores": [],
-                "tool_rewards": [],
-            },
+            extra_fields={"reward_extra_info": {**report.rewards, "task_id": task_id}, "drift": dict(result.drift)},
+            violations=len(result.audit.violations),
         )
+
+
+def _session_ended(at: float, result: SessionResult, report: AgentReport, seconds: float) -> SessionEnded:
+    return SessionEnded(
+        at=at,
+        session=result.id,
+        group=result.group,
+        seconds=round(seconds, 3),
+        turns=sum(result.kinds.values()),
+        rows=sum(1 for row in result.rows if row.num_trained),
+        reward=report.reward,
+        status=report.status.value,
+        drift=dict(result.drift),
+    )

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from omegaconf import OmegaConf
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
+
+from seamless_verl.verl_adapter.attempts import RecordedAttempt, recorder_of_process
 
 _INTERRUPTED = ("aborted", "abort")
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
@@ -28,7 +31,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         """Generate to the end, across any number of interruptions (SeamlessFlow 1.1, partial rollout).
 
         ``sampling_params`` is not changed. The token budget is counted over all attempts: verl's server would
-        otherwise derive a fresh one from the grown prompt.
+        otherwise derive a fresh one from the grown prompt. An answer that must follow a grammar starts anew after an
+        interruption: vLLM's grammar always begins at the first token that it generates itself.
         """
         prompt_ids = normalize_token_ids(prompt_ids)
         params = dict(sampling_params)
@@ -40,14 +44,18 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             attempt_params = dict(params)
             if budget is not None:
                 attempt_params["max_tokens"] = budget - len(merged.token_ids)
-            output = await LLMServerClient.generate(
-                self,
-                request_id=request_id,
-                prompt_ids=prompt_ids + merged.token_ids,
-                sampling_params=attempt_params,
-                **kwargs,
-            )
+            with self._recorded(len(prompt_ids) + len(merged.token_ids), resumed=bool(merged.token_ids)) as attempt:
+                output = await LLMServerClient.generate(
+                    self,
+                    request_id=request_id,
+                    prompt_ids=prompt_ids + merged.token_ids,
+                    sampling_params=attempt_params,
+                    **kwargs,
+                )
+                attempt.answered(output)
             version = output.extra_fields.get("global_steps")
+            if "structured_outputs" in params and output.stop_reason in _INTERRUPTED:
+                output.token_ids, output.log_probs, output.routed_experts = [], None, None
             _append(merged, output)
             if output.token_ids:
                 spans = _extended(spans, version, len(output.token_ids))
@@ -70,6 +78,15 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             version_spans=spans,
         )
         return merged
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        server_id, handle = await super()._acquire_server(request_id, **extra)
+        RecordedAttempt.routed(server_id)
+        return server_id, handle
+
+    def _recorded(self, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
+        recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
+        return RecordedAttempt(recorder, prompt_tokens=prompt_tokens, resumed=resumed)
 
 
 def _append(merged: TokenOutput, output: TokenOutput) -> None:

@@ -81,6 +81,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         batch_size: prompts per training step.
         redundancy: see `StalenessProtocol`.
         refill_fn: the trainer's; submits that many new prompts, which come back through `reserve`.
+        on_progress: told, at every look, how many groups could be taken and how many are needed.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         batch_size: int,
         redundancy: float = 1.0,
         refill_fn: Callable[[int], int],
+        on_progress: Callable[[int, int], None] = lambda ready, needed: None,
         trainer_config: Any,
         sampler_kwargs: Any,
         filter_groups_metric: str | None = None,
@@ -105,6 +107,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         )
         self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy)
         self._source: PromptSource | None = None
+        self._on_progress = on_progress
         self._abandoned: set[str] = set()  # surplus groups that are still generated
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
@@ -171,6 +174,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         while True:
             if self._look(global_steps):
                 self.admit(global_steps)
+            self._on_progress(self.protocol.num_available, target_count)
             if self.protocol.num_available >= target_count:
                 metrics, self._metrics = dict(self._metrics), defaultdict(float)
                 return self.finished_keys[partition_id] & self._groups(EntryState.OCCUPIED), metrics

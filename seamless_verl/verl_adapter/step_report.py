@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,8 +13,11 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.observe.flight import RowsTrained
+from seamless_verl.observe.ledger import SliceSeconds, idle_shares
 from seamless_verl.observe.report import StepReport, ValidationReport
 from seamless_verl.observe.statistics import clustered_mean
+from seamless_verl.verl_adapter.recorded_trainer import ROLLOUT, TRAINER
 from seamless_verl.verl_adapter.rows import ROW_FIELD, row_digest
 
 _AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
@@ -29,9 +31,8 @@ class StepMeter:
     """Collects over the mini-batches of a step; `finish` closes the step and starts the next."""
 
     def __init__(self) -> None:
-        self._window_start = 0.0
-        self._busy_before: dict[str, float] | None = None
-        self._rollout_idle: float | None = None
+        self._books_before: tuple[SliceSeconds, ...] = ()
+        self._idle_share: dict[str, float] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -40,6 +41,7 @@ class StepMeter:
         self._policy_tokens = 0
         self._logprob_diff: float | None = None
         self._staleness: list[int] = []
+        self._lengths: list[tuple[int, int]] = []  # prompt, response
         # session key -> (row index, reward, passed): the last row of a session carries its reward
         self._sessions: dict[str, tuple[int, float, float | None]] = {}
 
@@ -56,6 +58,7 @@ class StepMeter:
                 continue
             row = {name: column[position] for name, column in columns.items()}
             self._rows += 1
+            self._lengths.append((len(row["prompts"]), len(row["responses"])))
             self._policy_tokens += int(row["response_mask"].sum())
             self._count_session(key, row)
             stamp = (row["extra_fields"] or {}).get(ROW_FIELD)
@@ -100,6 +103,17 @@ class StepMeter:
                 raise AuditFailed("a log-prob of a token about to be trained is not finite")
             self._logprob_diff = max(self._logprob_diff or 0.0, difference)
 
+    def rows_trained(self, at: float, step: int) -> RowsTrained:
+        """The rows of the step that is about to be closed, for the flight recorder."""
+        return RowsTrained(
+            at=at,
+            step=step,
+            rollouts=len(self._sessions),
+            staleness=tuple(self._staleness),
+            prompt_tokens=tuple(prompt for prompt, _ in self._lengths),
+            response_tokens=tuple(response for _, response in self._lengths),
+        )
+
     def finish(
         self,
         *,
@@ -107,7 +121,7 @@ class StepMeter:
         total_steps: int,
         timing: Mapping[str, float],
     ) -> StepReport:
-        """Close the step. ``timing`` is verl's ``timing_raw``: ``gen`` is the trainer's wait for rows."""
+        """Close the step. ``timing`` is verl's ``timing_raw``."""
         step_s = timing["step"]
         passed = [p for _, _, p in self._sessions.values() if p is not None]
         rewards = [reward for _, reward, _ in self._sessions.values()]
@@ -125,27 +139,18 @@ class StepMeter:
             rows_audited=self._audited,
             audit_violations=0,  # one would have ended the run
             max_logprob_diff=self._logprob_diff,
-            idle_share={
-                "trainer": min(1.0, timing.get("gen", 0.0) / step_s),
-                "rollout": self._rollout_idle,
-            },
+            idle_share={pool: self._idle_share.get(pool) for pool in (TRAINER, ROLLOUT)},
         )
         self._clear()
         return report
 
-    def open_window(self, busy_seconds: Mapping[str, float] | None) -> None:
-        """A step begins; ``busy_seconds`` is each replica's stopwatch, ``None`` where nobody measures."""
-        self._window_start = time.monotonic()
-        self._busy_before = dict(busy_seconds) if busy_seconds is not None else None
+    def open_window(self, books: tuple[SliceSeconds, ...]) -> None:
+        """A step begins; ``books`` are those of the whole run up to now."""
+        self._books_before = books
 
-    def close_window(self, busy_seconds: Mapping[str, float] | None) -> None:
+    def close_window(self, books: tuple[SliceSeconds, ...]) -> None:
         """The step's work is done; validation and bookkeeping that follow are no part of it."""
-        window = time.monotonic() - self._window_start
-        if not busy_seconds or self._busy_before is None or window <= 0:
-            self._rollout_idle = None
-            return
-        used = sum(seconds - self._busy_before.get(server, 0.0) for server, seconds in busy_seconds.items())
-        self._rollout_idle = max(0.0, 1.0 - used / (window * len(busy_seconds)))
+        self._idle_share = idle_shares(self._books_before, books)
 
 
 def validation_report(

@@ -26,12 +26,14 @@ from verl.workers.rollout.utils import update_prometheus_config
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
+from seamless_verl.observe.ledger import SliceSeconds
 from seamless_verl.observe.reporter import Reporter
 from seamless_verl.verl_adapter.a3po import LOSS_MODE
 from seamless_verl.verl_adapter.corrections import write_interpolation_weights, zero_overlong_advantages
 from seamless_verl.verl_adapter.curriculum import CurriculumLoader
 from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
+from seamless_verl.verl_adapter.recorded_trainer import RecordedTrainer
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.router import balancer_class
 from seamless_verl.verl_adapter.step_report import StepMeter, validation_report
@@ -90,7 +92,7 @@ def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
 
 
 @register_trainer(TRAINER_MODE)
-class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
+class SeamlessTrainer(RecordedTrainer):
     """See the module. Under `seamless_verl.main`, bad configuration is refused earlier (`seamless_verl.preflight`)."""
 
     def __init__(self, config: DictConfig) -> None:
@@ -128,6 +130,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             eta=staleness.eta,
             batch_size=self.config.data.train_batch_size,
             redundancy=staleness.redundancy,
+            on_progress=self.flight.progress,
             **common,
         )
 
@@ -260,6 +263,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        self.flight.recorder.record(self._meter.rows_trained(self.flight.recorder.now(), global_steps))
         report = self._meter.finish(
             step=global_steps,
             total_steps=self.total_training_steps,
@@ -271,17 +275,17 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     def on_step_begin(self) -> None:
         if self.first_step_at is None:
             self.first_step_at = time.time()
-        self._meter.open_window(self._replica_busy_seconds())
+        self._meter.open_window(self.flight.books(self._server_books()))
         super().on_step_begin()
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        self._meter.close_window(self._replica_busy_seconds())
+        self._meter.close_window(self.flight.books(self._server_books()))
 
-    def _replica_busy_seconds(self) -> dict[str, float] | None:
+    def _server_books(self) -> tuple[SliceSeconds, ...]:
         if self.config.actor_rollout_ref.rollout.get("router_config_path") is not None:
-            return None  # a router of the user's own has no stopwatch
-        return ray.get(self.standalone_server_manager.global_load_balancer.busy_seconds.remote())
+            return ()  # a router of the user's own keeps none
+        return ray.get(self.standalone_server_manager.global_load_balancer.books.remote())
 
     def _val_metrics_update(
         self,

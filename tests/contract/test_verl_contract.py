@@ -73,6 +73,8 @@ NAMES = [
     "verl.checkpoint_engine.base:merge_weight_chunks",
     "verl.plugin.platform.platform_manager:PlatformRegistry.register",
     "verl.utils.distributed:initialize_global_process_group_ray",
+    "verl.utils.torch_functional:logprobs_from_logits_v2",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.prepare_model_inputs",
     # TransferQueue, vLLM
     "transfer_queue:init",
     "transfer_queue:close",
@@ -119,6 +121,53 @@ def test_our_platform_implements_everything_that_verl_declares():
     CpuPlatform()
 
 
+def test_log_probs_at_once_are_those_of_verl():
+    import torch
+    from verl.utils.torch_functional import logprobs_from_logits, logprobs_from_logits_naive
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 50, generator=generator) * 5
+    labels = torch.randint(0, 50, (7,), generator=generator)
+    assert logprobs_from_logits.__globals__["logprobs_from_logits_v2"].__module__.startswith("seamless_verl.")
+    torch.testing.assert_close(logprobs_from_logits(logits, labels), logprobs_from_logits_naive(logits, labels))
+
+
+def test_right_padded_rows_need_no_attention_mask():
+    import torch
+    from tensordict import TensorDict
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from verl.utils import tensordict_utils
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    rows = [torch.arange(1, length + 1) for length in (3, 9, 6)]
+    micro_batch = TensorDict(
+        {
+            "input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+            "position_ids": torch.nested.as_nested_tensor([row - 1 for row in rows], layout=torch.jagged),
+            "temperature": torch.ones(3),
+        },
+        batch_size=3,
+    )
+    tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)
+    prepare = FSDPEngineWithLMHead.prepare_model_inputs
+    engine = object.__new__(FSDPEngineWithLMHead)
+    engine.pad_to_length = False
+    ours, _ = prepare(engine, micro_batch)
+    verls, _ = prepare.__wrapped__(engine, micro_batch)
+    assert verls["attention_mask"] is not None
+    assert "attention_mask" not in ours
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        without, with_mask = model(**ours).logits, model(**verls).logits
+    for row, tokens in enumerate(rows):
+        torch.testing.assert_close(without[row, : len(tokens)], with_mask[row, : len(tokens)], atol=1e-5, rtol=1e-5)
+
+
 def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
     """Ray workers unpickle it first, in the middle of which the plug-in imports our trainer."""
     import subprocess
@@ -129,20 +178,35 @@ def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
     assert done.stdout.split() == ["AgentLoopWorkerTQ"], done.stderr
 
 
-def test_the_load_balancer_measures_how_long_a_replica_is_busy(monkeypatch):
+def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
+    from seamless_verl.observe.ledger import Category
     from seamless_verl.verl_adapter import balancer
 
-    clock = iter([10.0, 14.0, 15.0, 20.0, 21.0])
-    monkeypatch.setattr(balancer.time, "monotonic", lambda: next(clock))
+    now = 9.0
+    monkeypatch.setattr(balancer.time, "monotonic", lambda: now)
     metered = balancer.MeteredLoadBalancer({"a": "handle", "b": "handle"})
     metered._request_id_to_server["x"] = metered._request_id_to_server["y"] = "a"
-    metered.acquire_server("x")  # 10: busy from here
+
+    def busy() -> dict[str, tuple[float, float]]:
+        return {books.slice: (books.seconds[Category.GENERATE], books.wall_s) for books in metered.books()}
+
+    now = 10.0
+    metered.acquire_server("x")
     metered.acquire_server("y")
+    now = 12.0
     metered.release_server("a")
-    metered.release_server("a")  # 14: idle again
-    assert metered.busy_seconds() == {"a": 4.0, "b": 0.0}  # looked at 15
-    metered.acquire_server("x")  # 20
-    assert metered.busy_seconds() == {"a": 5.0, "b": 0.0}  # 21, still busy
+    now = 14.0
+    metered.release_server("a")
+    now = 15.0
+    assert busy() == {"a": (4.0, 6.0), "b": (0.0, 6.0)}
+    metered.remove_servers(["b"])
+    now = 20.0
+    metered.acquire_server("x")
+    now = 21.0
+    assert busy() == {"a": (5.0, 12.0), "b": (0.0, 6.0)}
+    metered.add_servers({"b": "handle"})
+    now = 22.0
+    assert busy() == {"a": (6.0, 13.0), "b": (0.0, 7.0)}
 
 
 def test_rows_of_like_length_lie_side_by_side_within_each_ranks_share(monkeypatch):
@@ -206,7 +270,6 @@ def _audited(monkeypatch, **changes):
 def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
     report = _audited(monkeypatch)
     assert (report.rows_audited, report.reward, report.pass_rate, report.tokens_per_s) == (1, 1.0, 1.0, 1.0)
-    assert report.idle_share["trainer"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -230,16 +293,22 @@ def test_a_row_that_was_changed_on_the_way_ends_the_run_before_it_is_trained(mon
         _audited(monkeypatch, **tensors)
 
 
-def test_rollout_idle_is_what_the_replicas_did_not_use_of_the_step(monkeypatch):
+def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_and_its_end():
+    from seamless_verl.observe.ledger import Category, SliceSeconds
     from seamless_verl.verl_adapter import step_report
 
-    clock = iter([100.0, 110.0])
-    monkeypatch.setattr(step_report.time, "monotonic", lambda: next(clock))
+    def books(name: str, pool: str, wall_s: float, idle_s: float) -> SliceSeconds:
+        seconds = {**dict.fromkeys(Category, 0.0), Category.WAIT_DATA: idle_s, Category.TRAIN: wall_s - idle_s}
+        return SliceSeconds(slice=name, pool=pool, devices=1, wall_s=wall_s, seconds=seconds)
+
     meter = step_report.StepMeter()
-    meter.open_window({"a": 5.0, "b": 0.0})
-    meter.close_window({"a": 13.0, "b": 2.0})  # 8 s and 2 s of 10 s each
+    meter.open_window((books("t", "trainer", 5.0, 5.0), books("r", "rollout", 5.0, 0.0)))
+    meter.close_window((books("t", "trainer", 15.0, 7.5), books("r", "rollout", 15.0, 5.0)))
     report = meter.finish(step=1, total_steps=1, timing={"step": 10.0})
-    assert report.idle_share["rollout"] == pytest.approx(0.5)
+    assert report.idle_share == {"trainer": pytest.approx(0.25), "rollout": pytest.approx(0.5)}
+    meter.open_window((books("t", "trainer", 5.0, 5.0),))  # a router of the user's own: nobody knows
+    meter.close_window((books("t", "trainer", 15.0, 7.5),))
+    assert meter.finish(step=2, total_steps=2, timing={"step": 10.0}).idle_share["rollout"] is None
 
 
 class _Scripted:
@@ -300,3 +369,41 @@ async def test_without_a_limit_the_configured_response_length_is_the_budget(monk
     output = await client.generate("r", prompt_ids=[9], sampling_params={})
     assert [asked["max_tokens"] for _, asked in scripted.asked] == [50, 30]
     assert output.extra_fields["version_spans"] == [(1, 21)]
+
+
+async def test_an_interrupted_answer_under_a_grammar_starts_anew(monkeypatch):
+    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted"), ([3, 4], 5, "completed")])
+    params = {"max_tokens": 10, "structured_outputs": object()}
+    output = await client.generate("r", prompt_ids=[9], sampling_params=params)
+    assert (output.token_ids, output.log_probs) == ([3, 4], [-0.5, -0.5])
+    assert output.extra_fields["version_spans"] == [(5, 2)]
+    assert [(prompt, asked["max_tokens"]) for prompt, asked in scripted.asked] == [([9], 10), ([9], 10)]
+
+
+async def test_grammars_reach_vllm_and_what_vllm_refuses_is_refused():
+    import time
+
+    from ray.exceptions import RayTaskError
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from seamless_verl.proxy.engine import EngineRefused, GenerationRequest
+    from seamless_verl.verl_adapter.engine import VerlEngine
+
+    class Client:
+        async def generate(self, *, sampling_params, **_):
+            made = SamplingParams(**{**sampling_params, "logprobs": 0})
+            assert isinstance(made.structured_outputs, StructuredOutputsParams)
+            raise RayTaskError("generate", "traceback", ValueError("grammar error")).as_instanceof_cause()
+
+    engine = VerlEngine(Client(), max_model_len=100, stop_token_ids=frozenset({0}))
+    for constraint, story in (({"json": {"type": "object"}}, "grammar error"), ({}, "one kind|none are specified")):
+        request = GenerationRequest(
+            request_id="r",
+            session_id="s",
+            prompt_ids=(1,),
+            sampling={"max_tokens": 5, "structured_outputs": constraint},
+            deadline=time.time() + 60,
+        )
+        with pytest.raises(EngineRefused, match=story):
+            await engine.generate(request)

@@ -1,0 +1,249 @@
+"""The claims that SeamlessFlow and StaleFlow must keep under simulation, negative controls included.
+
+``python -m benchmarks.claims``: each claim with its measurement and whether it holds. Calibrated physics
+(``benchmarks/calibration.py``), the live kernels, three seeds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import mean
+
+from benchmarks.records import Record, arguments, report
+from benchmarks.settings import cell
+from seamless_verl.simulation.agents import Group
+from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
+from seamless_verl.simulation.regimes import REGIMES, Regime
+from seamless_verl.simulation.scenario import Noise, Result, Scenario, Simulation, simulate
+from seamless_verl.simulation.workload import LogNormal
+from seamless_verl.staleness.protocol import StalenessProtocol
+
+_STALEFLOW = REGIMES["staleflow"]
+
+
+class Claims:
+    """Args:
+    seeds: of every figure; steps: of every run.
+    """
+
+    def __init__(self, seeds: Sequence[int], steps: int) -> None:
+        self._seeds = seeds
+        self._steps = steps
+        self.records: list[Record] = []
+
+    def runs(self, scenario: Scenario, rules: Regime | None = None) -> list[Result]:
+        return [simulate(replace(scenario, seed=seed, steps=self._steps), rules) for seed in self._seeds]
+
+    def step_s(self, scenario: Scenario, rules: Regime | None = None) -> float:
+        return mean(result.step_s for result in self.runs(scenario, rules))
+
+    def add(self, name: str, value: float, unit: str, bar: str = "", holds: bool | None = None) -> None:
+        self.records.append(Record(name=name, value=value, unit=unit, bar=bar, holds=holds))
+
+    # ---------------------------------------------------------------- SeamlessFlow
+
+    def multiplexing(self) -> None:
+        """4: multiplexed beats colocated and disaggregated at equal hardware, trainable slices idle < 5 %."""
+        for work in ("lognormal", "skewed"):
+            disaggregated = self.step_s(cell("disaggregated_streaming", work))
+            colocated = self.step_s(cell("colocated_bounded", work))
+            for system in ("greedy_streaming", "predictive"):
+                results = self.runs(cell(system, work))
+                step_s = mean(result.step_s for result in results)
+                idle = mean(result.books.trainable_idle_share for result in results)
+                tag = f"SeamlessFlow 4, {work}, {system}"
+                ratio = disaggregated / step_s
+                self.add(f"{tag}: against disaggregated", ratio, "x", "> 1", ratio > 1)
+                self.add(f"{tag}: against colocated", colocated / step_s, "x", "> 1", colocated > step_s)
+                self.add(f"{tag}: idle share of trainable", 100 * idle, "%", "< 5 %", idle < 0.05)
+
+    def growth(self) -> None:
+        """5: the gain grows with length skew and with the cluster."""
+        for system in ("greedy_streaming", "predictive"):
+            gains = []
+            for sigma in (0.1, 0.5, 0.9):
+                work = LogNormal(mean=9000, sigma=sigma, cap=32768)
+                gains.append(
+                    self.step_s(replace(cell("verl_sync", "lognormal"), workload=work))
+                    / self.step_s(replace(cell(system, "lognormal"), workload=work))
+                )
+                self.add(f"SeamlessFlow 5, {system}: gain over sync, sigma {sigma}", gains[-1], "x")
+            self.add(f"SeamlessFlow 5, {system}: gain grows with skew", gains[-1] / gains[0], "x", "> 1", _rises(gains))
+            gains = []
+            for gpus in (16, 32, 64):  # the same batch on more devices: the tail weighs more
+                settings = [replace(cell(s, "lognormal", gpus), batch=64, mini_batch=16) for s in ("verl_sync", system)]
+                gains.append(self.step_s(settings[0]) / self.step_s(settings[1]))
+                self.add(f"SeamlessFlow 5, {system}: gain over sync, {gpus} GPUs", gains[-1], "x")
+            self.add(f"SeamlessFlow 5, {system}: gain grows with size", gains[-1] / gains[0], "x", "> 1", _rises(gains))
+
+    def expensive_switch(self) -> None:
+        """7, negative control: multiplexing loses when the switch is made expensive; ours stops lending."""
+        base = cell("disaggregated_streaming", "lognormal", 32, 0.25)
+        apart = self.step_s(base)
+        for factor in (1, 10, 30):
+            costs = replace(base.costs, wake=base.costs.wake * factor, drain=base.costs.drain * factor)
+            for system in ("greedy_streaming", "predictive"):
+                ratio = apart / self.step_s(replace(base, system=system, costs=costs))
+                bar, holds = "", None
+                if factor == 30:
+                    loses = system == "greedy_streaming"
+                    bar = "< 1 (control)" if loses else ">= 0.97"
+                    holds = ratio < 1 if loses else ratio >= 0.97
+                self.add(f"SeamlessFlow 7, {system}, switch x{factor}: against disaggregated", ratio, "x", bar, holds)
+
+    # ---------------------------------------------------------------- StaleFlow
+
+    def bound(self) -> None:
+        """1: V_buf - V_traj <= eta at consumption, no group twice, at most (eta + 1) B in flight; failures included."""
+        violations = doubled = over = 0
+        for eta in (0, 1, 2, 3):
+            for seed in self._seeds:
+                base = cell("staleflow", "skewed")
+                noisy = replace(
+                    base, eta=eta, seed=seed, steps=self._steps, noise=Noise(slowdown=0.2, failures_per_hour=2.0)
+                )
+                result, watched = _watched(noisy)
+                violations += sum(value > eta for step in result.steps for value in step.staleness)
+                doubled += watched.doubled
+                over += watched.most > (eta + 1) * noisy.batch
+        self.add("StaleFlow 1: groups older than eta", violations, "", "0", violations == 0)
+        self.add("StaleFlow 1: groups consumed twice", doubled, "", "0", doubled == 0)
+        self.add("StaleFlow 1: runs with more than (eta+1) B in flight", over, "", "0", over == 0)
+
+    def repair(self) -> None:
+        """2: without the repair step STUCK time rises, safety is unchanged."""
+        stuck = {}
+        for repair in (True, False):
+            shares, worst = [], 0
+            for seed in self._seeds:
+                scenario = replace(cell("staleflow", "skewed"), eta=2, seed=seed, steps=self._steps)
+                result, watched = _watched(scenario, repair=repair)
+                worst = max(worst, result.max_staleness)
+                shares.append(watched.stuck_s / watched.now())
+            stuck[repair] = mean(shares)
+            name = "with" if repair else "without"
+            self.add(f"StaleFlow 2: STUCK share of the time {name} repair", 100 * stuck[repair], "%")
+            self.add(f"StaleFlow 2: staleness {name} repair, eta 2", worst, "", "<= 2", worst <= 2)
+        rise = stuck[False] - stuck[True]
+        self.add("StaleFlow 2: STUCK time rises without repair", 100 * rise, "%", "> 0", rise > 0)
+
+    def saturation(self) -> None:
+        """3: eta = 0 is the synchronous order; throughput saturates by eta 1 to 3."""
+        zero = self.runs(replace(cell("staleflow", "lognormal"), eta=0))
+        worst = max(result.max_staleness for result in zero)
+        self.add("StaleFlow 3: staleness at eta 0", worst, "", "0", worst == 0)
+        speeds = {0: mean(result.tokens_per_s for result in zero)}
+        for eta in (1, 2, 3, 4, 6):
+            speeds[eta] = mean(r.tokens_per_s for r in self.runs(replace(cell("staleflow", "lognormal"), eta=eta)))
+        for eta, speed in speeds.items():
+            self.add(f"StaleFlow 3: tokens/s at eta {eta}", speed, "tok/s")
+        rest = speeds[6] / speeds[3] - 1
+        self.add("StaleFlow 3: further gain from eta 3 to 6", 100 * rest, "%", "< 5 %", rest < 0.05)
+        self.add("StaleFlow 3: gain from eta 0 to 3", speeds[3] / speeds[0], "x", "> 1", speeds[3] > speeds[0])
+
+    def buckets(self) -> None:
+        """4: beats the token bucket at equal eta under skew only; router, weights and slices are the same."""
+        rivals = {
+            "ROLL bucket": replace(_STALEFLOW, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
+            "AReaL quota": replace(_STALEFLOW, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)),
+            "verl, wait": replace(
+                _STALEFLOW, feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1)
+            ),
+        }
+        for work in ("constant", "skewed"):
+            ours = self.runs(cell("staleflow", work))
+            for name, rules in rivals.items():
+                theirs = self.runs(cell("staleflow", work), rules)
+                ratio = mean(r.step_s for r in theirs) / mean(r.step_s for r in ours)
+                bar = ">= 1" if work == "skewed" else "1 +- 0.03 (control)"
+                holds = ratio >= 1 if work == "skewed" else abs(ratio - 1) <= 0.03
+                self.add(f"StaleFlow 4, {work}: {name} / protocol, step time", ratio, "x", bar, holds)
+                self.add(f"StaleFlow 4, {work}: {name}, worst staleness", max(r.max_staleness for r in theirs), "")
+                bias = _mean_answer(theirs) / _mean_answer(ours)
+                self.add(f"StaleFlow 4, {work}: {name}, trained length / protocol's", bias, "x")
+
+    def router(self) -> None:
+        """5: the router beats least-requests under skew."""
+        for work in ("skewed", "lognormal"):
+            scenario = replace(cell("staleflow", work), noise=Noise(slowdown=0.1))
+            gain = self.step_s(scenario, replace(_STALEFLOW, router="least_requests")) / self.step_s(scenario)
+            self.add(f"StaleFlow 5, {work}: least requests / router, step time", gain, "x", "> 1", gain > 1)
+
+
+class _WatchedFeed(Bounded):
+    """The protocol's feed with counters around it."""
+
+    def __init__(self, draw: Draw, protocol: StalenessProtocol) -> None:
+        super().__init__(draw, protocol)
+        self.now: Callable[[], float] = float
+        self.doubled = 0
+        self.most = 0
+        self.stuck_s = 0.0
+        self._seen: set[str] = set()
+        self._since: float | None = None
+
+    def published(self, version: int) -> list[Group]:
+        groups = super().published(version)
+        self._look()
+        return groups
+
+    def finish(self, group: Group) -> None:
+        super().finish(group)
+        self._look()
+
+    def take(self, count: int) -> tuple[list[Group], list[Group]]:
+        groups, surplus = super().take(count)
+        self.doubled += sum(group.name in self._seen for group in groups)
+        self._seen.update(group.name for group in groups)
+        self._look()
+        return groups, surplus
+
+    def _look(self) -> None:
+        self.most = max(self.most, self.protocol.num_in_flight)
+        if self._since is not None:
+            self.stuck_s += self.now() - self._since
+        self._since = self.now() if self.protocol.stuck() else None
+
+
+def _watched(scenario: Scenario, *, repair: bool = True) -> tuple[Result, _WatchedFeed]:
+    def feed(draw: Draw, batch: int, eta: int) -> Feed:
+        return _WatchedFeed(draw, StalenessProtocol(eta=eta, batch_size=batch, repair=repair))
+
+    simulation = Simulation(scenario, rules=replace(_STALEFLOW, feed=feed))
+    watched = simulation.feed
+    assert isinstance(watched, _WatchedFeed)
+    watched.now = lambda: simulation.clock.now
+    return simulation.run(), watched
+
+
+def _mean_answer(results: list[Result]) -> float:
+    return mean(length for result in results for step in result.steps for length in step.answers)
+
+
+def _rises(values: Sequence[float]) -> bool:
+    return all(after > before for before, after in pairwise(values))
+
+
+def main() -> int:
+    options = arguments(__doc__ or "")
+    claims = Claims(seeds=(0,) if options.quick else (0, 1, 2), steps=10 if options.quick else 20)
+    for check in (
+        claims.multiplexing,
+        claims.growth,
+        claims.expensive_switch,
+        claims.bound,
+        claims.repair,
+        claims.saturation,
+        claims.buckets,
+        claims.router,
+    ):
+        check()
+        print(f"{check.__doc__}".strip(), flush=True)
+    return report(claims.records, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Puts the page together: style, sections, the data of the lanes and the script that draws them."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from html import escape
+from importlib.resources import files
+
+from seamless_verl.observe.digest import RunDigest
+from seamless_verl.observe.numbers import duration
+from seamless_verl.observe.page import sections
+from seamless_verl.observe.page.lane_data import as_script, lane_data
+
+# Nothing may be fetched, whatever a task's name or an agent's text contains.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+_LANES_HELP = (
+    "Drag to choose a stretch of time, double click for everything; Ctrl and wheel zoom, Shift and wheel move, as do "
+    "+ − ← → when the lanes have the focus. The strip above a lane is its active tag (train, rollout); in a generating "
+    "lane, the filled height is the number of requests on the slice. Upper marks: weights published."
+)
+
+
+def render(run: RunDigest) -> str:
+    """The whole page as text."""
+    title = run.start.name if run.start is not None else "run without a recording"
+    body = [
+        _header(run, title),
+        _section("next", "Look at this next", "", sections.next_steps(run)),
+        _section("lanes", "What every slice did", "", _lanes(run)),
+        _section(
+            "ledger",
+            "Where the device time went",
+            "At any moment a slice is in exactly one category, so each column adds up to wall time × devices.",
+            sections.ledger(run),
+        ),
+        _section("steps", "Step by step", "", sections.steps(run)),
+        _section("decisions", "Decisions of the scheduler", "", sections.decisions(run)),
+        _section("learning", "Learning", "", sections.learning(run)),
+        _section("data", "What was generated and trained", "", sections.data(run)),
+        _section("about", "About this recording", "", sections.about(run)),
+    ]
+    here = files("seamless_verl.observe.page")
+    style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "lanes.js"))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)} – report</title><style>{style}</style></head>\n<body>{''.join(body)}"
+        f'<script type="application/json" id="lane-data">{as_script(lane_data(run))}</script>'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _header(run: RunDigest, title: str) -> str:
+    state, style = _state(run)
+    facts = []
+    if run.recording.virtual:
+        facts.append("simulated time")
+    elif run.recording.events:
+        facts.append(datetime.fromtimestamp(run.recording.origin_s, timezone.utc).strftime("%d %B %Y, %H:%M UTC"))
+    facts.append(duration(run.span_s))
+    if run.start is not None:
+        facts.append(f"{len(run.step_spans)} of {run.start.total_steps} steps")
+        devices = sum({entry.slice: entry.devices for entry in run.books}.values())
+        facts.append(f"{devices} devices in {len(run.lanes)} slices")
+        facts.append(f"policy {run.start.policy}")
+        facts.append(f"staleness bound {run.start.eta}")
+    return (
+        f'<header><h1>{escape(title)} <span class="badge {style}">{escape(state)}</span></h1>'
+        f"<p>{escape(' · '.join(facts))}</p>{sections.headline(run)}</header>"
+    )
+
+
+def _state(run: RunDigest) -> tuple[str, str]:
+    if run.start is None:
+        return "no recording", "open"
+    if run.outcome is None:
+        return "no end recorded", "open"
+    return (run.outcome, "good") if run.outcome == "finished" else (f"ended by {run.outcome}", "bad")
+
+
+def _lanes(run: RunDigest) -> str:
+    if not run.lanes:
+        return '<p class="absent">This folder has no recording (flight/*.jsonl), so there is nothing to draw.</p>'
+    return (
+        '<div class="buttons"><output id="lane-range"></output>'
+        '<button id="lane-left" title="earlier">←</button><button id="lane-out" title="zoom out">−</button>'
+        '<button id="lane-in" title="zoom in">+</button><button id="lane-right" title="later">→</button>'
+        '<button id="lane-all" title="everything">all</button></div>'
+        '<div class="lanes"><canvas id="lane-axis"></canvas><div id="lane-scroll">'
+        '<canvas id="lane-canvas" tabindex="0" role="img" aria-label="lanes of all slices over time"></canvas></div>'
+        '<div id="lane-tip" hidden></div></div><div id="lane-legend" class="legend"></div>'
+        f'<p class="lead">{escape(_LANES_HELP)}</p>'
+        "<noscript><p>The lanes need JavaScript; everything else on this page does not.</p></noscript>"
+    )
+
+
+def _section(anchor: str, title: str, lead: str, body: str) -> str:
+    text = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+    return f'<section id="{anchor}"><h2>{escape(title)}</h2>{text}{body}</section>'

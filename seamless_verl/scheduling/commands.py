@@ -1,0 +1,133 @@
+"""What the scheduler wants done. Verbs. The edge carries them out and reports completions as events.
+
+A numbered command to a slice is answered by an event with the same ``command`` number, or by `SliceFailed`. A newer
+command to the same slice supersedes an older one: the edge need not finish the older, and its answer is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seamless_verl.scheduling.decisions import Decision, Outcome
+from seamless_verl.scheduling.slices import SliceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendSlice(Command):
+    """Weights of ``version`` in, replica awake, registered at the router -> `SliceReady`.
+
+    Also sent for slices that only roll out, when they are idle; those are never drained by a policy.
+
+    Attributes:
+        decision: number of the decision it carries out; None when no policy had a say.
+    """
+
+    command: int
+    slice: SliceId
+    version: int | None
+    decision: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainSlice(Command):
+    """Off the router; let running requests finish, or interrupt them with their tokens kept; memory back to the
+    trainer -> `SliceDrained`. May be followed by a second one with ``interrupt=True``."""
+
+    command: int
+    slice: SliceId
+    interrupt: bool
+    decision: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncWeights(Command):
+    """The slice loads ``version`` -> `SliceReady`."""
+
+    command: int
+    slice: SliceId
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantAcquire(Command):
+    """Answer to `AcquireRequested`: the slices are the holder's until it releases."""
+
+    request: str
+    slices: tuple[SliceId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseAcquire(Command):
+    """Answer to `AcquireRequested` that can never be granted as the cluster is."""
+
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeGrant(Command):
+    """A member of a granted gang failed; the other members are idle again and the request is closed."""
+
+    request: str
+    slice: SliceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailOver(Command):
+    """Off the router at once; its sessions continue elsewhere with the tokens they have."""
+
+    slice: SliceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartSlice(Command):
+    """Bring back what died -> `SliceReturned`."""
+
+    slice: SliceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetHorizon(Command):
+    """Advice to the router: the lent slice is expected to be taken back at ``until``; work that takes longer is better
+    placed on slices that are not lent. Holds until the next one or until the slice is drained."""
+
+    slice: SliceId
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer(Command):
+    """Send a `Tick` at this time (or soon after). A later `SetTimer` replaces an earlier one."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStall(Command):
+    """A request has waited longer than it should; names what it waits for."""
+
+    request: str
+    waited_s: float
+    waiting_for: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordDecision(Command):
+    """For the flight recorder: numbered, so that commands and outcomes can refer to it."""
+
+    number: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOutcome(Command):
+    """For the flight recorder."""
+
+    outcome: Outcome

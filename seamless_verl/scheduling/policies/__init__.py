@@ -1,0 +1,1 @@
+"""Policies: when to lend idle training slices to rollout, and when to take them back."""

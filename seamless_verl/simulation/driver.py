@@ -1,0 +1,240 @@
+"""Carries out on the simulated fleet what the scheduler commands, and tells it what happened.
+
+Each transition takes the time that `SwitchCosts` says. A newer command to a slice voids the older one, as the
+scheduler's contract asks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.scheduling import commands as cmd
+from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.cluster import Cluster
+from seamless_verl.scheduling.decisions import Outcome, Verb
+from seamless_verl.scheduling.slices import Slice, SliceState
+from seamless_verl.simulation.books import Use
+from seamless_verl.simulation.clock import Clock, Signal
+from seamless_verl.simulation.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchCosts:
+    """Seconds of each transition of a slice.
+
+    Attributes:
+        wake: the trainer's state leaves the device, the engine wakes up, weights go in, the router learns of it.
+        drain: requests are interrupted, the engine sleeps, the trainer's state comes back.
+        load: a serving replica takes newer weights.
+        push: the trainer hands its weights to whoever distributes them (the gang is busy).
+        repair: from a failure to the return of the slice.
+        spread: relative standard deviation of the first three.
+    """
+
+    wake: float
+    drain: float
+    load: float
+    push: float
+    repair: float = 300.0
+    spread: float = 0.0
+
+
+class Driver:
+    """Args:
+    handle: of the scheduler, or of the recorder in front of it.
+    cluster: the scheduler's state, to be read.
+    keep_cache: requests keep their KV cache when their replica takes newer weights.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        handle: Callable[[ev.Event], tuple[cmd.Command, ...]],
+        cluster: Cluster,
+        fleet: Fleet,
+        costs: SwitchCosts,
+        rng: random.Random,
+        *,
+        keep_cache: bool,
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        self.lends = 0
+        self.stalls = 0
+        self.changed = Signal(clock)  # a grant, or a replica that is ready
+        self._clock = clock
+        self._handle = handle
+        self._cluster = cluster
+        self._fleet = fleet
+        self._costs = costs
+        self._rng = rng
+        self._keep_cache = keep_cache
+        self._inbox: deque[ev.Event] = deque()
+        self._busy = False
+        self._current: dict[str, int] = {}
+        self._leisurely: dict[str, int] = {}
+        self._granted: dict[str, tuple[str, ...]] = {}
+        self._varied_at, self._factor = -1.0, 1.0
+        self._settling = False
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
+    def granted(self, request: str) -> tuple[str, ...] | None:
+        """The slices of a granted request; None while it waits."""
+        return self._granted.get(request)
+
+    def tell(self, event: ev.Event) -> None:
+        """Hand an event to the scheduler and carry out what it says; events that follow from that come after."""
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox:
+                event = self._inbox.popleft()
+                for command in self._handle(event):
+                    self._carry_out(command)
+        finally:
+            self._busy = False
+
+    def add(self, piece: Slice, *, serving: bool) -> None:
+        if serving:
+            self._fleet.units[piece.id].serve(0)
+        state = SliceState.ROLLOUT if serving else SliceState.IDLE
+        self.tell(ev.SliceAdded(at=self.now, slice=piece, state=state, version=0 if serving else None))
+
+    def loading(self) -> bool:
+        """Whether a serving slice takes newer weights at the moment."""
+        return any(status.state is SliceState.SYNCING for status in self._cluster)
+
+    def release(self, request: str) -> None:
+        """The trainer gives its gang back."""
+        for name in self._granted.pop(request):
+            self._fleet.units[name].turn_to(Use.WAIT_DATA)
+        self.tell(ev.Released(at=self.now, request=request))
+
+    def fail(self, name: str) -> None:
+        """A slice dies, whatever it does."""
+        if self._cluster[name].state in (SliceState.FAILED, SliceState.TRAINING):  # type: ignore[index]
+            return  # the loss of a training gang ends a run of any system
+        self._void(name)
+        self._fleet.vacate(name)
+        self._fleet.units[name].turn_to(Use.FAILED)
+        self.tell(ev.SliceFailed(at=self.now, slice=name, reason="simulated"))  # type: ignore[arg-type]
+
+    def drained_of_requests(self, name: str) -> None:
+        """Called when a slice has nothing left to do."""
+        command = self._leisurely.pop(name, None)
+        if command is not None:
+            self._give_back(name, command)
+
+    # ---------------------------------------------------------------- commands
+
+    def _carry_out(self, command: cmd.Command) -> None:
+        match command:
+            case cmd.LendSlice():
+                self._wake(command)
+            case cmd.DrainSlice():
+                self._drain(command)
+            case cmd.SyncWeights():
+                self._sync(command)
+            case cmd.GrantAcquire():
+                self._granted[command.request] = tuple(command.slices)
+                self.changed.fire()
+            case cmd.RestartSlice():
+                self._clock.after(self._costs.repair, self._returned, command.slice)
+            case cmd.SetTimer():
+                self._clock.at(command.at, self._tick)
+            case cmd.RecordDecision():
+                self.lends += command.decision.verb is Verb.LEND
+            case cmd.RecordOutcome():
+                self.outcomes.append(command.outcome)
+            case cmd.ReportStall():
+                self.stalls += 1
+            case cmd.RefuseAcquire() | cmd.RevokeGrant():
+                raise SeamlessError(f"{command.request}: {command.reason}")
+            case cmd.FailOver():
+                self._fleet.vacate(command.slice)
+            case cmd.SetHorizon():
+                self._fleet.units[command.slice].horizon = command.until
+            case _:
+                raise SeamlessError(f"the simulator cannot carry out {type(command).__name__}")
+
+    def _wake(self, command: cmd.LendSlice) -> None:
+        self._number(command.slice, command.command)
+        self._fleet.units[command.slice].turn_to(Use.SWITCH)
+        version = command.version or 0
+        self._clock.after(self._vary(self._costs.wake), self._ready, command.slice, command.command, version)
+
+    def _sync(self, command: cmd.SyncWeights) -> None:
+        self._number(command.slice, command.command)
+        unit = self._fleet.units[command.slice]
+        unit.turn_to(Use.SYNC, keep_cache=self._keep_cache)
+        self._clock.after(self._vary(self._costs.load), self._ready, command.slice, command.command, command.version)
+
+    def _ready(self, name: str, command: int, version: int) -> None:
+        if self._current.get(name) != command:
+            return
+        self._fleet.units[name].serve(version)
+        self.tell(ev.SliceReady(at=self.now, slice=name, command=command, version=version))  # type: ignore[arg-type]
+        self.changed.fire()
+        if not self._settling:
+            self._settling = True
+            self._clock.after(0.0, self._settle)
+
+    def _settle(self) -> None:
+        """Whoever became ready at this moment is ready: place what waits, even out what runs."""
+        self._settling = False
+        self._fleet.even_out()
+
+    def _drain(self, command: cmd.DrainSlice) -> None:
+        self._number(command.slice, command.command)
+        unit = self._fleet.units[command.slice]
+        unit.accepting = False
+        if not command.interrupt and unit.serving and not self._fleet.idle(command.slice):
+            self._leisurely[command.slice] = command.command
+            return
+        self._give_back(command.slice, command.command)
+
+    def _give_back(self, name: str, command: int) -> None:
+        unit = self._fleet.units[name]
+        serving = unit.serving
+        if not serving:  # waking or syncing: what waits here must leave too
+            unit.turn_to(Use.SWITCH)
+        self._fleet.vacate(name)
+        unit.turn_to(Use.SWITCH)
+        self._clock.after(self._vary(self._costs.drain), self._drained, name, command)
+
+    def _drained(self, name: str, command: int) -> None:
+        if self._current.get(name) != command:
+            return
+        self._fleet.units[name].turn_to(Use.WAIT_DATA)
+        self.tell(ev.SliceDrained(at=self.now, slice=name, command=command))  # type: ignore[arg-type]
+
+    def _returned(self, name: str) -> None:
+        self._fleet.units[name].turn_to(Use.WAIT_DATA)
+        self.tell(ev.SliceReturned(at=self.now, slice=name))  # type: ignore[arg-type]
+
+    def _tick(self) -> None:
+        self.tell(ev.Tick(at=self.now))
+
+    def _number(self, name: str, command: int) -> None:
+        self._current[name] = command
+        self._leisurely.pop(name, None)
+
+    def _void(self, name: str) -> None:
+        self._current.pop(name, None)
+        self._leisurely.pop(name, None)
+
+    def _vary(self, seconds: float) -> float:
+        """Transitions that begin together are one collective operation and take equally long."""
+        if not self._costs.spread:
+            return seconds
+        if self._varied_at != self.now:
+            self._varied_at, self._factor = self.now, max(0.2, self._rng.gauss(1.0, self._costs.spread))
+        return seconds * self._factor

@@ -1,0 +1,208 @@
+"""All slices as hardware: what each is used for, and which replica gets which request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from seamless_verl.simulation.books import Account, Use
+from seamless_verl.simulation.clock import Clock
+from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
+from seamless_verl.staleness.routing import MigrationRule, PendingRequest, ReplicaLoad, Route, RoutingPolicy
+
+
+class Unit:
+    """One slice: its account, its replica, and what it is used for when it does not generate."""
+
+    def __init__(self, clock: Clock, account: Account, replica: Replica) -> None:
+        self.account = account
+        self.replica = replica
+        self.accepting = False
+        self.horizon: float | None = None  # when it is expected to be taken back
+        self._clock = clock
+        self._use: Use | None = Use.WAIT_DATA  # None: generating, the replica keeps the books
+        self._since = clock.now
+
+    @property
+    def serving(self) -> bool:
+        return self._use is None
+
+    def turn_to(self, use: Use, *, keep_cache: bool = False) -> None:
+        """From now on the time is spent on ``use``."""
+        if self._use is None:
+            self.replica.close(keep_cache=keep_cache)
+            self.accepting = False
+        else:
+            self.charge()
+        self._use, self._since = use, self._clock.now
+
+    def serve(self, version: int) -> None:
+        """From now on the replica generates with weights of ``version``."""
+        self.charge()
+        self._use = None
+        self.replica.version = version
+        self.accepting = True
+        self.replica.open()
+
+    def charge(self) -> None:
+        """Bring the account to the present."""
+        if self._use is None:
+            self.replica.advance()
+        else:
+            self.account.charge(self._use, self._clock.now - self._since)
+            self._since = self._clock.now
+
+
+class Fleet:
+    """Args:
+    router: places requests; the object that the live run uses.
+    migration: when replicas give requests back; None: never.
+    rebalance: all requests are placed anew when empty replicas join (verl aborts them all and clears its sticky table).
+    started, stopped: told of every request that a slice gets, and loses (whether it was finished).
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        router: RoutingPolicy,
+        *,
+        migration: MigrationRule | None,
+        rebalance: bool,
+        started: Callable[[Request, str], None],
+        stopped: Callable[[Request, str, bool], None],
+        finished: Callable[[Request], None],
+    ) -> None:
+        self.units: dict[str, Unit] = {}
+        self.migrated = 0
+        self._clock = clock
+        self._router = router
+        self._migration = migration
+        self._rebalance = rebalance
+        self._started = started
+        self._stopped = stopped
+        self._finished = finished
+        self._held: list[Request] = []
+        self._home: dict[object, str] = {}  # sessions stay where their cache is
+
+    def add(self, name: str, *, gpus: int, trainable: bool, physics: EnginePhysics) -> Unit:
+        account = Account(name=name, gpus=gpus, trainable=trainable)
+        replica = Replica(name, self._clock, physics, account, self._on_finish)
+        unit = self.units[name] = Unit(self._clock, account, replica)
+        return unit
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Place requests now, or hold them until a place is worth taking."""
+        homeless = []
+        for request in requests:
+            home = self._home.get(request.owner)
+            unit = self.units[home] if home is not None else None
+            if unit is not None and unit.accepting and not request.done:
+                self._place(request, unit)
+            else:
+                homeless.append(request)
+        if homeless:
+            self._held += homeless
+            self.pump()
+
+    def pump(self) -> None:
+        """Ask the router about everything that is held."""
+        if not self._held:
+            return
+        names = [name for name, unit in self.units.items() if unit.accepting]
+        if not names:
+            return
+        held, self._held = self._held, []
+        by_name = {str(number): request for number, request in enumerate(held)}
+        pending = [
+            PendingRequest(request=name, version=request.version or 0, tokens=round(request.context + request.done))
+            for name, request in by_name.items()
+        ]
+        for decision in self._router.route(pending, [self._load(name) for name in names]):
+            request = by_name[decision.request]
+            if isinstance(decision, Route):
+                self._place(request, self.units[decision.replica])
+            else:
+                self._held.append(request)
+
+    def vacate(self, name: str) -> None:
+        """Interrupt everything on a slice (tokens kept) and place it elsewhere."""
+        unit = self.units[name]
+        unit.accepting = False
+        self._release(unit.replica.take_all())
+
+    def even_out(self) -> None:
+        """Replicas have come or taken other weights: place what waits, and move what runs if the system does that."""
+        if self._rebalance and any(unit.accepting and not unit.replica.load for unit in self.units.values()):
+            requests = []
+            for unit in self.units.values():
+                if unit.accepting:
+                    requests += unit.replica.take_all()
+            self._release(requests)
+        self.pump()
+        if self._migration is not None:
+            for _ in range(len(self.units)):
+                if not self._migrate(self._migration):
+                    break
+
+    def _migrate(self, rule: MigrationRule) -> bool:
+        loads = [self._load(name) for name, unit in self.units.items() if unit.accepting]
+        if len(loads) < 2:
+            return False
+        cost = self.units[loads[0].replica].replica.physics.decode
+        taken = []
+        for command in rule.migrations(loads, cost):
+            taken += self.units[command.replica].replica.take(command.count)
+        self.migrated += len(taken)
+        self._release(taken)
+        return bool(taken)
+
+    def forget(self, owner: object) -> None:
+        """A session has ended."""
+        self._home.pop(owner, None)
+
+    def idle(self, name: str) -> bool:
+        return self.units[name].replica.load == 0
+
+    def accounts(self) -> list[Account]:
+        """The books of all slices, brought to the present."""
+        for unit in self.units.values():
+            unit.charge()
+        return [unit.account for unit in self.units.values()]
+
+    def _release(self, requests: list[Request]) -> None:
+        for request in requests:
+            assert request.replica is not None
+            self._stopped(request, request.replica.name, False)
+            request.replica = None
+            request.prefix = request.context if request.done else request.prefix
+            self._home.pop(request.owner, None)
+        self.submit(requests)
+
+    def _place(self, request: Request, unit: Unit) -> None:
+        self._home[request.owner] = unit.replica.name
+        self._started(request, unit.replica.name)
+        unit.replica.submit(request)
+
+    def _on_finish(self, request: Request) -> None:
+        assert request.replica is not None
+        name = request.replica.name
+        request.replica = None
+        self._stopped(request, name, True)
+        self._finished(request)
+        if self._held:
+            self.pump()
+
+    def _load(self, name: str) -> ReplicaLoad:
+        replica = self.units[name].replica
+        kv = round(replica.kv)
+        return ReplicaLoad(
+            replica=name,
+            version=replica.version,
+            running=replica.num_running,
+            waiting=len(replica.waiting),
+            kv_tokens=kv,
+            kv_room=replica.physics.kv_tokens - kv,
+        )

@@ -1,0 +1,172 @@
+"""The fluid limit: the shortest step when nobody waits for anybody, and its refinement for a bound on staleness.
+
+Work.     T = T_train + (N - r_b * T_train) / r_ab, which is (W_r + W_t) / (a + b) of PAPERS 1.2 with rates that depend
+          on how many requests there are: N tokens per step, r_b and r_ab the token rates of the slices that only
+          generate and of all slices with (eta + 1) batches in flight. Without lending T = max(T_train, N / r_b).
+Bound.    A batch is admitted when weights are published and must be whole eta + 1 steps later, so its longest
+          trajectory must fit into (eta + 1) T, and towards the end few requests are left to fill the replicas. With
+          C(a) tokens generated at age a and n(t) requests in flight, dC/da = 1 / step time(n): a periodic fluid
+          equation whose smallest T with C((eta + 1) T) >= longest is found by bisection.
+
+The second is what an ideal system reaches that shares all slices equally among the requests in flight; it is a limit
+for policies that decide who uses which slice when, not for clairvoyant ones that would give long requests more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from seamless_verl.simulation.regimes import regime
+from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.scenario import Pool, Scenario
+
+_CELLS = 48  # per step
+_GROUPS = 256  # sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSample:
+    """Sampled trajectories: generated tokens and tool seconds of each, and means over all of them.
+
+    Attributes:
+        longest: mean over batches of the longest trajectory, in generated tokens.
+    """
+
+    generated: Any
+    tool_s: Any
+    longest: float
+    trained: float
+    decoding_context: float
+    prefilled_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FluidLimit:
+    """Seconds per step: of the gang's training, by work alone, and under the bound on staleness (never smaller)."""
+
+    train_s: float
+    work_s: float
+    bounded_s: float
+
+
+def sample(scenario: Scenario) -> WorkSample:
+    """With a seed of its own: the limit belongs to the setting, not to a run."""
+    rng = random.Random(7919)
+    groups = max(_GROUPS, 2 * scenario.batch)
+    generated, tools, trained, weighted, prefilled = [], [], 0.0, 0.0, 0.0
+    for _ in range(groups):
+        for trajectory in scenario.workload.group(rng, scenario.attempts):
+            context = 0
+            for turn in trajectory:
+                context += turn.prompt
+                prefilled += turn.prompt
+                weighted += turn.answer * (context + turn.answer / 2)
+                context += turn.answer
+            generated.append(float(sum(turn.answer for turn in trajectory)))
+            tools.append(sum(turn.tool_s for turn in trajectory))
+            trained += context
+    tokens = np.array(generated)
+    size = scenario.batch * scenario.attempts
+    batches = tokens[: len(tokens) // size * size].reshape(-1, size)
+    return WorkSample(
+        generated=tokens,
+        tool_s=np.array(tools),
+        longest=float(batches.max(axis=1).mean()),
+        trained=trained / len(tokens),
+        decoding_context=weighted / tokens.sum(),
+        prefilled_share=prefilled / tokens.sum(),
+    )
+
+
+def fluid_limit(scenario: Scenario) -> FluidLimit:
+    """Of the scenario's work on its slices, as its system may share them."""
+    rules, work = regime(scenario.system), sample(scenario)
+    gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
+    standing = [pool for pool in scenario.pools if pool not in gang]
+    everybody = gang + standing if rules.lends or rules.colocated else standing
+    train_s = _train_s(scenario, gang, work)
+    trajectories = scenario.batch * scenario.attempts
+    in_flight = trajectories * (scenario.eta + 1)
+    tokens = float(work.generated.mean()) * trajectories
+    rate_all, rate_standing = _rate(everybody, in_flight, work), _rate(standing, in_flight, work)
+    work_s = train_s + max(0.0, tokens - rate_standing * train_s) / rate_all
+    if not rules.lends and not rules.colocated:
+        work_s = max(train_s, tokens / rate_standing)
+    lent = sum(pool.slices for pool in gang) if rules.lends or rules.colocated else 0
+
+    def fits(step_s: float) -> bool:
+        slices = sum(pool.slices for pool in standing) + lent * (1.0 - min(1.0, train_s / step_s))
+        return slices > 0 and _fits(scenario, work, everybody[0].engine, slices, step_s)
+
+    return FluidLimit(train_s=train_s, work_s=work_s, bounded_s=_smallest(fits, work_s))
+
+
+def _smallest(fits: Callable[[float], bool], low: float) -> float:
+    """The smallest value from ``low`` on that fits, to a thousandth."""
+    if fits(low):
+        return low
+    high = 2.0 * low
+    while not fits(high):
+        low, high = high, 2.0 * high
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def limit_of(scenario: Scenario) -> float:
+    """Seconds per step that the scenario's system cannot beat, whatever it decides."""
+    return fluid_limit(scenario).work_s
+
+
+def _fits(scenario: Scenario, work: WorkSample, engine: EnginePhysics, slices: float, step_s: float) -> bool:
+    """Whether all trajectories of a batch end within eta + 1 steps of this length, in the periodic fluid."""
+    lives = scenario.eta + 1
+    width = step_s / _CELLS
+    scale = scenario.batch * scenario.attempts / len(work.generated)
+    running = np.full(_CELLS, 0.7 * lives * scenario.batch * scenario.attempts)
+    order = np.sort(work.generated)
+    tool_share = float(work.tool_s.sum() / max(work.generated.sum(), 1.0))  # seconds of tools per generated token
+    progress = np.zeros(lives * _CELLS)
+    for _ in range(40):
+        per_slice = np.clip(running / slices, 1e-3, engine.max_running)
+        step = _step_s(engine, per_slice, work)
+        speed = np.tile(1.0 / (step + tool_share), lives)
+        progress = np.cumsum(speed) * width
+        alive = (len(order) - np.searchsorted(order, progress)) * scale
+        duty = np.tile(step / (step + tool_share), lives)
+        now = (alive * duty).reshape(lives, _CELLS).sum(axis=0)
+        if np.abs(now - running).max() < 0.5:
+            break
+        running = 0.5 * (running + now)
+    return bool(progress[-1] >= work.longest)
+
+
+def _step_s(engine: EnginePhysics, running: Any, work: WorkSample) -> Any:
+    """Seconds per token of one request among ``running``, with its share of everybody's prefill."""
+    fits = np.minimum(running, engine.kv_tokens / work.decoding_context)
+    cost = engine.decode
+    step = cost.attention_base_s + cost.attention_per_token_s * fits * work.decoding_context
+    step = step + np.maximum(cost.floor_s, cost.base_s + cost.per_request_s * fits)
+    return step * running / fits + running * work.prefilled_share * engine.prefill_s_per_token
+
+
+def _rate(pools: list[Pool], in_flight: float, work: WorkSample) -> float:
+    """Tokens per second with ``in_flight`` trajectories spread evenly, all of them decoding."""
+    slices = sum(pool.slices for pool in pools)
+    if not slices:
+        return 0.0
+    per_slice = min(in_flight / slices, min(pool.engine.max_running for pool in pools))
+    return sum(pool.slices * per_slice / float(_step_s(pool.engine, per_slice, work)) for pool in pools)
+
+
+def _train_s(scenario: Scenario, gang: list[Pool], work: WorkSample) -> float:
+    gpus = sum(pool.slices * pool.gpus for pool in gang) * min(pool.train_speed for pool in gang)
+    mini_batches = scenario.batch // scenario.mini_batch if regime(scenario.system).streaming else 1
+    tokens = work.trained * scenario.batch * scenario.attempts
+    return scenario.train.update_s * (mini_batches - 1) + scenario.train.seconds(round(tokens), gpus)

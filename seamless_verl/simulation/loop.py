@@ -1,0 +1,307 @@
+"""The trainer: waits for groups, holds the gang, trains mini-batches, publishes weights. One loop for every system.
+
+    begin step ─► acquire gang ─► [wait for a mini-batch ─► train it]* ─► publish ─► release
+
+What differs between systems is data (`Regime`): who is admitted when (the feed), whether the gang is given back while
+it starves, how weights are published, how often the trainer looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from seamless_verl.observe import flight
+from seamless_verl.observe.flight import Phase
+from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.slices import Tag
+from seamless_verl.simulation.agents import Agents, Group
+from seamless_verl.simulation.books import Use
+from seamless_verl.simulation.clock import Clock, Process, Signal
+from seamless_verl.simulation.driver import Driver
+from seamless_verl.simulation.feeds import Feed
+from seamless_verl.simulation.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPhysics:
+    """Training time by tokens.
+
+    Attributes:
+        gpu_s_per_token: GPU-seconds of forward and backward per trained token, prompts included.
+        old_log_prob: the extra forward pass, as a share of that; 0 where the rollout's log-probs are used.
+        update_s: seconds per mini-batch that do not depend on its tokens.
+    """
+
+    gpu_s_per_token: float
+    old_log_prob: float = 0.0
+    update_s: float = 1.0
+
+    def seconds(self, tokens: int, gpus: float) -> float:
+        return self.update_s + tokens * self.gpu_s_per_token * (1.0 + self.old_log_prob) / gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopRules:
+    """Attributes:
+    batch: groups per step.
+    mini_batch: groups that are trained as soon as they are there; equal to ``batch`` where a system waits for all.
+    release_when_starving: the gang is given back (and may be lent) when the next mini-batch is not there.
+    stop_the_world: all replicas load weights before the step ends.
+    barrier: weights are published when the next batch is complete and nothing generates (one-step-off).
+    poll_s: the trainer looks for data only this often; 0: it is woken.
+    """
+
+    batch: int
+    mini_batch: int
+    release_when_starving: bool
+    stop_the_world: bool
+    barrier: bool = False
+    poll_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One training step. ``staleness``: trained version minus version of the first token, per group."""
+
+    step: int
+    began: float
+    ended: float
+    tokens: int
+    generated: int
+    trained_s: float
+    waited_s: float
+    staleness: tuple[int, ...]
+    answers: tuple[int, ...]
+
+
+class TrainLoop:
+    """Args:
+    gang: slices that train together.
+    gang_gpus: their devices, weighted by training speed.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        driver: Driver,
+        fleet: Fleet,
+        agents: Agents,
+        feed: Feed,
+        physics: TrainPhysics,
+        rules: LoopRules,
+        *,
+        gang: int,
+        gang_gpus: float,
+        steps: int,
+        push_s: float,
+        on_step: Callable[[StepRecord], None],
+        record: Callable[[flight.FlightEvent], None] | None,
+    ) -> None:
+        self.version = 0
+        self.done = False
+        self.ready = Signal(clock)
+        self._clock = clock
+        self._driver = driver
+        self._fleet = fleet
+        self._agents = agents
+        self._feed = feed
+        self._physics = physics
+        self._rules = rules
+        self._gang = gang
+        self._gang_gpus = gang_gpus
+        self._steps = steps
+        self._push_s = push_s
+        self._on_step = on_step
+        self._record_event = record
+        self._step = 0
+        self._requests = 0
+        self._holding = ""
+        self._waited_s = self._trained_s = 0.0
+        self._waited_groups = 0
+        self._missing = 0
+
+    # ---------------------------------------------------------------- what the agents report
+
+    def group_finished(self, group: Group) -> None:
+        self._feed.finish(group)
+        self._tell_ready()
+        self.ready.fire()
+
+    def _tell_ready(self) -> None:
+        ready = min(self._feed.available, self._missing)
+        self._driver.tell(ev.GroupsReady(at=self._clock.now, ready=ready, in_flight=self._feed.in_flight))
+        if self._record_event is not None:
+            self._say(flight.BatchProgress(at=self._clock.now, ready=ready, needed=self._missing))
+
+    # ---------------------------------------------------------------- the process
+
+    def run(self) -> Process:
+        self._admit(self._feed.published(0))
+        for step in range(1, self._steps + 1):
+            began, self._step = self._clock.now, step
+            self._say(flight.StepBegan(at=began, step=step))
+            self._waited_s = self._trained_s = 0.0
+            self._waited_groups = 0
+            self._missing = self._rules.batch
+            if not self._rules.barrier or step == 1:
+                self._admit(self._feed.step_begins(self.version))
+            self._tell_ready()
+            groups: list[Group] = []
+            while self._missing:
+                yield from self._hold_gang()
+                batch = yield from self._next_batch(self._rules.batch if self._rules.barrier else None)
+                if self._rules.barrier:
+                    yield from self._synchronize(step)
+                yield from self._train(batch)
+                groups += batch
+            yield from self._end_step(step)
+            self._record(step, began, groups)
+        self.done = True
+
+    def _hold_gang(self) -> Process:
+        if self._holding:
+            return
+        self._requests += 1
+        name = f"train/{self._requests}"
+        mini = min(self._rules.mini_batch, self._missing)
+        self._driver.tell(
+            ev.AcquireRequested(
+                at=self._clock.now, request=name, tag=Tag.TRAIN, count=self._gang, minimum=mini, batch=self._missing
+            )
+        )
+        while self._driver.granted(name) is None:
+            yield self._driver.changed
+        self._holding = name
+
+    def _next_batch(self, wanted: int | None) -> Process:
+        mini = wanted or min(self._rules.mini_batch, self._missing)
+        waits_from = self._clock.now
+        self._phase(Phase.WAIT_FOR_BATCH)
+        if self._feed.available < mini:
+            self._waited_groups += mini - self._feed.available
+            while self._feed.available < mini:
+                yield self.ready
+        if self._rules.poll_s:
+            waited = self._clock.now - waits_from
+            yield math.ceil(waited / self._rules.poll_s) * self._rules.poll_s - waited
+        self._waited_s += self._clock.now - waits_from
+        self._phase(Phase.WAIT_FOR_BATCH, ends=True)
+        taken, surplus = self._feed.take(mini)
+        for group in surplus:
+            self._agents.stop(group)
+        self._missing -= len(taken)
+        self._tell_ready()
+        return taken
+
+    def _train(self, batch: list[Group]) -> Process:
+        seconds = self._physics.seconds(sum(group.tokens for group in batch), self._gang_gpus)
+        self._use_gang(Use.TRAIN)
+        self._trained_s += seconds
+        self._phase(Phase.UPDATE_ACTOR)
+        yield seconds
+        self._phase(Phase.UPDATE_ACTOR, ends=True)
+        self._use_gang(Use.WAIT_DATA)
+        mini = min(self._rules.mini_batch, self._missing)
+        if self._missing and self._rules.release_when_starving and self._feed.available < mini:
+            self._release()
+
+    def _end_step(self, step: int) -> Process:
+        last = step == self._steps
+        self._driver.tell(
+            ev.StepEnded(
+                at=self._clock.now,
+                step=step,
+                waited_s=self._waited_s,
+                waited_groups=self._waited_groups,
+                last=last,
+            )
+        )
+        self._missing = 0 if last else self._rules.batch
+        self._tell_ready()
+        if not self._rules.barrier:
+            yield from self._publish()
+        self._release()
+
+    def _synchronize(self, step: int) -> Process:
+        """One-step-off: the batch is complete, so nothing generates; weights go over, then the next batch starts."""
+        if step > 1:
+            yield from self._publish()
+        if step < self._steps:
+            self._admit(self._feed.step_begins(self.version))
+
+    def _publish(self) -> Process:
+        self._use_gang(Use.SYNC)
+        self._phase(Phase.SYNC_WEIGHTS)
+        self.version += 1
+        if self._rules.stop_the_world:
+            self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
+            while self._driver.loading():
+                yield self._driver.changed
+        if self._push_s:
+            yield self._push_s
+        if not self._rules.stop_the_world:
+            self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
+        for group in self._feed.to_restart(self.version):
+            self._agents.restart(group, self.version)
+        self._admit(self._feed.published(self.version))
+        self._phase(Phase.SYNC_WEIGHTS, ends=True)
+        self._use_gang(Use.WAIT_DATA)
+
+    # ---------------------------------------------------------------- small things
+
+    def _admit(self, groups: list[Group]) -> None:
+        if not groups:
+            return
+        sessions = len(groups[0].attempts)
+        names = tuple(group.name for group in groups)
+        self._driver.tell(ev.GroupsSubmitted(at=self._clock.now, groups=names, sessions=sessions))
+        self._tell_ready()
+        self._agents.start(groups)
+
+    def _use_gang(self, use: Use) -> None:
+        for name in self._driver.granted(self._holding) or ():
+            self._fleet.units[name].turn_to(use)
+
+    def _release(self) -> None:
+        name, self._holding = self._holding, ""
+        self._driver.release(name)
+
+    def _say(self, event: flight.FlightEvent) -> None:
+        if self._record_event is not None:
+            self._record_event(event)
+
+    def _phase(self, phase: Phase, *, ends: bool = False) -> None:
+        kind = flight.PhaseEnded if ends else flight.PhaseBegan
+        self._say(kind(at=self._clock.now, phase=phase, step=self._step))
+
+    def _record(self, step: int, began: float, groups: list[Group]) -> None:
+        self._say(flight.StepEnded(at=self._clock.now, step=step))
+        if self._record_event is not None:
+            self._say(_rows(self._clock.now, step, groups))
+        self._on_step(
+            StepRecord(
+                step=step,
+                began=began,
+                ended=self._clock.now,
+                tokens=sum(group.tokens for group in groups),
+                generated=sum(group.generated for group in groups),
+                trained_s=self._trained_s,
+                waited_s=self._waited_s,
+                staleness=tuple(step - 1 - group.version for group in groups),
+                answers=tuple(attempt.generated for group in groups for attempt in group.attempts),
+            )
+        )
+
+
+def _rows(at: float, step: int, groups: list[Group]) -> flight.RowsTrained:
+    attempts = [attempt for group in groups for attempt in group.attempts]
+    return flight.RowsTrained(
+        at=at,
+        step=step,
+        rollouts=len(attempts),
+        staleness=tuple(step - 1 - (a.version or 0) for a in attempts),
+        prompt_tokens=tuple(a.context - a.generated for a in attempts),
+        response_tokens=tuple(a.generated for a in attempts),
+    )

@@ -1,0 +1,148 @@
+"""What ``--set key=value`` may say, and the scenarios that follow. Keys are those of the live configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import yaml
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.simulation.driver import SwitchCosts
+from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, scenario
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario
+from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
+
+PRESETS: Mapping[str, Callable[[], Scenario]] = {
+    run.name: partial(scenario, run, CALIBRATED, steps=20) for run in (*MODES, *SWITCHING)
+}
+_WORKLOADS = {"constant": Constant, "lognormal": LogNormal, "bimodal": Bimodal, "agentic": Agentic}
+_SIMPLE = {
+    "scheduler.policy": ("system", str),
+    "staleness.eta": ("eta", int),
+    "data.train_batch_size": ("batch", int),
+    "actor.ppo_mini_batch_size": ("mini_batch", int),
+    "rollout.n": ("attempts", int),
+    "steps": ("steps", int),
+    "seed": ("seed", int),
+}
+_NESTED = {"costs": SwitchCosts, "noise": Noise}
+KEYS = (
+    *_SIMPLE,
+    "resources",
+    "workload",
+    "train.gpu_s_per_token",
+    "decode.slowdown",
+    *(f"{name}.{field.name}" for name, kind in _NESTED.items() for field in fields(kind)),
+)
+
+
+def preset(name: str) -> Scenario:
+    """Raises:
+    ConfigError: unknown; names the nearest.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+        raise ConfigError("--preset", name, "no such preset", f"write {near}; known: {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
+    """The scenario with all assignments made at once, so that they are checked together.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be read, or a scenario that cannot be.
+    """
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        key, sign, text = assignment.partition("=")
+        if not sign:
+            raise ConfigError("--set", assignment, "is no assignment", "write key=value, e.g. staleness.eta=2")
+        _assign(base, changes, key.removeprefix("seamless."), text)
+    if "steps" in changes and base.warm >= changes["steps"]:
+        changes["warm"] = max(0, changes["steps"] // 4)
+    if "batch" in changes and "mini_batch" not in changes:
+        changes["mini_batch"] = max(1, changes["batch"] * base.mini_batch // base.batch)
+    return replace(base, **changes)
+
+
+def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> None:
+    if key in _SIMPLE:
+        name, kind = _SIMPLE[key]
+        changes[name] = _read(key, text, kind)
+    elif key == "resources":
+        changes["pools"] = _pools(base, text)
+    elif key == "workload":
+        changes["workload"] = _workload(text)
+    elif key == "train.gpu_s_per_token":
+        changes["train"] = replace(base.train, gpu_s_per_token=_read(key, text, float))
+    elif key == "decode.slowdown":
+        factor = _read(key, text, float)
+        pools = changes.get("pools", base.pools)
+        changes["pools"] = tuple(replace(pool, engine=_slower(pool, factor)) for pool in pools)
+    elif key in KEYS:
+        group, _, field = key.partition(".")
+        before = changes.get(group, getattr(base, group))
+        changes[group] = replace(before, **{field: _read(key, text, float)})
+    else:
+        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
+        raise ConfigError(key, text, "unknown key", f"write {near}; all: {', '.join(KEYS)}")
+
+
+def _read(key: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        example = {int: "2", float: "1.5", str: "predictive"}[kind]
+        raise ConfigError(key, text, f"is no {kind.__name__}", f"write e.g. {key}={example}") from None
+
+
+def _yaml(key: str, text: str, fix: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(key, text, "is no YAML", fix) from None
+
+
+def _pools(base: Scenario, text: str) -> tuple[Pool, ...]:
+    fix = (
+        "write resources=[{name: trainers, nodes: 2, gpus_per_node: 8, capabilities: [train, rollout]}, "
+        "{name: rollouts, nodes: 1, gpus_per_node: 8, capabilities: [rollout]}]"
+    )
+    declared = _yaml("resources", text, fix)
+    if not isinstance(declared, list) or not declared or not all(isinstance(entry, dict) for entry in declared):
+        raise ConfigError("resources", text, "is no list of pools", fix)
+    pools = []
+    for entry in declared:
+        unknown = entry.keys() - {"name", "nodes", "gpus_per_node", "capabilities"}
+        if unknown or not {"name", "nodes", "gpus_per_node", "capabilities"} <= entry.keys():
+            raise ConfigError("resources", entry, "needs name, nodes, gpus_per_node and capabilities only", fix)
+        size = base.pools[0].gpus
+        devices = int(entry["nodes"]) * int(entry["gpus_per_node"])
+        if devices < size or devices % size:
+            raise ConfigError("resources", entry, f"does not split into slices of {size} GPUs", fix)
+        trains = "train" in entry["capabilities"]
+        engine = base.pools[0].engine
+        pools.append(Pool(name=entry["name"], slices=devices // size, gpus=size, trains=trains, engine=engine))
+    return tuple(pools)
+
+
+def _workload(text: str) -> Any:
+    fix = "write workload={kind: lognormal, mean: 8000, sigma: 0.9, cap: 32768}"
+    declared = _yaml("workload", text, fix)
+    if not isinstance(declared, dict) or declared.get("kind") not in _WORKLOADS:
+        raise ConfigError("workload", text, f"kind must be one of {', '.join(_WORKLOADS)}", fix)
+    kind = _WORKLOADS[declared.pop("kind")]
+    try:
+        return kind(**declared)
+    except TypeError:
+        names = ", ".join(field.name for field in fields(kind))
+        raise ConfigError("workload", text, f"takes {names}", fix) from None
+
+
+def _slower(pool: Pool, factor: float) -> Any:
+    cost = pool.engine.decode
+    return replace(pool.engine, decode=replace(cost, **{f.name: getattr(cost, f.name) * factor for f in fields(cost)}))

@@ -1,0 +1,206 @@
+"""Published set-ups and their figures: what the simulator is fitted to and tried on.
+
+Hardware facts are data-sheet values; lengths are those that the publications state. Two numbers per model are fitted
+(`benchmarks/calibration.py`): how much slower decoding is than the published cost model scaled to the hardware, and
+GPU-seconds of training per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from seamless_verl.scheduling.slices import Hardware
+from seamless_verl.simulation.driver import SwitchCosts
+from seamless_verl.simulation.loop import TrainPhysics
+from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario
+from seamless_verl.simulation.workload import LogNormal
+from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The two free parameters, and the one assumption that matters.
+
+    Attributes:
+        decode: factor on the terms of a decode step that do not depend on the cache (launches, all-reduces, the
+            inefficiency of many small experts).
+        train_gpu_s_per_token: forward and backward.
+        attention: share of the memory bandwidth that attention reaches; the four published cost models imply 0.34 to
+            0.52 (`attention_efficiencies`).
+        sigma: standard deviation of the logarithm of the lengths; assumed, not fitted.
+    """
+
+    decode: float
+    train_gpu_s_per_token: float
+    attention: float = 0.43
+    sigma: float = 0.7
+
+
+# The fit to all three modes below; `python -m benchmarks.calibration` finds it again.
+CALIBRATED = Fitted(decode=2.64, train_gpu_s_per_token=321e-6, attention=0.405)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A published run of verl 0.9 on 8-GPU H100 nodes with Qwen3.5-35B-A3B, batch 64 x 8, lengths 2k / 32k.
+
+    Attributes:
+        trainer_nodes, rollout_nodes: 0 rollout nodes is colocated.
+        mean_answer: tokens, as published.
+        decoupled: old log-probs are recomputed by the trainer.
+    """
+
+    name: str
+    system: str
+    trainer_nodes: int
+    rollout_nodes: int
+    hours: float
+    steps: int
+    tokens_per_s: float
+    mean_answer: float
+    decoupled: bool
+
+    @property
+    def step_s(self) -> float:
+        return self.hours * 3600 / self.steps
+
+
+# verl documentation, "V1 async trainer", section Benchmark.
+MODES = (
+    Measured(
+        name="sync",
+        system="verl_sync",
+        trainer_nodes=4,
+        rollout_nodes=0,
+        hours=22.79,
+        steps=150,
+        tokens_per_s=12053,
+        mean_answer=12720,
+        decoupled=True,
+    ),
+    Measured(
+        name="colocate_async",
+        system="verl_colocate_async",
+        trainer_nodes=4,
+        rollout_nodes=0,
+        hours=14.72,
+        steps=150,
+        tokens_per_s=18852,
+        mean_answer=12854,
+        decoupled=True,
+    ),
+    Measured(
+        name="separate_async",
+        system="verl_separate_async",
+        trainer_nodes=2,
+        rollout_nodes=2,
+        hours=14.10,
+        steps=150,
+        tokens_per_s=18829,
+        mean_answer=12288,
+        decoupled=True,
+    ),
+)
+
+# The same page, "Separate_async switching": never fitted, only predicted.
+SWITCHING = (
+    Measured(
+        name="no_switch",
+        system="verl_separate_async",
+        trainer_nodes=2,
+        rollout_nodes=1,
+        hours=13.15,
+        steps=100,
+        tokens_per_s=14604,
+        mean_answer=13343,
+        decoupled=False,
+    ),
+    Measured(
+        name="switch",
+        system="verl_enable_switch",
+        trainer_nodes=2,
+        rollout_nodes=1,
+        hours=11.79,
+        steps=100,
+        tokens_per_s=16445,
+        mean_answer=13478,
+        decoupled=False,
+    ),
+)
+
+# The published cost model is that of Qwen3-30B-A3B on one H20. Each of its terms is carried over to Qwen3.5-35B-A3B on
+# four H100 by what bounds it: weights, state and cache by bytes over bandwidth, the work per request by FLOPs.
+_TENSOR_PARALLEL = 4
+_H20 = Hardware(flops=148e12, bandwidth=4.0e12, memory=96e9)
+_H100 = Hardware(flops=989e12, bandwidth=3.35e12, memory=80e9)
+_WEIGHTS, _WEIGHTS_PUBLISHED = 35e9 * 2, 30.5e9 * 2
+# 10 of 40 layers keep a cache: 2 heads of 256, K and V, two bytes.
+_KV_HEADS = 2
+_KV_BYTES = 10 * _KV_HEADS * 256 * 2 * 2
+# The other 30 keep a recurrent state of 32 heads of 128 x 128 in fp32, read and written at every step.
+_STATE_BYTES = 30 * 32 * 128 * 128 * 4 * 2
+_ACTIVE_PARAMETERS = 3e9
+_PREFILL_UTILISATION = 0.15  # of the peak; mixture of experts with tensor parallelism
+
+
+def attention_efficiencies() -> dict[str, float]:
+    """Share of an H20's bandwidth that the published attention terms imply: bytes of a cached token on one device."""
+    kv_bytes = {  # layers x KV heads x 128, K and V, two bytes, over the tensor-parallel devices
+        "7b-tp1": 28 * 4 * 128 * 4,
+        "14b-tp1": 48 * 8 * 128 * 4,
+        "32b-tp2": 64 * 8 * 128 * 4 / 2,
+        "30b-a3b-tp1": 48 * 4 * 128 * 4,
+    }
+    return {name: size / PUBLISHED[name].attention_per_token_s / _H20.bandwidth for name, size in kv_bytes.items()}
+
+
+def engine(fitted: Fitted) -> EnginePhysics:
+    """Four H100 with vLLM and Qwen3.5-35B-A3B."""
+    published = PUBLISHED["30b-a3b-tp1"]
+    bandwidth, flops = _TENSOR_PARALLEL * _H100.bandwidth, _TENSOR_PARALLEL * _H100.flops
+    weights = fitted.decode * (_WEIGHTS / bandwidth) / (_WEIGHTS_PUBLISHED / _H20.bandwidth)
+    # Two KV heads on four devices: each device keeps one, so the cache is there twice.
+    kv_bytes = _KV_BYTES * _TENSOR_PARALLEL / _KV_HEADS
+    per_request = published.per_request_s * _H20.flops / flops + _STATE_BYTES / bandwidth
+    return EnginePhysics(
+        decode=DecodeCost(
+            floor_s=published.floor_s * weights,
+            base_s=published.base_s * weights,
+            per_request_s=per_request * fitted.decode,
+            attention_base_s=published.attention_base_s * weights,
+            attention_per_token_s=kv_bytes / bandwidth / fitted.attention,
+        ),
+        prefill_s_per_token=2 * _ACTIVE_PARAMETERS / (_PREFILL_UTILISATION * flops),
+        kv_tokens=int((0.85 * _TENSOR_PARALLEL * _H100.memory - _WEIGHTS) / kv_bytes),
+    )
+
+
+# 70 GB of weights over NVLink and the network, state of the optimizer over PCIe: seconds, not fitted.
+COLOCATED_COSTS = SwitchCosts(wake=12.0, drain=8.0, load=8.0, push=0.0, spread=0.1)
+SEPARATE_COSTS = SwitchCosts(wake=12.0, drain=8.0, load=8.0, push=4.0, spread=0.1)
+
+
+def scenario(run: Measured, fitted: Fitted, *, steps: int = 40, seed: int = 0) -> Scenario:
+    """The published run as a scenario."""
+    replicas = 8 // _TENSOR_PARALLEL
+    physics = engine(fitted)
+    trainers = Pool(
+        name="trainers", slices=run.trainer_nodes * replicas, gpus=_TENSOR_PARALLEL, trains=True, engine=physics
+    )
+    pools: tuple[Pool, ...] = (trainers,)
+    if run.rollout_nodes:
+        pools += (replace(trainers, name="rollouts", slices=run.rollout_nodes * replicas, trains=False),)
+    return Scenario(
+        system=run.system,
+        pools=pools,
+        workload=LogNormal(mean=run.mean_answer, sigma=fitted.sigma, cap=32768),
+        train=TrainPhysics(
+            gpu_s_per_token=fitted.train_gpu_s_per_token, old_log_prob=1 / 3 if run.decoupled else 0.0, update_s=2.0
+        ),
+        costs=SEPARATE_COSTS if run.rollout_nodes else COLOCATED_COSTS,
+        steps=steps,
+        warm=min(5, steps // 4),
+        seed=seed,
+        noise=Noise(slowdown=0.03),
+    )

@@ -1,0 +1,168 @@
+"""The systems that are compared, each by its published rule. Everything else (hardware, work, seeds) is equal."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.scheduling.policies.colocated import Colocated
+from seamless_verl.scheduling.policies.disaggregated import Disaggregated
+from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.policies.protocol import Policy
+from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
+from seamless_verl.staleness.protocol import StalenessProtocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """One system.
+
+    Attributes:
+        colocated: every slice can train and roll out; else the scenario's pools stay apart.
+        lends: trainers of separate pools may roll out.
+        policy: of the scheduler, given batch and mini-batch in groups.
+        feed: admission, given the source of groups, the batch and eta.
+        streaming: mini-batches are trained as they come; else the whole batch is waited for.
+        releases: the gang is given back while it starves within a step.
+        stop_the_world: weights reach all replicas before the step ends; else each takes them on its own.
+        keep_cache: a replica that takes weights keeps its KV cache.
+        barrier: one-step-off's order.
+        poll_s: how often the trainer looks for data.
+        router: ``least_requests`` or ``marginal_gain`` (with migration).
+        rebalances: requests are placed anew when replicas join.
+    """
+
+    colocated: bool = False
+    lends: bool = False
+    policy: Callable[[int, int], Policy]
+    feed: Callable[[Draw, int, int], Feed]
+    streaming: bool = False
+    releases: bool = False
+    stop_the_world: bool = True
+    keep_cache: bool = False
+    barrier: bool = False
+    poll_s: float = 0.0
+    router: str = "least_requests"
+    rebalances: bool = False
+
+
+def _bounded(draw: Draw, batch: int, eta: int) -> Feed:
+    return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch))
+
+
+def _unrepaired(draw: Draw, batch: int, eta: int) -> Feed:
+    return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch, repair=False))
+
+
+def _colocated(batch: int, mini: int) -> Policy:
+    return Colocated()
+
+
+def _disaggregated(batch: int, mini: int) -> Policy:
+    return Disaggregated()
+
+
+def _greedy(batch: int, mini: int) -> Policy:
+    return Greedy()
+
+
+def _predictive(batch: int, mini: int) -> Policy:
+    return Predictive(PredictiveConfig(migration=True))
+
+
+def _gate(batch: int, mini: int) -> Policy:
+    return VerlGate(batch=batch, mini_batch=mini)
+
+
+_VERL_POLL_S = 2.0
+
+REGIMES: Mapping[str, Regime] = MappingProxyType(
+    {
+        "verl_sync": Regime(
+            colocated=True,
+            policy=_colocated,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=0),
+            poll_s=_VERL_POLL_S,
+        ),
+        "verl_colocate_async": Regime(
+            colocated=True,
+            policy=_colocated,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
+            poll_s=_VERL_POLL_S,
+        ),
+        "verl_one_step_off": Regime(
+            policy=_disaggregated,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=0),
+            barrier=True,
+        ),
+        "verl_separate_async": Regime(
+            policy=_disaggregated,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
+            streaming=True,
+            poll_s=_VERL_POLL_S,
+        ),
+        "verl_separate_async_wait": Regime(
+            policy=_disaggregated,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
+            streaming=True,
+            poll_s=_VERL_POLL_S,
+        ),
+        "verl_enable_switch_wait": Regime(
+            lends=True,
+            policy=_gate,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
+            streaming=True,
+            poll_s=_VERL_POLL_S,
+            rebalances=True,
+        ),
+        "verl_enable_switch": Regime(
+            lends=True,
+            policy=_gate,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
+            streaming=True,
+            poll_s=_VERL_POLL_S,
+            rebalances=True,
+        ),
+        "areal": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)),
+        "roll": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
+        "staleflow": Regime(policy=_disaggregated, feed=_bounded, stop_the_world=False, router="marginal_gain"),
+        "seamlessflow": Regime(lends=True, policy=_greedy, feed=_bounded, stop_the_world=False, rebalances=True),
+        "greedy_streaming": Regime(
+            lends=True,
+            policy=_greedy,
+            feed=_bounded,
+            streaming=True,
+            releases=True,
+            stop_the_world=False,
+            rebalances=True,
+        ),
+        "predictive": Regime(
+            lends=True,
+            policy=_predictive,
+            feed=_bounded,
+            streaming=True,
+            releases=True,
+            stop_the_world=False,
+            rebalances=True,
+        ),
+        "disaggregated_streaming": Regime(policy=_disaggregated, feed=_bounded, streaming=True, stop_the_world=False),
+        "colocated_bounded": Regime(colocated=True, policy=_colocated, feed=_bounded, rebalances=True),
+    }
+)
+
+
+def regime(name: str) -> Regime:
+    """Look a system up.
+
+    Raises:
+        ConfigError: unknown; names the nearest known one.
+    """
+    if name in REGIMES:
+        return REGIMES[name]
+    near = difflib.get_close_matches(name, REGIMES, n=1, cutoff=0.0)[0]
+    raise ConfigError("scheduler.policy", name, "no such system", f"write {near}; known: {', '.join(REGIMES)}")

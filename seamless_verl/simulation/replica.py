@@ -1,0 +1,332 @@
+"""One inference engine with continuous batching, as processor sharing in virtual time.
+
+All running requests advance by one token per decode step, so one counter of steps serves for all of them: a request
+with L tokens to go, admitted at count c, ends at c + L. Between two events the number n of running requests is
+constant and the cache grows by n tokens per step, hence a step's time is linear in the count and the time of d steps
+is ``a*d + k*(kv*d + n*d*d/2)``: solved in closed form. Cost per event: O(log n), whatever the lengths.
+
+Prefill delays everybody on the engine by its own duration, as chunked prefill does when compute is the limit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import sqrt
+
+from seamless_verl.simulation.books import Account, Use
+from seamless_verl.simulation.clock import Clock
+from seamless_verl.staleness.cost_model import DecodeCost
+
+_EPSILON = 1e-6  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePhysics:
+    """One replica as hardware.
+
+    Attributes:
+        decode: cost of a decode step.
+        prefill_s_per_token: seconds of the whole replica per prefilled token.
+        kv_tokens: tokens that its cache holds.
+        max_running: requests decoded at once.
+    """
+
+    decode: DecodeCost
+    prefill_s_per_token: float
+    kv_tokens: int
+    max_running: int = 1024
+
+
+class Request:
+    """One generation: ``context`` tokens are there before it, ``tokens`` are to be generated.
+
+    Attributes:
+        owner: whose turn it is; the key of its prefix in the cache.
+        version: weights that generated its first token; None before.
+        prefix: tokens of the context that some engine has computed before (prefilling them is waste).
+    """
+
+    __slots__ = (
+        "alive",
+        "base",
+        "context",
+        "done",
+        "end",
+        "number",
+        "owner",
+        "prefix",
+        "replica",
+        "start",
+        "tokens",
+        "version",
+    )
+
+    def __init__(self, owner: Hashable, context: int, tokens: int, *, prefix: int = 0) -> None:
+        self.owner = owner
+        self.context = context
+        self.tokens = tokens
+        self.prefix = prefix
+        self.version: int | None = None
+        self.done = 0.0  # tokens generated in earlier admissions
+        self.base = 0.0  # of them, on earlier replicas
+        self.replica: Replica | None = None
+        self.number = 0  # of the present admission; an older entry in a heap is void
+        self.start = self.end = 0.0
+        self.alive = False
+
+
+class Replica:
+    """Args:
+    on_finish: called with a request that has all its tokens.
+    account: charged for every second in which `advance` is called, i.e. while the slice has the rollout tag.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        physics: EnginePhysics,
+        account: Account,
+        on_finish: Callable[[Request], None],
+    ) -> None:
+        self.name = name
+        self.physics = physics
+        self.version = 0
+        self.slowdown = 1.0
+        self.num_running = 0
+        self.kv = 0.0
+        self.preemptions = 0
+        self.generated = 0.0
+        self.waiting: deque[Request] = deque()
+        self._clock = clock
+        self._account = account
+        self._on_finish = on_finish
+        self._running: list[tuple[float, int, Request]] = []
+        self._admitted: list[tuple[int, Request]] = []
+        self._parked: dict[Hashable, int] = {}
+        self._parked_tokens = 0
+        self._count = 0.0
+        self._prefill = self._prefill_again = 0.0
+        self._since = 0.0
+        self._timer = 0
+        self._numbers = 0
+        self._serving = False
+
+    # ---------------------------------------------------------------- what the fleet asks
+
+    @property
+    def load(self) -> int:
+        return self.num_running + len(self.waiting)
+
+    def open(self) -> None:
+        """Begin (or go on) to serve; time is charged from now on."""
+        self._since = self._clock.now
+        self._serving = True
+        self._admit()
+        self._set_timer()
+
+    def close(self, *, keep_cache: bool = False) -> None:
+        """Stop serving. Running requests stay where they are; without ``keep_cache`` all is prefilled again later."""
+        self.advance()
+        self._serving = False
+        self._timer += 1
+        if not keep_cache:
+            self._parked.clear()
+            self._parked_tokens = 0
+            self._prefill, self._prefill_again = 0.0, self.kv * self.physics.prefill_s_per_token
+
+    def set_slowdown(self, factor: float) -> None:
+        """From now on decode steps take ``factor`` times as long; the past must have been charged."""
+        self.slowdown = factor
+        if self._serving:
+            self._set_timer()
+
+    def submit(self, request: Request) -> None:
+        request.replica = self
+        if self._serving:
+            self.advance()
+        self.waiting.append(request)
+        if self._serving:
+            self._admit()
+            self._set_timer()
+
+    def take_all(self) -> list[Request]:
+        """Interrupt everything; requests keep their tokens. The order is that of admission, the queue last."""
+        if self._serving:
+            self.advance()
+        taken = [request for number, request in self._admitted if request.alive and request.number == number]
+        for request in taken:
+            self._stop(request)
+        taken += self.waiting
+        self.waiting.clear()
+        self._running.clear()
+        self._admitted.clear()
+        self.kv, self._prefill, self._prefill_again = 0.0, 0.0, 0.0
+        self._set_timer()
+        return taken
+
+    def take(self, count: int) -> list[Request]:
+        """Interrupt ``count`` requests, the waiting ones first, then the youngest."""
+        if self._serving:
+            self.advance()
+        taken = [self.waiting.pop() for _ in range(min(count, len(self.waiting)))]
+        while len(taken) < count and self.num_running:
+            taken.append(self._pop_youngest())
+        self._admit()
+        self._set_timer()
+        return taken
+
+    def remove(self, request: Request) -> None:
+        """Give up one request that runs or waits here."""
+        if self._serving:
+            self.advance()
+        if request.alive:
+            self._stop(request)
+        else:
+            self.waiting.remove(request)
+        self._admit()
+        self._set_timer()
+
+    def advance(self) -> None:
+        """Bring the engine to the present and charge the time."""
+        elapsed = self._clock.now - self._since
+        if elapsed <= 0 or not self._serving:
+            return
+        self._since = self._clock.now
+        if self._prefill_again or self._prefill:
+            elapsed = self._pay_prefill(elapsed)
+            if elapsed <= 0:
+                return
+        if not self.num_running:
+            self._account.charge(Use.WAIT_WORK, elapsed)
+            return
+        self._account.charge(Use.GENERATE, elapsed)
+        steps = self._steps_in(elapsed)
+        self._count += steps
+        self.kv += steps * self.num_running
+        self.generated += steps * self.num_running
+
+    # ---------------------------------------------------------------- time and tokens
+
+    def _pay_prefill(self, elapsed: float) -> float:
+        again = min(elapsed, self._prefill_again)
+        fresh = min(elapsed - again, self._prefill)
+        self._prefill_again -= again
+        self._prefill -= fresh
+        self._account.charge(Use.PREFILL_AGAIN, again)
+        self._account.charge(Use.PREFILL, fresh)
+        return elapsed - again - fresh
+
+    def _rate(self) -> tuple[float, float]:
+        """(a, k): a decode step over kv tokens takes a + k * kv seconds."""
+        cost = self.physics.decode
+        fixed = cost.attention_base_s + max(cost.floor_s, cost.base_s + cost.per_request_s * self.num_running)
+        return fixed * self.slowdown, cost.attention_per_token_s * self.slowdown
+
+    def _steps_in(self, seconds: float) -> float:
+        fixed, per_token = self._rate()
+        linear = fixed + per_token * self.kv
+        quadratic = per_token * self.num_running / 2
+        if quadratic * seconds < 1e-12 * linear * linear:
+            return seconds / linear
+        return (sqrt(linear * linear + 4 * quadratic * seconds) - linear) / (2 * quadratic)
+
+    def _seconds_for(self, steps: float) -> float:
+        fixed, per_token = self._rate()
+        return steps * (fixed + per_token * (self.kv + self.num_running * steps / 2))
+
+    def _set_timer(self) -> None:
+        """Wake up when the next request ends or the cache is full."""
+        self._timer += 1
+        if not self._serving or not self.num_running:
+            return
+        running = self._running
+        while not running[0][2].alive or running[0][1] != running[0][2].number or running[0][2].replica is not self:
+            heapq.heappop(running)
+        steps = min(running[0][0] - self._count, (self.physics.kv_tokens - self.kv) / self.num_running)
+        wait = self._prefill + self._prefill_again + self._seconds_for(max(steps, 0.0))
+        self._clock.after(wait, self._wake, self._timer)
+
+    def _wake(self, timer: int) -> None:
+        if timer != self._timer:
+            return
+        self.advance()
+        finished = []
+        running = self._running
+        while running and running[0][0] <= self._count + _EPSILON:
+            _, number, request = heapq.heappop(running)
+            if request.alive and request.number == number and request.replica is self:
+                finished.append(request)
+                self._stop(request)
+                request.done = request.tokens
+                self._park(request)
+        while self.num_running > 1 and self.kv >= self.physics.kv_tokens - _EPSILON * self.num_running:
+            self.preemptions += 1
+            self.waiting.appendleft(self._pop_youngest())
+        self._admit()
+        self._set_timer()
+        for request in finished:
+            self._on_finish(request)
+
+    # ---------------------------------------------------------------- in and out
+
+    def _admit(self) -> None:
+        while self.waiting and self.num_running < self.physics.max_running:
+            request = self.waiting[0]
+            cached = self._parked.get(request.owner, 0)
+            size = request.context + request.done
+            if self.num_running and self.kv + size > 0.97 * self.physics.kv_tokens:
+                return
+            self.waiting.popleft()
+            if cached:
+                del self._parked[request.owner]
+                self._parked_tokens -= cached
+            self._start(request, size, cached)
+
+    def _start(self, request: Request, size: float, cached: int) -> None:
+        per_token = self.physics.prefill_s_per_token
+        again = max(0.0, request.prefix + request.done - cached)
+        self._prefill_again += again * per_token
+        self._prefill += max(0.0, size - cached - again) * per_token
+        self._numbers += 1
+        request.number, request.alive = self._numbers, True
+        request.start, request.end = self._count, self._count + request.tokens - request.done
+        if request.version is None:
+            request.version = self.version
+        self.num_running += 1
+        self.kv += size
+        self._make_room()
+        heapq.heappush(self._running, (request.end, request.number, request))
+        self._admitted.append((request.number, request))
+        if len(self._admitted) > 64 + 4 * self.num_running:
+            self._admitted = [(n, r) for n, r in self._admitted if r.alive and r.number == n and r.replica is self]
+
+    def _stop(self, request: Request) -> None:
+        request.alive = False
+        self.num_running -= 1
+        self.kv -= request.context + request.done + self._count - request.start
+        request.done = min(float(request.tokens), request.done + self._count - request.start)
+        if not self.num_running:
+            self.kv = 0.0
+
+    def _pop_youngest(self) -> Request:
+        while True:
+            number, request = self._admitted.pop()
+            if request.alive and request.number == number and request.replica is self:
+                self._stop(request)
+                return request
+
+    def _park(self, request: Request) -> None:
+        """Its cache stays for the next turn, until somebody needs the room."""
+        tokens = request.context + request.tokens
+        self._parked_tokens += tokens - self._parked.pop(request.owner, 0)
+        self._parked[request.owner] = tokens
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while self._parked and self.kv + self._parked_tokens > self.physics.kv_tokens:
+            owner = next(iter(self._parked))
+            self._parked_tokens -= self._parked.pop(owner)

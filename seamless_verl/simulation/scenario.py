@@ -1,0 +1,353 @@
+"""A cluster, its work and one system, as data; and the run of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.observe import flight
+from seamless_verl.observe.scheduler_flight import RecordedScheduler
+from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.scheduler import Scheduler
+from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, Tag
+from seamless_verl.simulation.agents import Agents, Attempt
+from seamless_verl.simulation.books import Account, Ledger, ledger, snapshot
+from seamless_verl.simulation.clock import Clock, Process
+from seamless_verl.simulation.driver import Driver, SwitchCosts
+from seamless_verl.simulation.fleet import Fleet
+from seamless_verl.simulation.loop import LoopRules, StepRecord, TrainLoop, TrainPhysics
+from seamless_verl.simulation.regimes import REGIMES, Regime, regime
+from seamless_verl.simulation.replica import EnginePhysics, Request
+from seamless_verl.simulation.workload import Workload
+from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule, RoutingPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Equal slices. ``gpus`` per slice; ``trains``: the trainer's; ``train_speed``: relative to the model's figure."""
+
+    name: str
+    slices: int
+    gpus: int
+    trains: bool
+    engine: EnginePhysics
+    train_speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What real clusters do.
+
+    Attributes:
+        slowdown: standard deviation of the logarithm of a replica's speed, drawn anew for each weight version.
+        failures_per_hour: of each slice that generates.
+    """
+
+    slowdown: float = 0.0
+    failures_per_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Attributes:
+    batch, mini_batch: groups per step and per local update.
+    attempts: trajectories per group.
+    eta: bound on staleness; for systems without a bound, the batches they keep in advance.
+    warm: first steps that the figures leave out (the pipeline fills).
+    """
+
+    system: str
+    pools: tuple[Pool, ...]
+    workload: Workload
+    train: TrainPhysics
+    costs: SwitchCosts
+    batch: int = 64
+    mini_batch: int = 16
+    attempts: int = 8
+    eta: int = 1
+    steps: int = 20
+    warm: int = 3
+    seed: int = 0
+    noise: Noise = field(default_factory=Noise)
+
+    def __post_init__(self) -> None:
+        rules = regime(self.system)
+        if self.batch % self.mini_batch:
+            fix = f"write {self.batch // max(1, self.batch // self.mini_batch)}"
+            raise ConfigError("mini_batch", self.mini_batch, f"does not divide batch={self.batch}", fix)
+        if not 0 <= self.warm < self.steps:
+            raise ConfigError("warm", self.warm, f"must be below steps={self.steps}", f"write {self.steps // 4}")
+        if not any(pool.trains for pool in self.pools):
+            raise ConfigError("pools", "-", "no slice can train", "give at least one pool trains=true")
+        if not rules.colocated and not rules.lends and all(pool.trains for pool in self.pools):
+            fix = "add a pool with trains=false, or choose a system that lends"
+            raise ConfigError("system", self.system, "needs slices that only generate", fix)
+        for pool in self.pools:
+            if self.workload.max_context > 0.97 * pool.engine.kv_tokens:
+                problem = f"a trajectory may have {self.workload.max_context} tokens, more than the cache of a replica"
+                raise ConfigError(f"pools.{pool.name}.kv_tokens", pool.engine.kv_tokens, problem, "use larger slices")
+
+    @property
+    def gpus(self) -> int:
+        return sum(pool.slices * pool.gpus for pool in self.pools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Figures of the steps after the warm ones. ``events``: callbacks of the whole run."""
+
+    scenario: Scenario
+    steps: tuple[StepRecord, ...]
+    books: Ledger
+    events: int
+    lends: int
+    preemptions: int
+    migrated: int
+    stalls: int
+
+    @property
+    def step_s(self) -> float:
+        return self.books.wall_s / len(self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens, prompts included, per second (as verl counts them)."""
+        return sum(step.tokens for step in self.steps) / self.books.wall_s
+
+    @property
+    def max_staleness(self) -> int:
+        return max(max(step.staleness) for step in self.steps)
+
+    @property
+    def mean_staleness(self) -> float:
+        values = [value for step in self.steps for value in step.staleness]
+        return sum(values) / len(values)
+
+
+class Simulation:
+    """One run.
+
+    Args:
+        rules: replace those of the scenario's system (ablations).
+        record: gets what a flight recorder would write.
+        progress: gets every step.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        rules: Regime | None = None,
+        record: Callable[[flight.FlightEvent], None] | None = None,
+        progress: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._scenario = scenario
+        self._regime = rules = rules or regime(scenario.system)
+        self._progress = progress
+        self._records: list[StepRecord] = []
+        self._before: list[Account] = []
+        self._began = 0.0
+        self._request_names: dict[int, str] = {}
+        self._requests = 0
+        rng = random.Random(scenario.seed)
+        self._noise_rng = random.Random(rng.random())
+        self.clock = Clock()
+        self.fleet = Fleet(
+            self.clock,
+            self._router(),
+            migration=MigrationRule() if rules.router == "marginal_gain" else None,
+            rebalance=rules.rebalances,
+            started=self._request_started,
+            stopped=self._request_stopped,
+            finished=self._request_finished,
+        )
+        mini = scenario.mini_batch if rules.streaming else scenario.batch
+        self.scheduler = Scheduler(rules.policy(scenario.batch, mini))
+        self._record = record
+        recorded = RecordedScheduler(self.scheduler, record, policy=scenario.system) if record else self.scheduler
+        self.driver = Driver(
+            self.clock,
+            recorded.handle,
+            self.scheduler.cluster,
+            self.fleet,
+            scenario.costs,
+            random.Random(rng.random()),
+            keep_cache=rules.keep_cache,
+        )
+        self.agents = Agents(
+            self.clock,
+            scenario.workload,
+            random.Random(rng.random()),
+            attempts=scenario.attempts,
+            submit=self.fleet.submit,
+            on_session=self._session_ended,
+            on_group=lambda group: self.loop.group_finished(group),
+        )
+        gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
+        slices = sum(pool.slices for pool in gang)
+        slowest = min(pool.train_speed for pool in gang)  # the gang steps together
+        self.feed = rules.feed(self.agents.draw, scenario.batch, scenario.eta)
+        self.loop = TrainLoop(
+            self.clock,
+            self.driver,
+            self.fleet,
+            self.agents,
+            self.feed,
+            scenario.train,
+            LoopRules(
+                batch=scenario.batch,
+                mini_batch=mini,
+                release_when_starving=rules.releases,
+                stop_the_world=rules.stop_the_world,
+                barrier=rules.barrier,
+                poll_s=rules.poll_s,
+            ),
+            gang=slices,
+            gang_gpus=sum(pool.slices * pool.gpus for pool in gang) * slowest,
+            steps=scenario.steps,
+            push_s=0.0 if rules.colocated or rules.stop_the_world else scenario.costs.push,
+            on_step=self._step_ended,
+            record=record,
+        )
+
+    def run(self) -> Result:
+        """Raises:
+        SeamlessError: nothing is left to happen before the last step ended; names what the scheduler waits for.
+        """
+        scenario = self._scenario
+        if self._record:
+            self._record(
+                flight.RunStarted(
+                    at=0.0, name="simulation", policy=scenario.system, eta=scenario.eta, total_steps=scenario.steps
+                )
+            )
+        self._build()
+        self.clock.start(self.loop.run())
+        for name in self.fleet.units:
+            if self._scenario.noise.failures_per_hour:
+                self.clock.start(self._failures(name))
+        if not self.clock.run(lambda: self.loop.done):
+            states = ", ".join(f"{s.slice.id} {s.state.value}" for s in self.scheduler.cluster)
+            raise SeamlessError(f"step {len(self._records) + 1} never ends: {states}; held {self.fleet.num_held}")
+        if self._record:
+            self._record(flight.RunEnded(at=self.clock.now, outcome="finished"))
+        records = tuple(self._records[self._scenario.warm :])
+        return Result(
+            scenario=self._scenario,
+            steps=records,
+            books=ledger(self._before, snapshot(self.fleet.accounts()), self.clock.now - self._began),
+            events=self.clock.events,
+            lends=self.driver.lends,
+            preemptions=sum(unit.replica.preemptions for unit in self.fleet.units.values()),
+            migrated=self.fleet.migrated,
+            stalls=self.driver.stalls,
+        )
+
+    # ---------------------------------------------------------------- construction
+
+    def _router(self) -> RoutingPolicy:
+        if self._regime.router == "marginal_gain":
+            return MarginalGain(cost=self._scenario.pools[-1].engine.decode)
+        return LeastRequests()
+
+    def _build(self) -> None:
+        for pool in self._scenario.pools:
+            trainable = pool.trains or self._regime.colocated
+            if trainable and (self._regime.lends or self._regime.colocated):
+                capabilities = frozenset(Tag)
+            else:
+                capabilities = frozenset({Tag.TRAIN if trainable else Tag.ROLLOUT})
+            for number in range(pool.slices):
+                name = f"{pool.name}/{number}"
+                self.fleet.add(name, gpus=pool.gpus, trainable=trainable, physics=pool.engine)
+                gpus = tuple(Gpu(node=name, index=index) for index in range(pool.gpus))
+                piece = Slice(id=SliceId(name), pool=pool.name, gpus=gpus, capabilities=capabilities)
+                self.driver.add(piece, serving=not trainable)
+        self._draw_speeds()
+        if self._scenario.warm == 0:
+            self._before = snapshot(self.fleet.accounts())
+        self.driver.tell(ev.WeightsPublished(at=self.clock.now, version=0))
+
+    def _draw_speeds(self) -> None:
+        spread = self._scenario.noise.slowdown
+        for unit in self.fleet.units.values() if spread else ():
+            unit.charge()
+            unit.replica.set_slowdown(self._noise_rng.lognormvariate(0.0, spread))
+
+    def _failures(self, name: str) -> Process:
+        while True:
+            yield self._noise_rng.expovariate(self._scenario.noise.failures_per_hour) * 3600.0
+            self.driver.fail(name)
+
+    # ---------------------------------------------------------------- what the scheduler is told of requests
+
+    def _request_started(self, request: Request, name: str) -> None:
+        attempt = request.owner
+        assert isinstance(attempt, Attempt)
+        self._requests += 1
+        label = self._request_names[id(request)] = f"r{self._requests}"
+        request.base = request.done
+        if self._record:
+            self._record(
+                flight.RequestStarted(
+                    at=self.clock.now,
+                    request=label,
+                    slice=name,
+                    prompt_tokens=round(request.context + request.done),
+                    resumed=request.prefix > 0 or request.done > 0,
+                )
+            )
+        self.driver.tell(
+            ev.RequestStarted(
+                at=self.clock.now,
+                request=label,
+                session=attempt.session,
+                group=attempt.group.name,
+                slice=SliceId(name),
+                context_tokens=round(request.context + request.done),
+            )
+        )
+
+    def _request_stopped(self, request: Request, name: str, finished: bool) -> None:
+        ending = ev.Ending.COMPLETED if finished else ev.Ending.INTERRUPTED
+        tokens = round(request.done - request.base)
+        label = self._request_names.pop(id(request))
+        if self._record:
+            self._record(
+                flight.RequestEnded(
+                    at=self.clock.now,
+                    request=label,
+                    slice=name,
+                    tokens=tokens,
+                    finish="completed" if finished else "aborted",
+                    version=self.fleet.units[name].replica.version,
+                )
+            )
+        self.driver.tell(ev.RequestFinished(at=self.clock.now, request=label, tokens=tokens, ending=ending))
+        if self.fleet.idle(name):
+            self.driver.drained_of_requests(name)
+
+    def _request_finished(self, request: Request) -> None:
+        self.agents.finished(request)
+
+    def _session_ended(self, attempt: Attempt) -> None:
+        self.fleet.forget(attempt)
+        self.driver.tell(ev.SessionFinished(at=self.clock.now, session=attempt.session, group=attempt.group.name))
+
+    def _step_ended(self, record: StepRecord) -> None:
+        self._records.append(record)
+        self._draw_speeds()
+        if record.step == self._scenario.warm:
+            self._before, self._began = snapshot(self.fleet.accounts()), self.clock.now
+        if self._progress is not None:
+            self._progress(record)
+
+
+def simulate(scenario: Scenario, rules: Regime | None = None) -> Result:
+    """Run a scenario to its end. The same scenario always gives the same result."""
+    return Simulation(scenario, rules=rules).run()
+
+
+SYSTEMS = tuple(REGIMES)

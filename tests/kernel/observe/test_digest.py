@@ -1,0 +1,153 @@
+"""Figures of the report, on recordings small enough to check by hand."""
+
+import pytest
+
+from seamless_verl.observe import flight
+from seamless_verl.observe.digest import digest
+from seamless_verl.observe.flight import Phase, SliceState
+from seamless_verl.observe.ledger import Category
+from seamless_verl.observe.page.findings import Weight, findings
+from seamless_verl.observe.recording import Recording
+from tests.kernel.observe.made_up import made_up_run
+
+
+def run_of(events, steps=(), validations=()):
+    return digest(Recording(events=tuple(events)), steps, validations)
+
+
+def start(at: float = 0.0, eta: int = 1) -> flight.RunStarted:
+    return flight.RunStarted(at=at, name="x", policy="disaggregated", eta=eta, total_steps=2)
+
+
+def trainer(at: float, devices: int = 1) -> flight.SliceAdded:
+    return flight.SliceAdded(
+        at=at, slice="t", pool="trainer", devices=devices, capabilities=("train",), state=SliceState.TRAINING
+    )
+
+
+def rollout(at: float) -> flight.SliceAdded:
+    return flight.SliceAdded(
+        at=at, slice="r", pool="rollout", devices=1, capabilities=("rollout",), state=SliceState.ROLLOUT, address="a:1"
+    )
+
+
+def request(at: float, name: str, tokens: int = 10, resumed: bool = False) -> flight.RequestStarted:
+    return flight.RequestStarted(at=at, request=name, slice="a:1", prompt_tokens=tokens, resumed=resumed)
+
+
+def done(at: float, name: str, tokens: int = 5, finish: str = "completed", cached: int | None = None):
+    return flight.RequestEnded(at=at, request=name, slice="a:1", tokens=tokens, finish=finish, cached_tokens=cached)
+
+
+def test_stretches_are_cut_at_the_bounds_of_steps():
+    events = [
+        start(),
+        trainer(0.0, devices=2),
+        flight.StepBegan(at=1.0, step=1),
+        flight.PhaseBegan(at=2.0, phase=Phase.UPDATE_ACTOR, step=1),
+        flight.StepEnded(at=4.0, step=1),
+        flight.StepBegan(at=5.0, step=2),
+        flight.PhaseEnded(at=6.0, phase=Phase.UPDATE_ACTOR, step=1),
+        flight.StepEnded(at=8.0, step=2),
+        flight.RunEnded(at=9.0, outcome="finished"),
+    ]
+    run = run_of(events)
+    by_step = [
+        {category: seconds for category, seconds in span.pools["trainer"].items() if seconds} for span in run.step_spans
+    ]
+    assert by_step == [{Category.OTHER: 2.0, Category.TRAIN: 4.0}, {Category.TRAIN: 2.0, Category.OTHER: 4.0}]
+    assert run.pools()["trainer"][Category.TRAIN] == 8.0  # the second between the steps is in the whole only
+    assert run.pools_in_steps()["trainer"][Category.TRAIN] == 6.0
+
+
+def test_steps_and_whole_agree_on_a_large_recording():
+    run = run_of(made_up_run())
+    for pool, seconds in run.pools().items():
+        inside = run.pools_in_steps()[pool]
+        assert all(inside[category] <= seconds[category] + 1e-6 for category in Category)
+        spans = sum(span.stop - span.start for span in run.step_spans)
+        devices = sum(entry.devices for entry in run.books if entry.pool == pool)
+        assert sum(inside.values()) == pytest.approx(spans * devices)
+
+
+def test_requests_are_counted_by_how_they_ended():
+    events = [
+        start(),
+        rollout(0.0),
+        request(0.0, "a"),
+        request(0.5, "b"),
+        done(1.0, "a", finish="aborted", tokens=3),
+        request(1.0, "a2", tokens=13, resumed=True),
+        done(2.0, "b", finish="CancelledError", tokens=0),
+        done(3.0, "a2", cached=8),
+        request(3.0, "c"),
+        done(4.0, "c", finish="RayActorError", tokens=0),
+    ]
+    run = run_of(events)
+    r = run.requests
+    assert (r.started, r.interrupted, r.abandoned, r.failed, r.resumed) == (4, 1, 1, 1, 1)
+    assert (r.tokens, r.prefilled_again) == (3 + 5, 5)
+    assert run.lanes[0].load == ((0.0, 1), (0.5, 2), (1.0, 1), (1.0, 2), (2.0, 1), (3.0, 0), (3.0, 1), (4.0, 0))
+
+
+def test_an_engine_that_does_not_tell_what_was_cached_makes_prefill_unknown():
+    run = run_of([start(), rollout(0.0), request(0.0, "a", resumed=True), done(1.0, "a")])
+    assert run.requests.prefilled_again is None
+
+
+def test_decisions_of_a_continued_run_are_not_mixed_up():
+    def made(at: float) -> flight.DecisionMade:
+        return flight.DecisionMade(at=at, decision="1", policy="p", action="lend", reason="r", predicted_s=at)
+
+    events = [start(), made(1.0), start(2.0), made(3.0), flight.DecisionRealised(at=4.0, decision="1", realised_s=9.0)]
+    rows = run_of(events).decisions
+    assert [(row.made.at, row.outcome and row.outcome.realised_s) for row in rows] == [(1.0, None), (3.0, 9.0)]
+
+
+def test_a_step_that_was_cut_off_counts_until_the_end_and_one_of_a_killed_run_does_not():
+    events = [
+        start(),
+        trainer(0.0),
+        flight.StepBegan(at=1.0, step=1),
+        flight.PhaseBegan(at=2.0, phase=Phase.VALUES, step=1),
+    ]
+    assert [(span.start, span.stop) for span in run_of(events).step_spans] == [(1.0, 2.0)]
+    again = [*events, start(10.0), trainer(10.0), flight.StepBegan(at=11.0, step=1), flight.StepEnded(at=12.0, step=1)]
+    assert [(span.start, span.stop) for span in run_of(again).step_spans] == [(11.0, 12.0)]
+
+
+def titles(events, steps=()) -> dict[str, Weight]:
+    return {finding.title: finding.weight for finding in findings(run_of(events, steps))}
+
+
+def test_an_idle_pool_is_found_with_its_share():
+    events = [
+        start(), rollout(0.0), trainer(0.0), flight.StepBegan(at=0.0, step=1), request(0.0, "a"),
+        flight.PhaseBegan(at=0.0, phase=Phase.UPDATE_ACTOR, step=1), done(6.0, "a"),
+        flight.PhaseEnded(at=10.0, phase=Phase.UPDATE_ACTOR, step=1), flight.StepEnded(at=10.0, step=1),
+        flight.RunEnded(at=10.0, outcome="finished"),
+    ]  # fmt: skip
+    found = titles(events)
+    assert found == {"Pool rollout was idle for 40% of its time in steps (4.0 s)": Weight.COSTLY}
+
+
+def test_what_is_broken_comes_first():
+    rows = flight.RowsTrained(
+        at=5.0, step=1, rollouts=1, staleness=(2,), prompt_tokens=(1,), response_tokens=(1,)
+    )  # fmt: skip
+    failed = flight.SliceMoved(at=5.0, slice="t", state=SliceState.FAILED)
+    events = [start(), trainer(0.0), rows, failed, flight.RunEnded(at=10.0, outcome="RunBroken")]
+    found = list(titles(events, [dict(step=1, audit_violations=3)]).items())
+    assert [weight for _, weight in found] == [Weight.BROKEN] * 4
+    text = " ".join(title for title, _ in found)
+    for part in ("RunBroken", "3 trained rows", "2 versions old; the bound is 1", "5.0 s of device time"):
+        assert part in text
+
+
+def test_a_healthy_run_is_called_one():
+    events = [
+        start(), trainer(0.0), flight.StepBegan(at=0.0, step=1),
+        flight.PhaseBegan(at=0.0, phase=Phase.UPDATE_ACTOR, step=1), flight.StepEnded(at=10.0, step=1),
+        flight.RunEnded(at=10.0, outcome="finished"),
+    ]  # fmt: skip
+    assert list(titles(events).values()) == [Weight.GOOD]

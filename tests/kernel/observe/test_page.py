@@ -1,0 +1,180 @@
+"""The page, taken apart again: it is whole, needs nothing else, lies about nothing, and survives hostile names."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from seamless_verl.observe import flight
+from seamless_verl.observe.digest import digest
+from seamless_verl.observe.flight import SliceState
+from seamless_verl.observe.page.html import render
+from seamless_verl.observe.recording import Recording
+from tests.kernel.observe.made_up import made_up_run
+
+SECTIONS = ["next", "lanes", "ledger", "steps", "decisions", "learning", "data", "about"]
+
+
+class Page(HTMLParser):
+    """Elements, ids, links and texts; raises when an element is closed that was not opened."""
+
+    VOID = {"meta", "input", "br", "img"}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.open: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "action", "data"):
+                self.addresses.append(value)
+            if name.startswith("on"):
+                self.handlers.append(name)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.remove(tag) if tag not in self.VOID else None
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+
+def step(number: int, **changes) -> dict:
+    record = dict(
+        step=number, total_steps=4, step_s=2.0, reward=0.1 * number, pass_rate=0.2, tokens_per_s=1500.0,
+        staleness_mean=0.5, staleness_max=1, rows=10, rollouts=8, rows_audited=10, audit_violations=0,
+        max_logprob_diff=None, idle_share={"trainer": 0.5, "rollout": None},
+    )  # fmt: skip
+    return {**record, **changes}
+
+
+def validation(at: int, mean: float, name: str = "held_out") -> dict:
+    return dict(step=at, name=name, metric="passed", mean=mean, low=mean - 0.1, high=mean + 0.1, tasks=5, rollouts=9)
+
+
+def page_of(events, steps=(), validations=()) -> tuple[Page, str]:
+    text = render(digest(Recording(events=tuple(events), origin_s=1.7e9), steps, validations))
+    return Page(text), text
+
+
+@pytest.fixture(scope="module")
+def made_up():
+    return page_of(made_up_run(), [step(1), step(2), step(3)], [validation(0, 0.2), validation(3, 0.4)])
+
+
+def test_every_section_is_there_once_and_every_link_leads_somewhere(made_up):
+    page, _ = made_up
+    assert len(page.ids) == len(set(page.ids))
+    assert [name for name in page.ids if name in SECTIONS] == SECTIONS
+    assert page.addresses
+    assert all(address.startswith("#") and address[1:] in page.ids for address in page.addresses)
+
+
+def test_the_page_needs_nothing_from_outside(made_up):
+    _, text = made_up
+    assert "default-src &#x27;none&#x27;" in text
+    assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_every_column_of_the_ledger_adds_up_to_a_hundred_percent(made_up):
+    _, text = made_up
+    table = text[text.index('<table class="ledger">') : text.index("</table>")]
+    rows = re.findall(r"<tr>(.*?)</tr>", table)
+    cells = [re.findall(r"<td>([^<]*)</td>", row) for row in rows]
+    body, foot = cells[1:-1], cells[-1]
+    for pool in (0, 1):
+        shares = [float(row[-3 + 2 * pool].rstrip("%")) for row in body if row[-3 + 2 * pool] != "–"]
+        assert sum(shares) == pytest.approx(100.0, abs=0.05 * len(shares))
+        assert foot[-3 + 2 * pool] == "100.0%"
+
+
+def test_the_lanes_hold_every_slice_and_stay_within_the_recording(made_up):
+    page, _ = made_up
+    data = json.loads(page.scripts[0])
+    names = [lane["name"] for pool in data["pools"] for lane in pool["lanes"]]
+    assert names == [*(f"trainers/{i}" for i in range(4)), "rollouts/0", "rollouts/1"]
+    for pool in data["pools"]:
+        for lane in pool["lanes"]:
+            assert lane["start"][0] == 0
+            assert lane["stop"][-1] == data["span"]
+            assert lane["start"][1:] == lane["stop"][:-1]
+    assert [number for number, _, _ in data["steps"]] == [1, 2, 3, 4]
+    assert len(data["decisions"]) == 8
+
+
+def test_what_a_reader_wants_to_know_is_said(made_up):
+    page, _ = made_up
+    text = " ".join(page.text)
+    for part in (
+        "made up", "finished", "4 of 4 steps", "48 devices in 6 slices", "policy predictive", "device time at work",
+        "4 × lend, 4 × reclaim", "benefit", "tool_call_spelling", "0.200 at step 0, 0.400 at step 3",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;\'"'
+
+
+def test_hostile_names_stay_text():
+    events = [
+        flight.RunStarted(at=0.0, name=HOSTILE, policy=HOSTILE, eta=1, total_steps=1),
+        flight.SliceAdded(
+            at=0.0, slice=HOSTILE, pool=HOSTILE, devices=1, capabilities=("train",), state=SliceState.TRAINING
+        ),
+        flight.StepBegan(at=0.0, step=1),
+        flight.DecisionMade(at=0.5, decision="1", policy="p", action=HOSTILE, reason=HOSTILE, slices=(HOSTILE,)),
+        flight.SessionEnded(
+            at=0.6, session="s", group="g", seconds=1.0, turns=1, rows=1, reward=0.0, status=HOSTILE, drift={HOSTILE: 1}
+        ),
+        flight.StepEnded(at=1.0, step=1),
+        flight.RunEnded(at=1.0, outcome=HOSTILE),
+    ]
+    page, text = page_of(events, [step(1)], [validation(1, 0.5, name=HOSTILE)])
+    assert text.count("<script") == 2
+    assert page.handlers == []
+    assert "<img" not in text
+    data = json.loads(page.scripts[0])
+    assert data["pools"][0]["lanes"][0]["name"] == HOSTILE
+    assert any(HOSTILE in part for part in page.text)
+
+
+@pytest.mark.parametrize("steps", [[], [step(1)]], ids=["nothing", "steps only"])
+def test_a_run_without_a_recording_has_a_page_that_says_so(steps):
+    page, _ = page_of([], steps)
+    text = " ".join(page.text)
+    assert "no recording" in text
+    assert [name for name in page.ids if name in SECTIONS] == SECTIONS
+
+
+def test_a_run_that_goes_on_has_a_page():
+    events = [event for event in made_up_run() if event.at < 70]
+    page, _ = page_of(events)
+    assert "no end recorded" in " ".join(page.text)
+
+
+def test_a_large_recording_stays_small_enough_for_a_laptop():
+    events = made_up_run(trainers=24, rollouts=8, steps=60, requests=25)
+    assert len(events) > 100_000
+    page, text = page_of(events)
+    assert len(text) < 4_000_000
+    assert json.loads(page.scripts[0])["grain_s"] > 0
+    assert "joined" in text

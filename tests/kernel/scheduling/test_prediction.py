@@ -1,0 +1,133 @@
+"""Fits that find what generated the data, and plans whose course can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.prediction.decode import DecodeModel
+from seamless_verl.scheduling.prediction.lengths import LengthModel
+from seamless_verl.scheduling.prediction.plans import Trainer, Work, end_of_training, play, value
+from seamless_verl.scheduling.prediction.sessions import SessionBook
+from seamless_verl.scheduling.roofline import Roofline, balance
+from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
+
+# floor, b, k, attn_b, attn_k of PAPERS 2.3
+PUBLISHED = {
+    "7B TP1": (6.40e-3, 2.70e-3, 1.231e-4, 2.80e-3, 3.35e-8),
+    "14B TP1": (1.230e-2, 4.91e-3, 2.441e-4, 1.966e-3, 1.165e-7),
+    "32B TP2": (2.502e-2, 1.838e-2, 2.446e-4, 2e-10, 6.3e-8),
+    "30B-A3B TP1": (1.151e-2, 9.79e-3, 1.249e-4, 8.67e-4, 7.28e-8),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_recovered_within_the_noise(name: str) -> None:
+    floor, b, k, attn_b, attn_k = PUBLISHED[name]
+
+    def truth(n: float, kv: float) -> float:
+        return attn_b + attn_k * kv + max(floor, b + k * n)
+
+    rng = random.Random(1)
+    model = DecodeModel()
+    for _ in range(600):
+        n = rng.uniform(1, 128)
+        kv = n * rng.uniform(500, 6000)
+        model.observe(n=n, kv=kv, seconds_per_token=truth(n, kv) * rng.gauss(1, 0.05), tokens=300)
+    for n in (2, 16, 48, 96, 128):
+        kv = n * 3000
+        assert model.step_s(n, kv) == pytest.approx(truth(n, kv), rel=0.10)
+
+
+def test_before_load_varied_half_of_the_time_is_taken_to_grow_with_it() -> None:
+    model = DecodeModel()
+    for _ in range(50):
+        model.observe(n=10, kv=0, seconds_per_token=0.02, tokens=300)
+    assert model.step_s(10) == pytest.approx(0.02, rel=0.02)
+    assert 0.010 < model.step_s(5) < 0.02 < model.step_s(20) < 0.040
+    with pytest.raises(ValueError, match="no request"):
+        DecodeModel().step_s(1)
+
+
+def test_remaining_lengths_are_conditional_quantiles() -> None:
+    lengths = LengthModel()
+    for total in range(100, 1100, 100):  # 100 … 1000
+        lengths.observe(total)
+    assert lengths.remaining(0, 0.0) == 100
+    assert lengths.remaining(0, 0.95) == 1000
+    assert lengths.remaining(850, 0.0) == 50  # only 900 and 1000 got that far
+    assert lengths.remaining(850, 0.9) == 150
+    assert lengths.remaining(2000, 0.5) == 500  # longer than all before
+    for _ in range(1024):
+        lengths.observe(7)
+    assert lengths.remaining(0, 0.99) == 7  # the old ones are forgotten
+    assert len(lengths) == 1024
+
+
+def work(remaining: list[float], completes: list[bool] | None = None) -> Work:
+    completes = completes or [True] * len(remaining)
+    return Work(remaining=remaining, completes=completes, weight=1.0, duty=1.0, step_s=lambda n: n)
+
+
+def test_a_course_by_hand() -> None:
+    """Two sessions of 10 and 30 tokens on one slice, a step takes n seconds: 10 x 2, then 20 x 1."""
+    course = play(work([10, 30]), [(0.0, 1.0)])
+    assert course.ready_at == [20.0, 40.0]
+    assert course.tokens_by(20.0) == 20
+    assert course.tokens_by(30.0) == 30
+    assert course.tokens_by(99.0) == 40
+    assert course.when_ready(2) == 40.0
+    assert course.when_ready(3) == math.inf
+    # a second slice joins after 10 s: 5 tokens each by then, the rest at 1 s per token (two slices, one session each)
+    assert play(work([10, 30]), [(0.0, 1.0), (10.0, 2.0)]).ready_at == [15.0, pytest.approx(25.0)]
+    # nobody generates from 10 s on
+    assert play(work([10, 30]), [(0.0, 1.0), (10.0, 0.0)]).ready_at == []
+
+
+def test_the_trainer_waits_for_groups_or_groups_for_the_trainer() -> None:
+    course = play(work([10, 30]), [(0.0, 1.0)])
+    trainer = Trainer(ready=0, minimum=1, batch=2, train_s=5.0)
+    assert end_of_training(course, trainer, free_at=0.0) == 45.0
+    assert end_of_training(course, trainer, free_at=38.0) == 48.0
+    assert value(course, trainer, 0.0, full_rate=2.0) == 45.0 - 40 / 2
+    assert value(course, Trainer(ready=0, minimum=1, batch=3, train_s=5.0), 0.0, 2.0) == math.inf
+
+
+def test_time_before_a_slice_was_awake_is_not_decoding_time() -> None:
+    roofline = Roofline()
+    slice_ = Slice(id=SliceId("a"), pool="p", gpus=(Gpu(node="n", index=0),), capabilities=frozenset({Tag.ROLLOUT}))
+    roofline.add(slice_)
+    book = SessionBook()
+    start = ev.RequestStarted(at=0.0, request="r", session="s", group="g", slice=slice_.id, context_tokens=0)
+    book.observe(start, roofline)
+    book.observe(ev.SliceReady(at=90.0, slice=slice_.id, command=1, version=0), roofline)
+    book.observe(ev.RequestFinished(at=100.0, request="r", tokens=100), roofline)
+    assert book.decode.step_s(1) == pytest.approx(0.1, rel=0.01)
+
+
+def hardware(name: str, flops: float, bandwidth: float) -> Slice:
+    return Slice(
+        id=SliceId(name),
+        pool="p",
+        gpus=(Gpu(node=name, index=0),),
+        capabilities=frozenset(Tag),
+        hardware=Hardware(flops=flops, bandwidth=bandwidth, memory=80e9),
+    )
+
+
+def test_the_roofline_ranks_by_facts_and_is_corrected_by_measurement() -> None:
+    h100 = hardware("h100", 989e12, 3.35e12)
+    h20 = hardware("h20", 148e12, 4.0e12)
+    roofline = Roofline()
+    roofline.add(h100)
+    roofline.add(h20)
+    assert balance(h100) > balance(h20)
+    assert roofline.order([h20, h100], Tag.TRAIN) == ["h100", "h20"]
+    assert roofline.order([h20, h100], Tag.ROLLOUT) == ["h20", "h100"]
+    for _ in range(20):  # in truth the h20 takes three times as long per token
+        roofline.measured(h20.id, 2.0)
+        roofline.measured(h100.id, 0.67)
+    assert roofline.order([h20, h100], Tag.ROLLOUT) == ["h100", "h20"]

@@ -1,0 +1,37 @@
+"""Small scenarios that tests of the simulator start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seamless_verl.simulation.driver import SwitchCosts
+from seamless_verl.simulation.loop import TrainPhysics
+from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.scenario import Pool, Scenario
+from seamless_verl.simulation.workload import LogNormal
+from seamless_verl.staleness.cost_model import DecodeCost
+
+COST = DecodeCost(
+    floor_s=1.1e-2, base_s=9.8e-3, per_request_s=1.2e-4, attention_base_s=9e-4, attention_per_token_s=4e-9
+)
+ENGINE = EnginePhysics(decode=COST, prefill_s_per_token=2.5e-5, kv_tokens=400_000, max_running=256)
+
+
+def scenario(system: str, **changes: Any) -> Scenario:
+    """Two trainer and two rollout slices, short skewed answers, six steps."""
+    values: dict[str, Any] = {
+        "system": system,
+        "pools": (
+            Pool(name="trainers", slices=2, gpus=4, trains=True, engine=ENGINE),
+            Pool(name="rollouts", slices=2, gpus=4, trains=False, engine=ENGINE),
+        ),
+        "workload": LogNormal(mean=1000, sigma=0.8, cap=4096),
+        "train": TrainPhysics(gpu_s_per_token=2e-3, update_s=0.5),
+        "costs": SwitchCosts(wake=2.0, drain=1.0, load=1.0, push=0.5),
+        "batch": 8,
+        "mini_batch": 2,
+        "attempts": 4,
+        "steps": 6,
+        "warm": 2,
+    }
+    return Scenario(**{**values, **changes})

@@ -1,0 +1,111 @@
+"""The engine in closed form against one that counts tokens one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seamless_verl.simulation.books import Account, Use
+from seamless_verl.simulation.clock import Clock
+from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
+from tests.kernel.simulation.build import ENGINE
+
+
+def _engine(physics: EnginePhysics) -> tuple[Clock, Account, Replica, dict[object, float]]:
+    clock = Clock()
+    ends: dict[object, float] = {}
+    account = Account(name="s", gpus=1, trainable=False)
+
+    def finished(request: Request) -> None:
+        ends[request.owner] = clock.now
+
+    replica = Replica("s", clock, physics, account, finished)
+    replica.open()
+    return clock, account, replica, ends
+
+
+def _step_by_step(physics: EnginePhysics, jobs: list[tuple[int, int]]) -> dict[int, float]:
+    """Ends of jobs (context, tokens) that all start at 0, one decode step after the other."""
+    now = sum(context for context, _ in jobs) * physics.prefill_s_per_token
+    left = {number: tokens for number, (_, tokens) in enumerate(jobs)}
+    cached = {number: context for number, (context, _) in enumerate(jobs)}
+    ends = {}
+    while left:
+        now += physics.decode.step_s(len(left), sum(cached[number] for number in left))
+        for number in list(left):
+            left[number] -= 1
+            cached[number] += 1
+            if not left[number]:
+                ends[number] = now
+                del left[number]
+    return ends
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 400)), min_size=1, max_size=12))
+def test_ends_are_those_of_single_steps(jobs: list[tuple[int, int]]) -> None:
+    clock, account, replica, ends = _engine(ENGINE)
+    for number, (context, tokens) in enumerate(jobs):
+        replica.submit(Request(number, context, tokens))
+    clock.run(lambda: len(ends) == len(jobs))
+    expected = _step_by_step(ENGINE, jobs)
+    for number in expected:
+        assert ends[number] == pytest.approx(expected[number], rel=1e-3)
+    assert sum(account.seconds.values()) == pytest.approx(clock.now)
+    assert account.seconds[Use.PREFILL] == pytest.approx(sum(c for c, _ in jobs) * ENGINE.prefill_s_per_token)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 600), st.floats(0, 20)), min_size=2, max_size=30),
+    st.integers(1000, 3000),
+)
+def test_a_full_cache_preempts_and_everybody_ends(jobs: list[tuple[int, int, float]], room: int) -> None:
+    clock, account, replica, ends = _engine(replace(ENGINE, kv_tokens=room))
+    for number, (context, tokens, at) in enumerate(jobs):
+        clock.at(at, replica.submit, Request(number, context, tokens))
+    fullest = 0.0
+
+    def done() -> bool:
+        nonlocal fullest
+        fullest = max(fullest, replica.kv)
+        return len(ends) == len(jobs)
+
+    assert clock.run(done)
+    assert fullest <= room + len(jobs)
+    replica.advance()
+    assert sum(account.seconds.values()) == pytest.approx(clock.now)
+    assert replica.kv == 0
+    assert replica.num_running == 0
+
+
+def test_an_interrupted_request_keeps_its_tokens_and_pays_prefill_again() -> None:
+    clock, account, replica, ends = _engine(ENGINE)
+    replica.submit(Request("long", 100, 1000))
+    clock.at(5.0, lambda: None)
+    clock.run(lambda: clock.now >= 5.0)
+    (request,) = replica.take_all()
+    kept = request.done
+    assert 0 < kept < 1000
+    assert account.seconds[Use.PREFILL_AGAIN] == 0
+    request.prefix = request.context
+    replica.submit(request)
+    clock.run(lambda: bool(ends))
+    assert account.seconds[Use.PREFILL_AGAIN] == pytest.approx((100 + kept) * ENGINE.prefill_s_per_token)
+    # Decoding alone takes as long as without the interrupt.
+    assert account.seconds[Use.GENERATE] == pytest.approx(
+        _step_by_step(replace(ENGINE, prefill_s_per_token=0.0), [(100, 1000)])[0], rel=1e-3
+    )
+
+
+def test_a_turn_that_follows_finds_its_prefix() -> None:
+    clock, account, replica, ends = _engine(ENGINE)
+    replica.submit(Request("a", 1000, 10))
+    clock.run(lambda: len(ends) == 1)
+    ends.clear()
+    replica.submit(Request("a", 1010 + 50, 10, prefix=1010))
+    clock.run(lambda: len(ends) == 1)
+    assert account.seconds[Use.PREFILL] == pytest.approx(1050 * ENGINE.prefill_s_per_token)
+    assert account.seconds[Use.PREFILL_AGAIN] == 0

@@ -1,0 +1,134 @@
+"""Every system on a small cluster: the books balance, bounds hold, nothing hangs, nothing beats the limit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.simulation.books import Use
+from seamless_verl.simulation.driver import SwitchCosts
+from seamless_verl.simulation.fluid import limit_of
+from seamless_verl.simulation.regimes import REGIMES
+from seamless_verl.simulation.scenario import Noise, Simulation, simulate
+from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
+from tests.kernel.simulation.build import ENGINE, scenario
+
+SYSTEMS = tuple(REGIMES)
+BOUNDED = (
+    "staleflow",
+    "seamlessflow",
+    "greedy_streaming",
+    "predictive",
+    "disaggregated_streaming",
+    "colocated_bounded",
+)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_books_balance_and_the_limit_holds(system: str) -> None:
+    result = simulate(scenario(system))
+    assert result.books.balance == pytest.approx(1.0, abs=1e-9)
+    assert result.step_s >= 0.98 * limit_of(result.scenario)  # a sampled limit, four steps
+    assert len(result.steps) == 4
+    assert result.stalls == 0
+
+
+@pytest.mark.parametrize("system", BOUNDED)
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_staleness_keeps_its_bound(system: str, eta: int) -> None:
+    result = simulate(scenario(system, eta=eta, warm=0))
+    assert result.max_staleness <= eta
+
+
+def test_the_published_bounds() -> None:
+    assert simulate(scenario("verl_sync", warm=0)).max_staleness == 0
+    assert simulate(scenario("verl_one_step_off", warm=0)).max_staleness == 1
+    assert simulate(scenario("verl_separate_async_wait", warm=0, steps=12)).max_staleness <= 1
+    assert simulate(scenario("roll", warm=0, steps=12)).max_staleness <= 1
+
+
+@pytest.mark.parametrize("system", ["predictive", "verl_enable_switch", "roll"])
+def test_a_seed_says_everything(system: str) -> None:
+    noisy = scenario(system, noise=Noise(slowdown=0.1), costs=SwitchCosts(wake=2, drain=1, load=1, push=1, spread=0.2))
+    assert simulate(noisy) == simulate(noisy)
+    assert simulate(noisy).step_s != simulate(replace(noisy, seed=1)).step_s
+
+
+def test_every_group_is_trained_once_and_whole() -> None:
+    source = [[(Turn(prompt=5, answer=100 + 10 * group + index),) for index in range(4)] for group in range(48)]
+    for system in ("verl_sync", "predictive", "areal", "verl_colocate_async"):
+        result = simulate(scenario(system, workload=Replay(source), warm=0, steps=4))
+        answers = sorted(length for step in result.steps for length in step.answers)
+        known = sorted(turn.answer for group in source for (turn,) in group)
+        assert len(answers) == 4 * 8 * 4
+        remaining = list(known)
+        for length in answers:  # a multiset inside the multiset of what was drawn
+            remaining.remove(length)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    system=st.sampled_from(SYSTEMS),
+    seed=st.integers(0, 1000),
+    failures=st.sampled_from([0.0, 30.0]),
+    work=st.sampled_from(
+        [
+            Constant(answer=600),
+            Bimodal(short=200, long=3000, long_share=0.2),
+            Agentic(turns=3, max_turns=6, answer=150, observation=80, tool_s=4.0, prompt=200, max_answer=800),
+        ]
+    ),
+    room=st.sampled_from([12_000, 400_000]),
+)
+def test_no_system_hangs(system: str, seed: int, failures: float, work: Constant, room: int) -> None:
+    engine = replace(ENGINE, kv_tokens=room)
+    base = scenario(system)
+    result = simulate(
+        replace(
+            base,
+            pools=tuple(replace(pool, engine=engine) for pool in base.pools),
+            workload=work,
+            seed=seed,
+            noise=Noise(slowdown=0.1, failures_per_hour=failures),
+            costs=replace(base.costs, spread=0.3, repair=20.0),
+        )
+    )
+    assert result.books.balance == pytest.approx(1.0, abs=1e-9)
+    assert result.books.gpu_seconds[Use.TRAIN] > 0
+
+
+def test_lengths_have_the_mean_they_should() -> None:
+    rng = random.Random(3)
+    work = LogNormal(mean=12_700, sigma=0.7, cap=32_768)
+    lengths = [turn.answer for _ in range(3000) for (turn,) in work.group(rng, 4)]
+    assert sum(lengths) / len(lengths) == pytest.approx(12_700, rel=0.03)
+    assert max(lengths) == 32_768
+    agents = Agentic(turns=8, max_turns=30, answer=400, observation=300, tool_s=5.0)
+    attempts = [attempt for _ in range(500) for attempt in agents.group(rng, 4)]
+    assert sum(map(len, attempts)) / len(attempts) == pytest.approx(8, rel=0.2)
+    assert max(map(len, attempts)) == 30
+
+
+def test_impossible_scenarios_are_refused() -> None:
+    with pytest.raises(ConfigError, match="write predictive"):
+        scenario("predictve")
+    with pytest.raises(ConfigError, match="does not divide"):
+        scenario("predictive", mini_batch=3)
+    with pytest.raises(ConfigError, match="only generate"):
+        scenario("staleflow", pools=scenario("predictive").pools[:1])
+    with pytest.raises(ConfigError, match="more than the cache"):
+        scenario("predictive", workload=Constant(answer=10_000_000))
+
+
+def test_the_scheduler_is_the_real_one() -> None:
+    """Its own books say what the simulator's say: every slice serves or trains in both."""
+    simulation = Simulation(scenario("predictive"))
+    simulation.run()
+    assert {status.slice.id for status in simulation.scheduler.cluster} == set(simulation.fleet.units)
+    for status in simulation.scheduler.cluster:
+        assert simulation.fleet.units[status.slice.id].serving == (status.state.value == "rollout")
