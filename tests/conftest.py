@@ -1,4 +1,4 @@
-"""Hypothesis: the same examples on every run and no time limits; ``--hypothesis-profile=explore`` looks for new ones."""
+"""Hypothesis: the same examples on every run, no time limits; ``--hypothesis-profile=explore`` looks for new ones."""
 
 from hypothesis import settings
 
