@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(READY) ## install what is pinned, then run the main job on the CPU (15 to 17 minutes on two cores)
+demo: $(READY) ## install what is pinned, then run the main job on the CPU (about 15 minutes on two cores)
 	$(BIN)/python -m seamless_verl.main +recipe=swe
 
 test: $(READY) lint types test-kernel test-edge test-e2e ## every check and every test tier
