@@ -1,5 +1,7 @@
 """A vLLM server without a model: the wire of ``/v1/completions`` and ``/v1/chat/completions``, as fast as Python can.
 
+A stream of ``/v1/completions`` is one event with the whole answer.
+
 Answers have 256 tokens with log-probs and are a function of the prompt alone, so that any two recorders can be
 compared and a lost, doubled or changed turn can be seen. For chat it returns 4,096 prompt ids, as a vLLM asked for
 ``return_token_ids`` would; for completions it returns the ids that it was sent.
@@ -120,15 +122,19 @@ class Connection(asyncio.Protocol):
             number = zlib.crc32(prompt) % NUM_ANSWERS
             self._answered(prompt, number)
             head, tail = self._answers.completions[number]
-            self._send(b"".join((head, prompt, tail)))
+            whole = b"".join((head, prompt, tail))
+            if b'"stream":true' in body:
+                self._send(b"data: " + whole + b"\n\ndata: [DONE]\n\n", kind=b"text/event-stream")
+            else:
+                self._send(whole)
         else:
             self._send(b'{"object":"list","data":[{"id":"mock","object":"model","max_model_len":1000000}]}')
 
     def _answered(self, prompt: bytes, number: int) -> None:
         """For those who keep a book."""
 
-    def _send(self, body: bytes) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    def _send(self, body: bytes, kind: bytes = b"application/json") -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (kind, len(body))
         self._transport.write(head + body)
 
 

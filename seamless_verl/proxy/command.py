@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.shards != 1 and options.shard is None:
         return _run_shards(options)
-    key_file = options.admin_key_file or (options.record or Path()) / "admin.key"
     try:
+        key_file = _admin_key_file(options)
         config = StandaloneConfig(
             engine=options.engine,
             model=options.served_model or options.model,
@@ -112,6 +112,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _admin_key_file(options: argparse.Namespace) -> Path:
+    if options.admin_key_file:
+        return Path(options.admin_key_file)
+    if options.record is None:
+        return Path("admin.key")
+    try:
+        options.record.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--record", options.record, f"cannot be made: {error}", "name a folder to write to") from error
+    return Path(options.record) / "admin.key"
+
+
 def _run_shards(options: argparse.Namespace) -> int:
     from seamless_verl.proxy.shards import ShardsConfig, serve_shards
     from seamless_verl.proxy.standalone import read_key
@@ -121,7 +133,7 @@ def _run_shards(options: argparse.Namespace) -> int:
             raise ConfigError("--shards", options.shards, "must be 1 to 256", "write --shards 4")
         if options.record is None:
             raise ConfigError("--shards", options.shards, "needs a folder for the shards' journals", "add --record DIR")
-        key_file = options.admin_key_file or options.record / "admin.key"
+        key_file = _admin_key_file(options)
         config = ShardsConfig(
             arguments=_shard_arguments(options, key_file),
             num=options.shards,

@@ -73,7 +73,7 @@ async def test_a_stream_passes_through_the_front(proxy: Standalone) -> None:
     admin = proxy.admin()
     handle = await admin.open_session(SessionSpec())
     answer = await chat(proxy.url, handle.api_key, HI, stream=True)
-    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     assert answer.text.rstrip().endswith("data: [DONE]")
     await admin.close()
 
