@@ -17,7 +17,7 @@ demo: $(READY) ## install what is pinned, then run the main job on the CPU (15 t
 test: $(READY) lint types test-kernel test-edge test-e2e ## every check and every test tier
 
 test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
-	$(BIN)/python -m pytest tests/kernel -q
+	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
 
 test-edge: $(READY) ## proxy over real HTTP, agents, sandbox, contracts with the installed verl
 	$(BIN)/python -m pytest tests/edge tests/contract -q
