@@ -34,14 +34,15 @@ def load_digest(run: Path, *, running: bool = False) -> RunDigest:
         running: whether the process of the run lives.
 
     Raises:
-        NoRunFolder: neither a recording nor a step is there.
+        NoRunFolder: neither an event nor a step was recorded.
         FlightFormatError: as `load_recording`.
     """
-    if not any((run / name).exists() for name in (FLIGHT, STEPS)):
+    recording, steps = read_recording(run / FLIGHT), read_records(run / STEPS)
+    if not recording.events and not steps:
         raise NoRunFolder(_why_nothing(run, running=running))
     return digest(
-        read_recording(run / FLIGHT),
-        read_records(run / STEPS),
+        recording,
+        steps,
         read_records(run / VALIDATION),
         start_up_s=_start_up(run),
         running=running,

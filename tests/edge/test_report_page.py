@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.cli import main
+from seamless_verl.observe.recording import write_recording
 from seamless_verl.observe.run_folder import write_report
 from seamless_verl.supervisor import identity
-from tests.kernel.observe.made_up import write_made_up_run
+from tests.kernel.observe.made_up import HEADER, write_made_up_run
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None
@@ -211,6 +212,9 @@ def test_without_a_folder_the_newest_run_is_taken_also_a_point_of_a_sweep(tmp_pa
 @pytest.mark.parametrize("options", [[], ["--perfetto", "trace.json"]])
 def test_a_run_that_has_recorded_nothing_is_told_from_a_folder_of_something_else(tmp_path, capsys, options):
     run = started(tmp_path / "run")
+    write_recording(run / "flight" / "trainer.jsonl", HEADER, [])
+    if options:
+        shutil.rmtree(run / "flight")
     assert main(["report", str(run), *options]) == 2
     assert f"the run ended before its first step; {run / 'logs'} has the reason" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "no"), *options]) == 2

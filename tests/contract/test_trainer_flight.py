@@ -1,0 +1,88 @@
+"""What the trainer's process records around verl's phases, read back as the report reads it."""
+
+from pathlib import Path
+
+import pytest
+
+from seamless_verl.observe.flight import Phase, RunStarted, SliceAdded, SliceState
+from seamless_verl.observe.ledger import Category
+from seamless_verl.observe.run_folder import load_digest
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+def begun(run: Path):
+    import verl.trainer.ppo.v1  # noqa: F401  (first, as in a run: it loads our trainer, which loads what is tested here)
+
+    from seamless_verl.verl_adapter.recorded_trainer import ROLLOUT, TRAINER, TrainerFlight
+
+    flight = TrainerFlight(str(run))
+    now = flight.recorder.now()
+
+    def added(pool: str, state: SliceState, address: str) -> SliceAdded:
+        return SliceAdded(
+            at=now, slice=f"{pool}/0", pool=pool, devices=2, capabilities=("rollout",), state=state, address=address
+        )
+
+    flight.begin(
+        RunStarted(at=now, name="x", policy="verl_gate", eta=1, total_steps=1),
+        [added(TRAINER, SliceState.TRAINING, "a:1")],
+        [added(ROLLOUT, SliceState.ROLLOUT, "a:2")],
+    )
+    return flight
+
+
+def test_a_step_with_a_loan_is_read_back_as_it_was(tmp_path):
+    flight = begun(tmp_path)
+    flight.step_began(1)
+    with flight.phase(Phase.SWITCH):
+        pass
+    flight.lent()
+    flight.reclaimed()
+    with flight.phase(Phase.UPDATE_ACTOR):
+        pass
+    with flight.publishing(1, lent=False):
+        pass
+    flight.step_ended()
+    flight.end("finished")
+    run = load_digest(tmp_path)
+    assert run.outcome == "finished"
+    assert [span.step for span in run.step_spans] == [1]
+    assert [version for _, version in run.versions] == [1]
+    trainer, rollout = ({stretch.state for stretch in lane.stretches} for lane in run.lanes)
+    assert trainer <= {SliceState.TRAINING, SliceState.ROLLOUT}
+    assert rollout <= {SliceState.ROLLOUT, SliceState.SYNCING}
+    assert set(run.phases) == {Phase.SWITCH, Phase.UPDATE_ACTOR, Phase.SYNC_WEIGHTS}
+    assert {entry.slice: sum(entry.seconds.values()) for entry in run.books} == pytest.approx(
+        {"trainer/0": run.span_s, "rollout/0": run.span_s}, abs=1e-5
+    )
+
+
+def test_while_lent_the_trainers_seconds_are_counted_where_its_requests_pass(tmp_path):
+    flight = begun(tmp_path)
+    flight.lent()
+    (before,) = flight.books(())
+    (after,) = flight.books(())
+    assert before == after, "its account is closed"
+    flight.reclaimed()
+    (again,) = flight.books(())
+    assert again.wall_s >= after.wall_s
+    assert again.seconds[Category.OTHER] == pytest.approx(again.wall_s)
+    flight.end("finished")
+
+
+@pytest.mark.parametrize(
+    ("error", "story", "outcome", "detail"),
+    [
+        (KeyboardInterrupt(), None, "KeyboardInterrupt", ""),
+        (KeyboardInterrupt(), "replica 0 died", "RunBroken", "replica 0 died"),
+        (ValueError("far away:\n\nValueError: no rows\n"), None, "ValueError", "ValueError: no rows"),
+    ],
+    ids=["the user", "the watchdog", "an error from afar"],
+)  # fmt: skip
+def test_what_ended_the_run_stands_in_the_recording(tmp_path, error, story, outcome, detail):
+    flight = begun(tmp_path)
+    flight.blame = lambda: story
+    flight.broke(error)
+    end = load_digest(tmp_path).end
+    assert (end.outcome, end.detail) == (outcome, detail)
