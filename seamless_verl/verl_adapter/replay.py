@@ -19,7 +19,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.skip import SkipManager
 
-from seamless_verl.errors import SeamlessError
+from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
 from seamless_verl.verl_adapter.bell import Bell
 
@@ -28,6 +28,7 @@ _LOOK_S = 10.0
 # Without one (a rollout manager of the user's own); the price of a look is one RPC to TransferQueue's controller.
 _POLL_S = 0.05
 FAILURES_IN_A_ROW = 32
+_STATE_VERSION = 1
 
 
 class RolloutFailed(SeamlessError):
@@ -123,7 +124,13 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         """Begin with weights of ``version``, from a checkpoint without our state.
 
         How old the finished groups of such a checkpoint are is not known, so they are generated again.
+
+        Raises:
+            ConfigError: a curriculum is on, which did not draw the prompts in flight.
         """
+        if self._source is not None:
+            problem = "the checkpoint was taken without a curriculum, its prompts in flight belong to none"
+            raise ConfigError("seamless.curriculum", "on", problem, "switch it off, or start afresh from the weights")
         protocol = self.protocol
         self.protocol = StalenessProtocol(
             eta=protocol.eta, batch_size=protocol.batch_size, redundancy=protocol.redundancy, version=version
@@ -280,6 +287,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def state(self) -> dict[str, Any]:
         """What the checkpoint of a step keeps beside verl's own; TransferQueue's content is in verl's."""
         return {
+            "version": _STATE_VERSION,
             "protocol": self.protocol.state(),
             "source": self._source.state() if self._source is not None else None,
         }
@@ -288,9 +296,19 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         """Continue from `state`, after TransferQueue was restored: finished groups are kept, the others are re-issued.
 
         Rows that the saved step had already trained on are removed from TransferQueue.
+
+        Raises:
+            ConfigError: the state is of another version or was taken under other settings.
         """
+        if state.get("version") != _STATE_VERSION:
+            problem = f"the checkpoint's streaming state has version {state.get('version')}, this is {_STATE_VERSION}"
+            raise ConfigError("trainer.resume_mode", "auto", problem, "write disable to start afresh")
+        if (self._source is None) != (state["source"] is None):
+            now, then = ("off", "with") if self._source is None else ("on", "without")
+            problem = f"the checkpoint was taken {then} a curriculum"
+            raise ConfigError("seamless.curriculum", now, problem, "use the checkpoint's settings, or start afresh")
         self.protocol.restore(state["protocol"])
-        if self._source is not None and state["source"] is not None:
+        if self._source is not None:
             self._source.restore(state["source"])
         self._sync_metadata_from_transfer_queue()
         prompts = self.prompt_global_steps["train"]

@@ -278,6 +278,19 @@ def test_a_checkpoint_that_lacks_groups_in_flight_is_refused(queue):
         Rollout(queue, eta=1, batch_size=2).buffer.restore(saved)
 
 
+def test_a_checkpoint_of_another_version_or_of_a_run_with_another_curriculum_is_refused(queue):
+    plain = Rollout(queue, eta=1, batch_size=2)
+    with pytest.raises(ConfigError, match=r"resume_mode=auto.*version 0, this is 1.*disable"):
+        plain.buffer.restore(plain.buffer.state() | {"version": 0})
+    taught = Rollout(queue, eta=1, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    with pytest.raises(ConfigError, match=r"seamless\.curriculum=on.*taken without a curriculum"):
+        taught.buffer.restore(plain.buffer.state())
+    with pytest.raises(ConfigError, match=r"seamless\.curriculum=off.*taken with a curriculum"):
+        plain.buffer.restore(taught.buffer.state())
+    with pytest.raises(ConfigError, match=r"seamless\.curriculum=on.*belong to none"):
+        taught.buffer.start_at(7)
+
+
 # ---------------------------------------------------------------- curriculum
 
 
