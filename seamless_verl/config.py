@@ -21,19 +21,193 @@ class StalenessConfig:
     """How old the weights may be that a trained trajectory started with.
 
     Attributes:
-        eta: bound in weight versions (training steps). 0 is synchronous, 1 the one-step lag of SeamlessFlow. Larger
-            bounds need the order of consumption that the streaming dataloader will bring; until then they are refused.
+        eta: bound in weight versions (training steps). 0 is synchronous, 1 the one-step lag of SeamlessFlow; from 2 or
+            3 on throughput hardly grows (StaleFlow).
+        policy: ``reserve`` holds the bound by admission and drops nothing (StaleFlow). ``verl`` is verl's own replay
+            buffer with ``trainer.v1.sampler.max_off_policy_*`` and ``trainer.v1.separate_async.num_warmup_batches``.
+        redundancy: prompts in flight per prompt trained, at least 1. Above 1 the slowest groups of a step are given up,
+            which favours short answers.
     """
 
     eta: int = 1
+    policy: str = "reserve"
+    redundancy: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 0:
             raise ConfigError("seamless.staleness.eta", self.eta, "must be an integer >= 0", "write 1 (one-step lag)")
-        if self.eta > 1:
+        _one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
+        if isinstance(self.redundancy, bool) or not isinstance(self.redundancy, (int, float)) or self.redundancy < 1:
             raise ConfigError(
-                "seamless.staleness.eta", self.eta, "bounds above 1 are not guaranteed yet", "write 0 or 1"
+                "seamless.staleness.redundancy",
+                self.redundancy,
+                "must be a number >= 1",
+                "write 1 (no surplus prompts)",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlateauConfig:
+    """Accuracy has stopped rising.
+
+    Attributes:
+        epochs: how many epochs without a gain.
+        min_gain: what counts as one, in accuracy.
+    """
+
+    epochs: int
+    min_gain: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """A stage of the curriculum; the first ``until_*`` rule that applies ends it, the last stage never ends.
+
+    Attributes:
+        name: for messages and checkpoints.
+        sources: values of the data's ``data_source`` column that it draws from.
+        until_step: last training step of the stage.
+        until_epoch: epochs, counted by consumed prompts, that it lasts.
+        until_plateau: ends it when the accuracy per epoch stops rising.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    until_step: int | None = None
+    until_epoch: int | None = None
+    until_plateau: PlateauConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumConfig:
+    """Which prompts are worth their rollouts (SRPO). Without resampling and stages, verl's dataloader chooses.
+
+    Attributes:
+        history_resampling: take prompts that every rollout solved out of the pool at the end of an epoch.
+        accuracy_key: what the reward function returns beside ``score`` that is 1 for a correct answer.
+        pool_floor: prompts that always stay; ``None`` means ``data.train_batch_size``.
+        readmit_after_epochs: when a prompt that left comes back; ``None``: never.
+        stages: named stages over data sources, in order; none: all data from the start.
+    """
+
+    history_resampling: bool = False
+    accuracy_key: str | None = None
+    pool_floor: int | None = None
+    readmit_after_epochs: int | None = None
+    stages: tuple[StageConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.history_resampling, bool):
+            raise ConfigError(
+                "seamless.curriculum.history_resampling", self.history_resampling, "is not a switch", "write true"
+            )
+        for name in ("pool_floor", "readmit_after_epochs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"seamless.curriculum.{name}", value, "must be an integer >= 1", "write 1 or more")
+        if self.enabled and not self.accuracy_key:
+            raise ConfigError(
+                "seamless.curriculum.accuracy_key",
+                self.accuracy_key,
+                "is not set, and only accuracy decides what is solved",
+                "name what the reward function returns beside its score, for example acc",
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.history_resampling or bool(self.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Which rollout replica a request goes to; ``rollout.router_config_path`` of verl's own takes precedence.
+
+    Attributes:
+        policy: ``least_requests`` is verl's rule. ``marginal_gain`` is StaleFlow's: where throughput gains most by a
+            model of the decode step, and held back while no replica gains enough.
+        mu: share of the gain on an empty replica that a placement must bring.
+        cost: coefficients of the model: 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1 (published, H20).
+    """
+
+    policy: str = "least_requests"
+    mu: float = 0.3
+    cost: str = "7b-tp1"
+
+    def __post_init__(self) -> None:
+        _one_of("seamless.router.policy", self.policy, ("least_requests", "marginal_gain"))
+        _one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
+        if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
+            raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceConfig:
+    """GPUs of one kind and what they may be used for; one entry of ``seamless.resources``.
+
+    Attributes:
+        name: of the pool, unique.
+        nodes: machines.
+        gpus_per_node: devices of each.
+        capabilities: ``[train, rollout]``: trains, and rolls out while the trainer does not need it. ``[train]`` and
+            ``[rollout]`` do only that.
+        accelerator: Ray's accelerator type that its nodes must have, e.g. ``H100``; None: any.
+        tflops: dense peak per GPU in the training precision; with ``bandwidth_gbs`` it ranks unlike pools (roofline).
+        bandwidth_gbs: memory bandwidth per GPU, GB/s.
+        memory_gb: memory per GPU.
+    """
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    capabilities: tuple[str, ...]
+    accelerator: str | None = None
+    tflops: float | None = None
+    bandwidth_gbs: float | None = None
+    memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"seamless.resources[{self.name}]"
+        for key, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{where}.{key}", value, "must be an integer >= 1", "write how many there are")
+        if not self.capabilities:
+            raise ConfigError(f"{where}.capabilities", [], "is empty", "write [train, rollout], [train] or [rollout]")
+        for tag in self.capabilities:
+            _one_of(f"{where}.capabilities", tag, ("train", "rollout"))
+        facts = {"tflops": self.tflops, "bandwidth_gbs": self.bandwidth_gbs, "memory_gb": self.memory_gb}
+        for key, fact in facts.items():
+            if fact is not None:
+                _positive(f"{where}.{key}", fact, "989")
+        if 0 < sum(fact is not None for fact in facts.values()) < 3:
+            missing = next(key for key, fact in facts.items() if fact is None)
+            raise ConfigError(f"{where}.{missing}", "(nothing)", "the roofline needs all three facts", "give it too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """When training slices that idle roll out.
+
+    Attributes:
+        policy: None leaves it to verl's own keys (``trainer.v1.separate_async.hybrid_rollout``). ``greedy`` is
+            SeamlessFlow's rule, ``predictive`` lends what pays, ``verl_gate`` is verl's rule under our scheduler,
+            ``colocated`` and ``disaggregated`` are the two ends.
+        margin: a loan must be worth this share of its measured switch cost beyond the cost (``predictive``).
+        max_loans_per_step: bound on lending within a training step (``predictive``).
+    """
+
+    policy: str | None = None
+    margin: float = 0.1
+    max_loans_per_step: int = 3
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            known = ("predictive", "greedy", "verl_gate", "colocated", "disaggregated")
+            _one_of("seamless.scheduler.policy", self.policy, known)
+        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or self.margin < 0:
+            raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0.1")
+        loans = self.max_loans_per_step
+        if isinstance(loans, bool) or not isinstance(loans, int) or loans < 1:
+            raise ConfigError("seamless.scheduler.max_loans_per_step", loans, "must be an integer >= 1", "write 3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +281,10 @@ class SeamlessConfig:
     run_dir: str | None = None
     notes: tuple[str, ...] = ()
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    resources: tuple[ResourceConfig, ...] = ()
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     assets: AssetsConfig = field(default_factory=AssetsConfig)
@@ -135,8 +313,31 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)[0]
             raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
-        nested = dataclasses.is_dataclass(hints[key])
-        values[key] = _build(hints[key], {} if value is None else value, f"{path}.{key}") if nested else value
-    if isinstance(values.get("notes"), list):
-        values["notes"] = tuple(values["notes"])
+        values[key] = _value(hints[key], value, f"{path}.{key}")
+    missing = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in values]
+    if missing:
+        raise ConfigError(f"{path}.{missing[0]}", "(nothing)", "is missing", f"write {path}.{missing[0]}: …")
     return cls(**values)
+
+
+def _value(hint: Any, value: Any, path: str) -> Any:
+    """A section becomes its dataclass, a list a tuple of what it holds; anything else is the dataclass's to check."""
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), {} if value is None else value, path)
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(path, value, "must be a list", "write [A, B]")
+        return tuple(_value(arguments[0], item, f"{path}[{position}]") for position, item in enumerate(value))
+    nested = [argument for argument in arguments if dataclasses.is_dataclass(argument)]
+    return _value(nested[0], value, path) if nested and value is not None else value
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
+        raise ConfigError(key, value, f"is none of {', '.join(known)}", f"write {near}")

@@ -280,3 +280,39 @@ async def serving(
     finally:
         await admin.close()
         await server.stop()
+
+
+class ScriptedTransferQueue:
+    """TransferQueue's key-value functions over a dict, without Ray; stands at ``transfer_queue.kv_*``."""
+
+    def __init__(self) -> None:
+        self.tags: dict[str, dict[str, dict[str, Any]]] = {}
+        self.fields: dict[str, dict[str, Any]] = {}
+
+    def install(self, monkeypatch: Any) -> ScriptedTransferQueue:
+        import transfer_queue
+
+        for name in ("kv_list", "kv_clear", "kv_batch_get", "kv_batch_put"):
+            monkeypatch.setattr(transfer_queue, name, getattr(self, name))
+        return self
+
+    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+        return {name: {key: dict(tag) for key, tag in keys.items()} for name, keys in self.tags.items()}
+
+    def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
+        for key in keys:
+            self.tags[partition_id].pop(key, None)
+            self.fields.pop(key, None)
+
+    def kv_batch_put(
+        self, keys: Sequence[str], partition_id: str, tags: Sequence[dict[str, Any]], fields: Any = None
+    ) -> None:
+        for number, (key, tag) in enumerate(zip(keys, tags, strict=True)):
+            self.tags.setdefault(partition_id, {}).setdefault(key, {}).update(tag)
+            if fields is not None:
+                self.fields[key] = fields[number]
+
+    def kv_batch_get(
+        self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        return {name: [self.fields[key][name] for key in keys] for name in select_fields}

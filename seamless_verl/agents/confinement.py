@@ -11,6 +11,7 @@ Limits of this: a bug in the kernel, and side channels (time, load, the sizes of
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import resource
@@ -71,7 +72,12 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights by ABI version; 16 from version 5 on
 _EXECUTE, _WRITE, _READ, _READ_FOLDER, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _SPECIAL_FILES = 1 << 6 | 1 << 9 | 1 << 11  # character devices, sockets, block devices
-_READABLE = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64")
+_READABLE = sorted(
+    {
+        *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64"),
+        *(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")),
+    }
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -141,6 +147,7 @@ def _prctl(name: str, option: int, value: int) -> None:
         raise ConfinementError(f"prctl({name}): {os.strerror(ctypes.get_errno())}")
 
 
+@functools.cache
 def filter_program(*, files: bool, machine: str | None = None) -> bytes:
     """The seccomp filter as BPF instructions of 8 bytes; ``files`` tells whether files may be opened at all."""
     machine = machine or platform.machine()
@@ -188,8 +195,7 @@ def _restrict_files(folder: str, version: int) -> None:
     if ruleset < 0:
         raise ConfinementError(f"Landlock: {os.strerror(ctypes.get_errno())}")
     reading = _READ | _READ_FOLDER | _EXECUTE
-    readable = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_READABLE}
-    allowed = [(folder, rights & ~_SPECIAL_FILES), *((path, reading) for path in sorted(readable))]
+    allowed = [(folder, rights & ~_SPECIAL_FILES), *((path, reading) for path in _READABLE)]
     allowed += [(device, _READ | _WRITE) for device in ("/dev/null", "/dev/zero", "/dev/urandom")]
     try:
         for path, access in allowed:

@@ -22,7 +22,14 @@ import sys
 import time
 from typing import Any
 
-from seamless_verl.agents.confinement import ConfinementError, adopt_orphans, confine, die_with_parent
+from seamless_verl.agents.confinement import (
+    ConfinementError,
+    adopt_orphans,
+    confine,
+    die_with_parent,
+    filter_program,
+    landlock_version,
+)
 from seamless_verl.agents.remote_code import Channel, run_tests, serve_code
 
 
@@ -126,6 +133,7 @@ def _drain(fd: int, into: bytearray, most: int) -> None:
 def main() -> None:
     """Answer requests from standard input until it closes, which it does when the owner ends."""
     adopt_orphans()
+    filter_program(files=landlock_version() > 0)  # kept by a cache that the forked processes inherit
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.buffers import BufferState, StalenessBuffer
@@ -100,6 +102,7 @@ class StalenessProtocol:
             )
         self.eta = eta
         self.batch_size = batch_size
+        self.redundancy = redundancy
         self.repair = repair
         self._slots = math.ceil(batch_size * redundancy)
         self._entries: dict[str, _Entry] = {}
@@ -137,6 +140,11 @@ class StalenessProtocol:
     def buffer_states(self) -> dict[int, BufferState]:
         """State per V_buf, earliest first."""
         return {buffer.version: buffer.state for buffer in self._buffers}
+
+    def groups(self) -> Iterator[tuple[str, EntryState]]:
+        """Every group in flight."""
+        for group, entry in self._entries.items():
+            yield group, entry.state
 
     def stuck(self) -> tuple[str, ...]:
         """Reservations that keep the step being filled from being READY, oldest version first; empty unless STUCK."""
@@ -304,3 +312,48 @@ class StalenessProtocol:
                 return True
         del self._entries[group]
         return False
+
+    # ---------------------------------------------------------------- state
+
+    def state(self) -> dict[str, Any]:
+        """Everything as plain JSON data, taken between two steps.
+
+        Raises:
+            ProtocolError: the step being filled has handed out a part of its batch.
+        """
+        if self._buffers[0].taken:
+            raise ProtocolError(f"state(): step {self.version} has handed out {self._buffers[0].taken} of its groups")
+        return {
+            "eta": self.eta,
+            "batch_size": self.batch_size,
+            "slots": self._slots,
+            "version": self.version,
+            "buffers": [
+                {"occupied": list(buffer.occupied.items()), "reserved": list(buffer.reserved())}
+                for buffer in self._buffers
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state` was taken; reserved groups stay reserved.
+
+        Raises:
+            ConfigError: the state was taken under another bound, batch size or redundancy.
+        """
+        for key, found, now in (
+            ("seamless.staleness.eta", state["eta"], self.eta),
+            ("data.train_batch_size", state["batch_size"], self.batch_size),
+            ("seamless.staleness.redundancy", state["slots"] / state["batch_size"], self._slots / self.batch_size),
+        ):
+            if found != now:
+                raise ConfigError(key, now, f"the checkpoint was taken with {found}", f"write {found}, or start afresh")
+        self._buffers.clear()
+        self._entries.clear()
+        for number, held in enumerate(state["buffers"], start=state["version"]):
+            self._open(number)
+            for group, version in held["occupied"]:
+                self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.OCCUPIED)
+                self._buffers[-1].occupied[group] = version
+            for group, version in held["reserved"]:
+                self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.RESERVED)
+                self._buffers[-1].add_reserved(group, version)

@@ -26,6 +26,7 @@ class ReplicaLoad:
         waiting: requests in its queue.
         kv_tokens: tokens cached by the running requests.
         kv_room: further tokens that its cache can hold.
+        max_running: requests that it decodes at a time; more would wait.
     """
 
     replica: str
@@ -34,6 +35,11 @@ class ReplicaLoad:
     waiting: int
     kv_tokens: int
     kv_room: int
+    max_running: int = 1 << 30
+
+    def can_start(self, tokens: int) -> bool:
+        """Whether a request with ``tokens`` of context would be decoded at once."""
+        return self.waiting == 0 and self.running < self.max_running and self.kv_room >= tokens
 
     def with_request(self, tokens: int) -> ReplicaLoad:
         return replace(self, running=self.running + 1, kv_tokens=self.kv_tokens + tokens, kv_room=self.kv_room - tokens)
@@ -133,7 +139,7 @@ class MarginalGain:
             gains = [
                 (self.cost.gain(load.running, load.kv_tokens, request.tokens), load.replica)
                 for load in loads.values()
-                if load.version == version and load.waiting == 0 and load.kv_room >= request.tokens
+                if load.version == version and load.can_start(request.tokens)
             ]
             gain, chosen = max(gains, default=(0.0, ""))
             if chosen and gain >= self.mu * ideal:

@@ -181,6 +181,41 @@ def _copy_saved_weights(fsdp_utils: types.ModuleType) -> None:
     fsdp_utils.fsdp2_sharded_save_to_cpu = save
 
 
+def _compute_log_probs_at_once(torch_functional: types.ModuleType) -> None:
+    """Compute the log-probabilities of all tokens in one fused operation.
+
+    Without flash-attn, verl 0.9.1 (logprobs_from_logits_v2) takes ``logsumexp`` of one token at a time to save GPU
+    memory: half of a training step on a CPU. Remove when it does so only for large vocabularies.
+    """
+
+    def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+        return -losses.view(labels.shape)
+
+    torch_functional.logprobs_from_logits_v2 = log_probs
+
+
+def _leave_padding_to_causality(fsdp: types.ModuleType) -> None:
+    """Drop the attention mask of right-padded text rows: causal attention never looks at what comes after.
+
+    With a mask, verl 0.9.1 (FSDPEngineWithLMHead.prepare_model_inputs) takes PyTorch's general attention, which
+    computes the upper triangle too: a fifth of a training step on a CPU. Positions go with it, or transformers reads
+    the zeros of the padding as the starts of packed rows. Remove when padding can be left out on a CPU as well.
+    """
+    engine = fsdp.FSDPEngineWithLMHead
+    original = engine.prepare_model_inputs
+
+    @functools.wraps(original)
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
+        model_inputs, output_args = original(self, micro_batch)
+        positions = model_inputs.get("position_ids")
+        if model_inputs.get("attention_mask") is not None and positions is not None and positions.dim() == 2:
+            del model_inputs["attention_mask"], model_inputs["position_ids"]
+        return model_inputs, output_args
+
+    engine.prepare_model_inputs = prepare_model_inputs
+
+
 def _load_value_head_with_sdpa(model: types.ModuleType) -> None:
     """Load a critic's backbone with ``sdpa``.
 
@@ -204,6 +239,8 @@ def _load_value_head_with_sdpa(model: types.ModuleType) -> None:
 
 _alias_vllm_distribution()
 wrapt.register_post_import_hook(_use_plain_gloo, "verl.utils.distributed")
+wrapt.register_post_import_hook(_compute_log_probs_at_once, "verl.utils.torch_functional")
+wrapt.register_post_import_hook(_leave_padding_to_causality, "verl.workers.engine.fsdp.transformer_impl")
 wrapt.register_post_import_hook(_load_value_head_with_sdpa, "verl.utils.model")
 wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
 # verl's FSDP engine registers for cuda and npu only (verl/workers/engine/base.py); this picks the stock class.

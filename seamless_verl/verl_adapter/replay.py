@@ -1,16 +1,31 @@
-"""verl's asynchronous replay buffer under the staleness bound of SeamlessFlow, without its two-second poll."""
+"""The streaming dataloader: a replay buffer for verl that admits, waits and hands out under StaleFlow's protocol.
+
+    admit ─► reserve ─► verl's rollout workers ─► TransferQueue ─► (bell) look ─► occupy | fail | filter ─► consume
+      ▲                                                                              │       │
+      └──────────────────────────── slots that came back ◄──────────────────────────┴───────┘
+
+Nothing is dropped to keep the bound: a prompt is admitted only when a training step within the bound has a slot for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.utils.skip import SkipManager
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
+from seamless_verl.verl_adapter.bell import Bell
 
-# TransferQueue 0.1.11 has no notification; the price of a look is one RPC to its controller.
-# Replaced by events when the streaming dataloader lands.
+# With a bell, how long to wait before looking without having been called (a killed worker never rings).
+_LOOK_S = 10.0
+# Without one (a rollout manager of the user's own); the price of a look is one RPC to TransferQueue's controller.
 _POLL_S = 0.05
 FAILURES_IN_A_ROW = 32
 
@@ -19,66 +34,270 @@ class RolloutFailed(SeamlessError):
     """Prompt groups fail one after another; refilling them for ever would hide that."""
 
 
-class BoundedReplayBuffer(ReplayBufferAsync):
-    """Hands out whole groups, oldest first; waits for the stragglers that the bound asks for and drops nothing.
+class PromptSource(Protocol):
+    """Where prompts come from and go back to; ``None`` in its place is verl's own dataloader."""
 
-    A prompt dispatched during step ``s`` starts with weights of version ``s - 1`` or newer, and the batch of step
-    ``k`` updates version ``k - 1``; the bound is ``V_traj + eta >= V_train`` (StaleFlow 2.1). verl's ``wait`` strategy
-    with threshold ``eta + 1`` waits, at step ``k``, for every prompt of step ``k - eta`` that is still in flight.
-    For eta 0 and 1 that suffices: at most one batch of older groups is left over after a step, and it goes first. For
-    larger eta, groups that overtake could leave more than a batch behind; the configuration refuses those.
+    def name(self, uids: Sequence[str]) -> None:
+        """The prompts fetched last are known as ``uids`` from now on, in order."""
 
-    ``on_progress`` is told, at every look, how many groups could be taken and how many are needed.
+    def consumed(self, keys: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
+        """Groups (uid to trajectory keys) were trained on or filtered; returns metrics."""
+
+    def failed(self, uids: Sequence[str]) -> None:
+        """No group could be generated for these."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class WokenReplayBuffer(ReplayBufferAsync):
+    """verl's asynchronous buffer with its ``max_off_policy_*`` semantics, woken by a bell instead of its 2 s poll."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(poll_interval=_POLL_S, **kwargs)
+        self._bell: Bell | None = None
+
+    def listen(self, workers: Sequence[Any]) -> None:
+        """Wait for these rollout workers from now on; workers that cannot ring are polled."""
+        if workers and all(hasattr(worker, "groups_ended") for worker in workers):
+            self._bell = Bell(workers)
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        if self._bell is None:
+            return super()._wait_for_next_poll(partition_id, last_debug_time)
+        self._bell.wait(_LOOK_S)
+        return last_debug_time
+
+
+class StreamingReplayBuffer(WokenReplayBuffer):
+    """See the module; validation prompts are handled by verl's own code.
+
+    Version 0 is what training starts from; step ``k`` updates version ``k - 1``, and the replicas generate with
+    ``k - 1`` until step ``k`` ends. A group's V_traj is the lowest version that one of its rows started with.
+
+    Args:
+        eta: bound in weight versions.
+        batch_size: prompts per training step.
+        redundancy: see `StalenessProtocol`.
+        refill_fn: the trainer's; submits that many new prompts, which come back through `reserve`.
+        on_progress: told, at every look, how many groups could be taken and how many are needed.
     """
 
     def __init__(
         self,
         *,
         eta: int,
+        batch_size: int,
+        redundancy: float = 1.0,
+        refill_fn: Callable[[int], int],
         on_progress: Callable[[int, int], None] = lambda ready, needed: None,
         trainer_config: Any,
         sampler_kwargs: Any,
-        **kwargs: Any,
+        filter_groups_metric: str | None = None,
     ) -> None:
         super().__init__(
             trainer_mode="seamless",
             trainer_config=trainer_config,
-            max_off_policy_threshold=eta + 1,
+            max_off_policy_threshold=None,
             max_off_policy_strategy="wait",
             sampler_kwargs=sampler_kwargs,
-            poll_interval=_POLL_S,
-            **kwargs,
+            refill_fn=refill_fn,
+            filter_groups_metric=filter_groups_metric,
         )
+        self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy)
+        self._source: PromptSource | None = None
         self._on_progress = on_progress
+        self._abandoned: set[str] = set()  # surplus groups that are still generated
+        self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
-        self._finished_before: set[str] = set()
+        self._metrics: dict[str, float] = defaultdict(float)
 
-    def _has_enough_samples(
-        self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
-    ) -> bool:
-        if partition_id == "train":
-            self._on_progress(len(sampleable_keys), batch_size)
-        return super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
+    # ---------------------------------------------------------------- admission
 
-    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
-        if partition_id == "train":
-            self.count_failures(eviction_reasons[2], self.finished_keys[partition_id])
-        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+    def follow(self, source: PromptSource) -> None:
+        """A curriculum chooses the prompts: tell it what becomes of them."""
+        self._source = source
 
-    def count_failures(self, failed: set[str], finished: set[str]) -> None:
-        """Note the groups that failed since the last look; a newly finished group starts the count anew.
+    def start_at(self, version: int) -> None:
+        """Begin with weights of ``version``, from a checkpoint without our state.
 
-        Args:
-            failed: groups found failed at this look; they are cleared afterwards, so each is counted once.
-            finished: groups that wait finished, new or not.
+        How old the finished groups of such a checkpoint are is not known, so they are generated again.
+        """
+        protocol = self.protocol
+        self.protocol = StalenessProtocol(
+            eta=protocol.eta, batch_size=protocol.batch_size, redundancy=protocol.redundancy, version=version
+        )
+        self._sync_metadata_from_transfer_queue()
+        if self.partitions["train"]:
+            tq.kv_clear(partition_id="train", keys=list(self.partitions["train"]))
+        prompts = list(self.prompt_global_steps["train"])
+        if prompts:  # verl re-issues what is pending
+            tq.kv_batch_put(keys=prompts, partition_id="train", tags=[{"status": "pending"} for _ in prompts])
+
+    def admit(self, global_steps: int) -> int:
+        """Submit as many new prompts as the bound has room for; returns how many."""
+        room = self.protocol.capacity(global_steps - 1)
+        if room:
+            self.refill_fn(room)
+        return room
+
+    def reserve(self, uids: Sequence[str], global_steps: int) -> None:
+        """Called by the trainer before prompts are submitted.
+
+        Raises:
+            SeamlessError: more prompts are submitted than there is room for.
+        """
+        for uid in uids:
+            if self.protocol.reserve(uid, global_steps - 1) is None:
+                raise SeamlessError(
+                    f"prompt {uid} was submitted in step {global_steps} beyond the bound: "
+                    f"{self.protocol.num_in_flight} groups are in flight, eta is {self.protocol.eta}"
+                )
+        if self._source is not None:
+            self._source.name(uids)
+
+    # ---------------------------------------------------------------- verl's interface
+
+    def get_sampleable_count(self, global_steps: int, partition_id: str) -> int:
+        if partition_id != "train":
+            return super().get_sampleable_count(global_steps, partition_id)
+        self._look(global_steps)
+        return self.protocol.num_available
+
+    def wait_for_sampleable(
+        self, global_steps: int, partition_id: str, target_count: int
+    ) -> tuple[set[str], dict[str, float]]:
+        if partition_id != "train":
+            return super().wait_for_sampleable(global_steps, partition_id, target_count)
+        last_debug_time = time.time()
+        while True:
+            if self._look(global_steps):
+                self.admit(global_steps)
+            self._on_progress(self.protocol.num_available, target_count)
+            if self.protocol.num_available >= target_count:
+                metrics, self._metrics = dict(self._metrics), defaultdict(float)
+                return self.finished_keys[partition_id] & self._groups(EntryState.OCCUPIED), metrics
+            last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
+
+    @SkipManager.annotate_tq(role="rollout_tq", phase="sample")
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
+        """A mini-batch of finished groups in the order of consumption."""
+        if partition_id != "train":
+            return super().sample(global_steps, partition_id, batch_size)
+        _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
+        consumption = self.protocol.consume(batch_size)
+        self._abandoned.update(consumption.surplus)
+        self._adopted.difference_update(entry.group for entry in consumption.groups)
+        rows = self._rows_by_group()
+        consumed = {entry.group: rows[entry.group] for entry in consumption.groups}
+        if self._source is not None:
+            metrics |= self._source.consumed(consumed)
+        metrics |= self._staleness_metrics(consumption.groups)
+        keys = [key for group in consumed.values() for key in group]
+        tags = [self.partitions[partition_id][key] for key in keys]
+        tq.kv_clear(partition_id=partition_id, keys=list(consumed))
+        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=tags), metrics
+
+    def _staleness_metrics(self, groups: Sequence[ConsumedGroup]) -> dict[str, float]:
+        lags = [entry.staleness for entry in groups]
+        return {
+            "training/staleness/mean": sum(lags) / len(lags),
+            "training/staleness/max": float(max(lags)),
+            "training/staleness/in_flight": float(self.protocol.num_in_flight),
+        }
+
+    # ---------------------------------------------------------------- looking at TransferQueue
+
+    def _look(self, global_steps: int) -> bool:
+        """Take in what ended since the last look; returns whether slots came back that are to be filled again."""
+        self._sync_metadata_from_transfer_queue()
+        self._adopt(global_steps)
+        rows = self._rows_by_group()
+        reserved = self._groups(EntryState.RESERVED)
+        ended = [uid for uid in self._in_order(reserved) if uid in self.finished_keys["train"]]
+        empty = {uid for uid in ended if not rows.get(uid)}
+        failed = (self.failure_keys["train"] | empty) & reserved
+        filtered, _ = self._dapo_filtered_keys("train")
+        filtered = (filtered & reserved) - empty
+        done = [uid for uid in ended if uid not in empty and uid not in filtered]
+        for uid in done:
+            started = [self.partitions["train"][key].get("min_global_steps") for key in rows[uid]]
+            known = uid not in self._adopted and None not in started
+            self.protocol.occupy(uid, min(started) if known else None)
+        if filtered and self._source is not None:
+            self._metrics.update(self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered}))
+        if failed and self._source is not None:
+            self._source.failed(sorted(failed))
+        for uid in filtered | failed:
+            self.protocol.abort(uid)
+        if filtered:
+            self._metrics["training/filter_groups/evicted_samples"] += len(filtered)
+        if failed:
+            self._metrics["training/rollout_failure/evicted_samples"] += len(failed)
+        abandoned = self._abandoned & (self.finished_keys["train"] | self.failure_keys["train"])
+        self._abandoned -= abandoned
+        self._clear_groups("train", filtered | failed | abandoned)
+        self.count_failures(len(failed), bool(done or filtered))
+        return bool(filtered or failed)
+
+    def count_failures(self, failed: int, finished: bool) -> None:
+        """Note what this look found; a group that finished starts the count anew.
 
         Raises:
             RolloutFailed: ``FAILURES_IN_A_ROW`` groups failed and none finished.
         """
-        self._failures = 0 if finished - self._finished_before else self._failures + len(failed)
-        self._finished_before = set(finished)
+        self._failures = 0 if finished else self._failures + failed
         if self._failures >= FAILURES_IN_A_ROW:
             raise RolloutFailed(
                 f"{self._failures} prompt groups failed in a row and none finished; the reason of each stands in the "
                 "logs of the rollout workers (search for 'Error in _run_prompt')"
             )
+
+    def _adopt(self, global_steps: int) -> None:
+        """Reserve for groups that verl put there itself: replayed ones (`SkipManager`), those of a plain checkpoint."""
+        for uid in self.prompt_global_steps["train"]:
+            if uid in self._abandoned or self.protocol.state_of(uid) is not None:
+                continue
+            if self.protocol.reserve(uid, global_steps - 1) is not None:  # refused: it waits for the next look
+                self._adopted.add(uid)
+
+    def _groups(self, state: EntryState) -> set[str]:
+        return {group for group, now in self.protocol.groups() if now is state}
+
+    def _in_order(self, groups: set[str]) -> list[str]:
+        """``groups`` in the order in which they were reserved."""
+        return [group for group, _ in self.protocol.groups() if group in groups]
+
+    def _rows_by_group(self) -> dict[str, list[str]]:
+        rows: dict[str, list[str]] = defaultdict(list)
+        for key in self.partitions["train"]:
+            rows[key.split("_", 1)[0]].append(key)
+        return rows
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What the checkpoint of a step keeps beside verl's own; TransferQueue's content is in verl's."""
+        return {
+            "protocol": self.protocol.state(),
+            "source": self._source.state() if self._source is not None else None,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, after TransferQueue was restored: finished groups are kept, the others are re-issued.
+
+        Rows that the saved step had already trained on are removed from TransferQueue.
+        """
+        self.protocol.restore(state["protocol"])
+        if self._source is not None and state["source"] is not None:
+            self._source.restore(state["source"])
+        self._sync_metadata_from_transfer_queue()
+        prompts = self.prompt_global_steps["train"]
+        lost = [group for group, _ in self.protocol.groups() if group not in prompts]
+        if lost:
+            raise SeamlessError(f"the checkpoint's TransferQueue lacks {len(lost)} groups in flight, first {lost[0]}")
+        surplus = [uid for uid in prompts if self.protocol.state_of(uid) is None]
+        trained = [key for uid, keys in self._rows_by_group().items() if uid not in prompts for key in keys]
+        if surplus or trained:
+            tq.kv_clear(partition_id="train", keys=[*surplus, *trained])

@@ -1,19 +1,22 @@
 """Trainer mode ``seamless``: verl's ``separate_async`` with a bound on staleness, an audit and a report per step.
 
-    prompts ─► agent loops ─► TransferQueue ─► BoundedReplayBuffer ─► audit ─► verl's PPO steps ─► weights ─► replicas
+    prompts ─► agent loops ─► TransferQueue ─► StreamingReplayBuffer ─► audit ─► verl's PPO steps ─► weights ─► replicas
 
 Everything between the audit and the weights is verl's own code.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
 import verl.trainer.ppo.v1.trainer_separate_async as separate_async
 from omegaconf import DictConfig, OmegaConf, open_dict
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
@@ -22,21 +25,26 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.utils import update_prometheus_config
 
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError
 from seamless_verl.observe.ledger import SliceSeconds
 from seamless_verl.observe.reporter import Reporter
-from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
+from seamless_verl.verl_adapter.curriculum import CurriculumLoader
 from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.recorded_trainer import RecordedTrainer
-from seamless_verl.verl_adapter.replay import BoundedReplayBuffer
+from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
+from seamless_verl.verl_adapter.router import balancer_class
 from seamless_verl.verl_adapter.step_report import StepMeter, validation_report
+
+_STREAMING_STATE = "streaming.json"
 
 
 def adopt_config(config: DictConfig) -> SeamlessConfig:
     """Translate the ``seamless`` section into what ``separate_async`` reads; changes ``config`` in place.
 
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
-    * ``num_warmup_batches`` = eta: with the batch of the step itself, (eta + 1) batches are in flight.
+    * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
+    * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
     * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
     """
     section = OmegaConf.select(config, "seamless")
@@ -49,7 +57,11 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
         modes[TRAINER_MODE].parameter_sync_step = sync_step
         modes.separate_async.parameter_sync_step = sync_step
-        modes.separate_async.num_warmup_batches = seamless.staleness.eta
+        if seamless.staleness.policy == "reserve":
+            modes.separate_async.num_warmup_batches = 0
+        agent = config.actor_rollout_ref.rollout.get("agent")
+        if agent is not None and agent.get("agent_loop_manager_class") is None:
+            agent.agent_loop_manager_class = "seamless_verl.verl_adapter.arrivals.NotifyingManager"
         if engine.backend == "naive":
             if config.trainer.device == "cpu":
                 engine.backend = "cpu_zmq"
@@ -80,14 +92,48 @@ class SeamlessTrainer(RecordedTrainer):
         custom = sampler.get("custom_sampler") or {}
         if custom.get("path") and custom.get("name"):
             return super()._build_replay_buffer()
-        return BoundedReplayBuffer(
-            eta=self.seamless.staleness.eta,
+        common = {
+            "trainer_config": self.config.trainer.v1.get(TRAINER_MODE),
+            "sampler_kwargs": sampler.sampler_kwargs,
+            "refill_fn": self._add_prompts_to_generate,
+            "filter_groups_metric": self._resolve_filter_groups_metric(),
+        }
+        staleness = self.seamless.staleness
+        if staleness.policy == "verl":
+            return WokenReplayBuffer(
+                trainer_mode=TRAINER_MODE,
+                max_off_policy_threshold=sampler.max_off_policy_threshold,
+                max_off_policy_strategy=sampler.max_off_policy_strategy,
+                **common,
+            )
+        return StreamingReplayBuffer(
+            eta=staleness.eta,
+            batch_size=self.config.data.train_batch_size,
+            redundancy=staleness.redundancy,
             on_progress=self.flight.progress,
-            trainer_config=self.config.trainer.v1.get(TRAINER_MODE),
-            sampler_kwargs=sampler.sampler_kwargs,
-            refill_fn=self._add_prompts_to_generate,
-            filter_groups_metric=self._resolve_filter_groups_metric(),
+            **common,
         )
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        if self.seamless.curriculum.enabled:
+            if not isinstance(self.replay_buffer, StreamingReplayBuffer) or self.config.skip.rollout_tq.enable:
+                raise ConfigError(
+                    "seamless.curriculum",
+                    "enabled",
+                    "needs to see every group: no custom_sampler, no staleness.policy=verl, no replayed rollouts",
+                    "leave those out, or the curriculum",
+                )
+            data = self.config.data
+            self.train_dataloader = CurriculumLoader(
+                self.train_dataset,
+                self.seamless.curriculum,
+                train_batch_size=data.train_batch_size,
+                shuffle=data.shuffle,
+                seed=data.get("seed"),
+                say=lambda line: self.reporter.say(line),
+            )
+            self.replay_buffer.follow(self.train_dataloader)
 
     def _setup(self) -> None:
         """As `PPOTrainerSeparateAsync._setup`, with the standalone replicas starting beside the trainer's workers.
@@ -120,7 +166,7 @@ class SeamlessTrainer(RecordedTrainer):
         return LLMServerManager.create(
             config=self.config,
             start_rank=self._num_hybrid_replicas(),
-            load_balancer_cls=None if own_router else MeteredLoadBalancer,
+            load_balancer_cls=None if own_router else balancer_class(self.seamless.router, rollout.max_num_seqs),
         )
 
     def _num_hybrid_replicas(self) -> int:
@@ -132,6 +178,31 @@ class SeamlessTrainer(RecordedTrainer):
 
     def get_llm_client(self) -> VersionedLLMClient:
         return self.standalone_server_manager.get_client(client_cls=VersionedLLMClient)
+
+    # ---------------------------------------------------------------- prompts
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        if isinstance(self.replay_buffer, WokenReplayBuffer):
+            self.replay_buffer.listen(getattr(agent_loop_manager, "agent_loop_workers", []))
+        super().fit(agent_loop_manager)
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        if isinstance(self.replay_buffer, StreamingReplayBuffer):
+            self.replay_buffer.reserve(list(batch["uid"]), self.global_steps)
+        return super()._submit_batch_to_rollout(batch)
+
+    def prepare_step(self) -> dict[str, Any]:
+        """Admit what the bound has room for; verl submits one batch per step, whatever is still in flight."""
+        if not isinstance(self.replay_buffer, StreamingReplayBuffer) or self.config.skip.rollout_tq.enable:
+            return super().prepare_step()
+        self.replay_buffer.admit(self.global_steps)
+        return self._wait_for_sampleable_and_switch()
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
+        batch = super().step(metrics, timing_raw)
+        if isinstance(self.train_dataloader, CurriculumLoader):
+            self.train_dataloader.step_ended(self.global_steps)
+        return batch
 
     # ---------------------------------------------------------------- a step
 
@@ -199,9 +270,31 @@ class SeamlessTrainer(RecordedTrainer):
             self.reporter.validation(report)
         return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
 
+    # ---------------------------------------------------------------- checkpoints
+
     def _save_checkpoint(self) -> None:
+        if isinstance(self.replay_buffer, StreamingReplayBuffer):
+            # Before verl's own parts: the last of them declares the checkpoint complete.
+            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _STREAMING_STATE).write_text(json.dumps(self.replay_buffer.state()), encoding="utf-8")
         super()._save_checkpoint()
         self.reporter.checkpoint(self.global_steps)
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if not self.global_steps or not isinstance(self.replay_buffer, StreamingReplayBuffer):
+            return
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = Path(self.config.trainer.resume_from_path)
+        else:
+            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        state = folder / _STREAMING_STATE
+        if not state.exists():
+            self.replay_buffer.start_at(self.global_steps)
+            self.reporter.say(f"{folder} has no {_STREAMING_STATE}: its prompts in flight are generated again")
+            return
+        self.replay_buffer.restore(json.loads(state.read_text(encoding="utf-8")))
 
 
 __all__ = ["SeamlessTrainer", "adopt_config"]

@@ -19,7 +19,13 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._setup",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._build_replay_buffer",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._resolve_filter_groups_metric",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._init_dataloader",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._add_prompts_to_generate",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._submit_batch_to_rollout",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._reissue_inflight_prompts",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer.step",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
@@ -28,11 +34,20 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:register_trainer",
     "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._compute_old_log_prob",
     "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.add_replicas_to_balancer",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._wait_for_sampleable_and_switch",
     "verl.trainer.ppo.v1.trainer_separate_async:HybridEngineMode.TRAINER",
     "verl.trainer.ppo.v1:AgentLoopManagerTQ.create",
     "verl.trainer.ppo.v1:get_trainer_cls",
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync.wait_for_sampleable",
-    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._evict_terminal_groups",
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync.get_sampleable_count",
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._sync_metadata_from_transfer_queue",
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._wait_for_next_poll",
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._dapo_filtered_keys",
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._clear_groups",
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__",
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.__init__",
+    "verl.utils.skip:SkipManager.annotate_tq",
+    "verl.utils.dataset.rl_dataset:collate_fn",
     "verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
     "verl.trainer.ppo.utils:need_critic",
     "verl.trainer.ppo.utils:need_reference_policy",
@@ -58,10 +73,15 @@ NAMES = [
     "verl.checkpoint_engine.base:merge_weight_chunks",
     "verl.plugin.platform.platform_manager:PlatformRegistry.register",
     "verl.utils.distributed:initialize_global_process_group_ray",
+    "verl.utils.torch_functional:logprobs_from_logits_v2",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.prepare_model_inputs",
     # TransferQueue, vLLM
     "transfer_queue:init",
     "transfer_queue:close",
     "transfer_queue:kv_batch_get",
+    "transfer_queue:kv_batch_put",
+    "transfer_queue:kv_clear",
+    "transfer_queue:kv_list",
     "transfer_queue:KVBatchMeta",
     "vllm._custom_ops:_supports_onednn",
 ]
@@ -101,48 +121,61 @@ def test_our_platform_implements_everything_that_verl_declares():
     CpuPlatform()
 
 
-def test_the_replay_buffer_takes_what_the_trainer_hands_it():
-    from seamless_verl.verl_adapter.replay import BoundedReplayBuffer
+def test_log_probs_at_once_are_those_of_verl():
+    import torch
+    from verl.utils.torch_functional import logprobs_from_logits, logprobs_from_logits_naive
 
-    buffer = BoundedReplayBuffer(
-        eta=1, trainer_config={}, sampler_kwargs={}, refill_fn=lambda n: n, filter_groups_metric=None
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 50, generator=generator) * 5
+    labels = torch.randint(0, 50, (7,), generator=generator)
+    assert logprobs_from_logits.__globals__["logprobs_from_logits_v2"].__module__.startswith("seamless_verl.")
+    torch.testing.assert_close(logprobs_from_logits(logits, labels), logprobs_from_logits_naive(logits, labels))
+
+
+def test_right_padded_rows_need_no_attention_mask():
+    import torch
+    from tensordict import TensorDict
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from verl.utils import tensordict_utils
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    rows = [torch.arange(1, length + 1) for length in (3, 9, 6)]
+    micro_batch = TensorDict(
+        {
+            "input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+            "position_ids": torch.nested.as_nested_tensor([row - 1 for row in rows], layout=torch.jagged),
+            "temperature": torch.ones(3),
+        },
+        batch_size=3,
     )
-    assert buffer.max_off_policy_threshold == 2
-    assert buffer.max_off_policy_strategy == "wait"
+    tensordict_utils.assign_non_tensor(micro_batch, use_remove_padding=False)
+    prepare = FSDPEngineWithLMHead.prepare_model_inputs
+    engine = object.__new__(FSDPEngineWithLMHead)
+    engine.pad_to_length = False
+    ours, _ = prepare(engine, micro_batch)
+    verls, _ = prepare.__wrapped__(engine, micro_batch)
+    assert verls["attention_mask"] is not None
+    assert "attention_mask" not in ours
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        without, with_mask = model(**ours).logits, model(**verls).logits
+    for row, tokens in enumerate(rows):
+        torch.testing.assert_close(without[row, : len(tokens)], with_mask[row, : len(tokens)], atol=1e-5, rtol=1e-5)
 
 
-def test_the_bound_holds_back_sampling_while_an_older_prompt_is_in_flight():
-    from seamless_verl.verl_adapter.replay import BoundedReplayBuffer
+def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
+    """Ray workers unpickle it first, in the middle of which the plug-in imports our trainer."""
+    import subprocess
+    import sys
 
-    buffer = BoundedReplayBuffer(
-        eta=1, trainer_config={}, sampler_kwargs={}, refill_fn=lambda n: n, filter_groups_metric=None
-    )
-    buffer.finished_keys["train"] = {"a", "b"}
-    buffer.running_keys["train"] = {"slow"}
-    buffer.prompt_global_steps["train"] = {"a": 1, "b": 1, "slow": 1}
-    ready = {"a", "b"}
-    assert buffer._has_enough_samples(1, "train", 2, ready)  # its weights are still the newest
-    assert not buffer._has_enough_samples(2, "train", 2, ready)  # one more step would make it two versions old
-    buffer.running_keys["train"].clear()
-    assert buffer._has_enough_samples(2, "train", 2, ready)
-
-
-def test_a_prompt_group_that_fails_again_and_again_ends_the_run():
-    from seamless_verl.errors import SeamlessError
-    from seamless_verl.verl_adapter.replay import FAILURES_IN_A_ROW, BoundedReplayBuffer
-
-    buffer = BoundedReplayBuffer(
-        eta=1, trainer_config={}, sampler_kwargs={}, refill_fn=lambda n: n, filter_groups_metric=None
-    )
-    with pytest.raises(SeamlessError, match="failed in a row"):
-        buffer.count_failures({f"uid{n}" for n in range(FAILURES_IN_A_ROW)}, finished=set())
-    buffer.count_failures(set(), finished={"a group that went well"})
-    for number in range(FAILURES_IN_A_ROW - 1):  # the same group waiting on is no new success
-        buffer.count_failures({f"uid{number}"}, finished={"a group that went well"})
-    with pytest.raises(SeamlessError, match="failed in a row"):
-        buffer.count_failures({"the last"}, finished={"a group that went well"})
-    buffer.count_failures(set(), finished={"another"})
-    buffer.count_failures({f"uid{n}" for n in range(FAILURES_IN_A_ROW - 1)}, finished=set())
+    code = "import seamless_verl.verl_adapter.arrivals as a; print(a.NotifyingWorker.__mro__[1].__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert done.stdout.split() == ["AgentLoopWorkerTQ"], done.stderr
 
 
 def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):

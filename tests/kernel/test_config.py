@@ -16,6 +16,24 @@ def test_nested_keys_reach_their_section():
     assert config.agent.kwargs == {"processes": 4}
 
 
+def test_every_published_cost_model_can_be_named():
+    from seamless_verl.staleness.cost_model import PUBLISHED
+
+    for name in PUBLISHED:
+        assert SeamlessConfig.from_mapping({"router": {"cost": name}}).router.cost == name
+
+
+def test_stages_are_read_with_their_rules():
+    stages = [
+        {"name": "math", "sources": ["gsm"], "until_plateau": {"epochs": 2}},
+        {"name": "all", "sources": ["gsm", "code"]},
+    ]
+    curriculum = SeamlessConfig.from_mapping({"curriculum": {"accuracy_key": "acc", "stages": stages}}).curriculum
+    assert curriculum.enabled
+    assert curriculum.stages[0].until_plateau.epochs == 2
+    assert curriculum.stages[1].sources == ("gsm", "code")
+
+
 @pytest.mark.parametrize(
     ("section", "key", "near"),
     [
@@ -36,7 +54,17 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
     [
         ({"staleness": {"eta": -1}}, "seamless.staleness.eta"),
         ({"staleness": {"eta": 1.5}}, "seamless.staleness.eta"),
-        ({"staleness": {"eta": 2}}, "seamless.staleness.eta"),
+        ({"staleness": {"policy": "drop"}}, "seamless.staleness.policy"),
+        ({"router": {"policy": "random"}}, "seamless.router.policy"),
+        ({"router": {"mu": 1.5}}, "seamless.router.mu"),
+        ({"router": {"cost": "70b"}}, "seamless.router.cost"),
+        ({"staleness": {"redundancy": 0.5}}, "seamless.staleness.redundancy"),
+        ({"curriculum": {"history_resampling": True}}, "seamless.curriculum.accuracy_key"),
+        ({"curriculum": {"history_resampling": "yes"}}, "seamless.curriculum.history_resampling"),
+        ({"curriculum": {"pool_floor": 0}}, "seamless.curriculum.pool_floor"),
+        ({"curriculum": {"stages": "math"}}, "seamless.curriculum.stages"),
+        ({"curriculum": {"stages": [{"name": "a"}]}}, "seamless.curriculum.stages[0].sources"),
+        ({"curriculum": {"stages": [{"name": "a", "sourcs": []}]}}, "seamless.curriculum.stages[0].sourcs"),
         ({"staleness": 0}, "seamless.staleness"),
         ({"proxy": {"port": "abc"}}, "seamless.proxy.port"),
         ({"staleness": {"eta": True}}, "seamless.staleness.eta"),

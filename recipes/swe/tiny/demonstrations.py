@@ -1,6 +1,6 @@
 """Conversations to imitate: a developer who makes the right edit with some probability, else a plausible wrong one.
 
-``python -m seamless_verl.recipes.swe.tiny.demonstrations --seed 1 --count 100 --right 0.35`` writes one conversation
+``python -m seamless_verl.recipes.swe.tiny.demonstrations --seed 1 --count 100 --right 0.3`` writes one conversation
 per line, a JSON list of alternating user and assistant texts.
 """
 

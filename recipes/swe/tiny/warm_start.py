@@ -1,7 +1,10 @@
 """Supervised warm start: the model imitates demonstrations for a fixed number of tokens.
 
-The start that the recipe ships imitates a developer who is right about a third of the time, so that reinforcement
-learning has something to sharpen; imitation of a developer who is never wrong is kept as a yardstick (``imitation``).
+The start that the recipe ships imitates a developer who is never wrong, and then, for a fifth of the tokens, one who is
+right 30 % of the time: a model that has learnt the skill and then a bad habit, which reinforcement learning unlearns.
+Imitation of the first developer alone is kept as a yardstick (``imitation``). With plain GRPO outside verl, 25 steps of
+16 x 8 attempts (seed 0, lr 6e-4), this start gained 0.147 on held-out tasks (0.172 -> 0.318); 1.0M tokens without
+errors and 0.25M with 20 % right gained 0.107; the same run inside verl from 1.2M tokens with 35 % right gained 0.098.
 Batches are small because steps, not tokens, teach the model to copy names: at 8,192 tokens per batch it passed 0.12 of
 fresh training tasks after 1.5 million tokens, at 2,048 it passed 0.23 after 1.0 million (seed 0).
 """
@@ -45,7 +48,7 @@ class Phase:
     tokens: int
 
 
-SHIPPED = (Phase(right=0.35, tokens=1_200_000),)
+SHIPPED = (Phase(right=1.0, tokens=950_000), Phase(right=0.3, tokens=250_000))
 CLEAN = (Phase(right=1.0, tokens=1_200_000),)
 
 

@@ -79,6 +79,7 @@ class Predictive:
         self._submitted: tuple[int, int] = (0, 0)  # groups, sessions per group of the last submission
         self._submitted_since = True  # since the last step ended
         self._returning = False
+        self._was_due = False  # at the last review of a loan
         self._loans = 0
         self._review_at = 0.0
         self._train_s = 0.0  # per group, smoothed
@@ -218,9 +219,10 @@ class Predictive:
         standing = _speed(cluster, _standing(cluster))
         if not due and standing == 0:  # nobody else generates: they stay until the trainer can train
             return
-        if not due and cluster.now < self._review_at:
+        if cluster.now < self._review_at and due == self._was_due:
             yield LookAgain(at=self._review_at)
             return
+        self._was_due = due
         trainer, work = self._trainer(cluster, waiting), self._work(cluster)
         if trainer is None or work is None:
             if due:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 
@@ -87,6 +88,17 @@ class Anything(RuleBasedStateMachine):
         assert not consumption.surplus or (self.redundancy > 1 and not self.taken)
         for group in consumption.surplus:
             assert (self.reserved.pop(group, None) is None) != (self.occupied.pop(group, None) is None)
+
+    @precondition(lambda self: not self.taken)
+    @rule()
+    def restart(self) -> None:
+        """Goes on from a checkpoint; everything that follows must not notice."""
+        again = StalenessProtocol(
+            eta=self.eta, batch_size=self.batch_size, redundancy=self.redundancy, repair=self.repair
+        )
+        again.restore(json.loads(json.dumps(self.protocol.state())))
+        assert again.state() == self.protocol.state()
+        self.protocol = again
 
     @invariant()
     def nothing_is_lost_or_taken_twice(self) -> None:
@@ -235,6 +247,21 @@ def test_misuse_tells_the_story() -> None:
     protocol.reserve("c", 3)
     with pytest.raises(ProtocolError, match="started with version 2, was reserved for 3"):
         protocol.occupy("c", 2)
+
+
+def test_a_state_taken_under_other_settings_or_within_a_step_is_refused() -> None:
+    protocol = StalenessProtocol(eta=1, batch_size=2)
+    state = protocol.state()
+    for other, key in (
+        (StalenessProtocol(eta=2, batch_size=2), r"eta=2.*taken with 1"),
+        (StalenessProtocol(eta=1, batch_size=4), r"train_batch_size=4.*taken with 2"),
+        (StalenessProtocol(eta=1, batch_size=2, redundancy=1.5), r"redundancy=1\.5.*taken with 1"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            other.restore(state)
+    protocol.reserve("a", 0), protocol.occupy("a"), protocol.consume(1)
+    with pytest.raises(ProtocolError, match="handed out 1"):
+        protocol.state()
 
 
 @pytest.mark.parametrize(

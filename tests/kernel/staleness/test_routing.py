@@ -128,6 +128,12 @@ def test_room_is_counted_down_while_routing() -> None:
     assert [type(decision) for decision in decisions] == [Route, Hold]
 
 
+def test_no_replica_is_given_more_than_it_decodes_at_a_time() -> None:
+    only = ReplicaLoad(replica="a", version=0, running=1, waiting=0, kv_tokens=0, kv_room=9000, max_running=2)
+    decisions = MarginalGain(cost=COST).route([request("a"), request("b")], [only])
+    assert [type(decision) for decision in decisions] == [Route, Hold]
+
+
 def test_least_requests_knows_only_versions_and_numbers() -> None:
     decisions = LeastRequests().route([request("r", 2)], [load("old", version=1), load("new", version=2, running=9)])
     assert [type(d) for d in decisions] == [Route]

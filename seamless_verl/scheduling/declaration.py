@@ -1,0 +1,88 @@
+"""From ``seamless.resources`` to slices; what cannot work is refused with key, value and fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from seamless_verl.config import ResourceConfig, SchedulerConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.scheduling.policies.colocated import Colocated
+from seamless_verl.scheduling.policies.disaggregated import Disaggregated
+from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.policies.protocol import Policy
+from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
+
+
+def slices_of(resources: Sequence[ResourceConfig], *, replica_gpus: int) -> tuple[Slice, ...]:
+    """Cut every pool into slices of one rollout replica each.
+
+    Args:
+        replica_gpus: tensor x data x pipeline parallel size of a replica.
+
+    Raises:
+        ConfigError: the same GPUs declared twice, a replica that would straddle nodes or slices, nothing that can
+            train, nothing that can generate.
+    """
+    names = [resource.name for resource in resources]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"seamless.resources[{name}]", name, "is declared twice: its GPUs would have two owners", "rename one"
+            )
+    for tag in Tag:
+        if not any(tag.value in resource.capabilities for resource in resources):
+            raise ConfigError(
+                "seamless.resources",
+                ", ".join(names) or "[]",
+                f"no entry can {tag.value}",
+                f"add {tag.value} to the capabilities of one of them",
+            )
+    return tuple(slice_ for resource in resources for slice_ in _cut(resource, replica_gpus))
+
+
+def _cut(resource: ResourceConfig, replica_gpus: int) -> Iterable[Slice]:
+    gpus = [
+        Gpu(node=f"{resource.name}/{node}", index=index)
+        for node in range(resource.nodes)
+        for index in range(resource.gpus_per_node)
+    ]
+    fits = len(gpus) % replica_gpus == 0 and (
+        resource.gpus_per_node % replica_gpus == 0 or replica_gpus % resource.gpus_per_node == 0
+    )
+    if not fits:
+        raise ConfigError(
+            f"seamless.resources[{resource.name}].gpus_per_node",
+            resource.gpus_per_node,
+            f"a rollout replica takes {replica_gpus} GPUs and would straddle slices ({len(gpus)} GPUs on "
+            f"{resource.nodes} node(s))",
+            f"make it a multiple of {replica_gpus}, or change tensor_model_parallel_size",
+        )
+    hardware = None
+    if resource.tflops is not None and resource.bandwidth_gbs is not None and resource.memory_gb is not None:
+        hardware = Hardware(
+            flops=resource.tflops * 1e12, bandwidth=resource.bandwidth_gbs * 1e9, memory=resource.memory_gb * 1e9
+        )
+    for number in range(len(gpus) // replica_gpus):
+        yield Slice(
+            id=SliceId(f"{resource.name}/{number}"),
+            pool=resource.name,
+            gpus=tuple(gpus[number * replica_gpus : (number + 1) * replica_gpus]),
+            capabilities=frozenset(Tag(tag) for tag in resource.capabilities),
+            hardware=hardware,
+        )
+
+
+def policy_of(config: SchedulerConfig, *, batch: int, mini_batch: int) -> Policy:
+    """The policy that ``seamless.scheduler`` names.
+
+    Args:
+        batch: groups per training step.
+        mini_batch: groups per local update.
+    """
+    if config.policy == "predictive":
+        return Predictive(PredictiveConfig(margin=config.margin, max_loans_per_step=config.max_loans_per_step))
+    if config.policy == "verl_gate":
+        return VerlGate(batch=batch, mini_batch=mini_batch)
+    return {"greedy": Greedy, "colocated": Colocated, "disaggregated": Disaggregated}[str(config.policy)]()

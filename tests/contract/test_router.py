@@ -1,0 +1,109 @@
+"""The routing kernel as verl's load balancer: places, holds back, wakes, and never forgets anybody."""
+
+import asyncio
+
+import pytest
+
+from seamless_verl.config import RouterConfig
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+def router(servers=("a", "b"), mu=0.3, max_running=64):
+    from seamless_verl.verl_adapter.router import balancer_class
+
+    made = balancer_class(RouterConfig(policy="marginal_gain", mu=mu), max_running)
+    return made(servers={name: f"handle of {name}" for name in servers}, max_cache_size=100)
+
+
+def test_the_baseline_is_verls_own_rule_with_a_stopwatch():
+    from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
+    from seamless_verl.verl_adapter.router import balancer_class
+
+    assert balancer_class(RouterConfig(), 64) is MeteredLoadBalancer
+
+
+async def test_requests_spread_and_a_conversation_stays_where_it_is():
+    balancer = router()
+    places = [(await balancer.acquire_server(f"r{n}", prompt_ids=[0] * 100))[0] for n in range(10)]
+    assert sorted(places) == ["a"] * 5 + ["b"] * 5
+    balancer.release_server(places[0], "r0")
+    assert (await balancer.acquire_server("r0", prompt_ids=[0] * 300)) == (places[0], f"handle of {places[0]}")
+    assert balancer.get_total_inflight() == 10
+
+
+async def test_requests_sent_at_once_see_each_other():
+    balancer = router()
+    places = await asyncio.gather(*(balancer.acquire_server(f"r{n}", prompt_ids=[0]) for n in range(6)))
+    assert sorted(name for name, _ in places) == ["a"] * 3 + ["b"] * 3
+
+
+async def test_a_request_is_held_back_until_another_ends_and_the_oldest_goes_first():
+    balancer = router(servers=("a",), max_running=1)
+    await balancer.acquire_server("first", prompt_ids=[0])
+    later = [asyncio.ensure_future(balancer.acquire_server(name, prompt_ids=[0])) for name in ("old", "new")]
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in later), "one is running"
+    balancer.release_server("a", "first")
+    await asyncio.wait_for(later[0], 5)
+    assert not later[1].done()
+    balancer.release_server("a", "old")
+    await asyncio.wait_for(later[1], 5)
+
+
+async def test_everybody_is_answered_in_the_end():
+    balancer = router(mu=1.0)
+    ended = 0
+
+    async def request(number):
+        nonlocal ended
+        place, _ = await balancer.acquire_server(f"r{number}", prompt_ids=[0] * (number * 37 % 5000))
+        await asyncio.sleep(0)
+        balancer.release_server(place, f"r{number}")
+        ended += 1
+
+    await asyncio.wait_for(asyncio.gather(*(request(number) for number in range(300))), 30)
+    assert ended == 300
+    assert balancer.get_total_inflight() == 0
+    assert set(balancer._kv.values()) == {0}
+    assert not balancer._held
+    assert not balancer._tokens
+
+
+async def test_a_client_that_gives_up_is_forgotten():
+    balancer = router(servers=("a",), max_running=1)
+    await balancer.acquire_server("first", prompt_ids=[0])
+    call = asyncio.ensure_future(balancer.acquire_server("gone", prompt_ids=[0]))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not balancer._held
+
+
+async def test_replicas_may_come_and_go():
+    balancer = router(servers=("a",), max_running=1)
+    await balancer.acquire_server("first", prompt_ids=[0])
+    call = asyncio.ensure_future(balancer.acquire_server("held", prompt_ids=[0]))
+    await asyncio.sleep(0)
+    balancer.add_servers({"b": "handle of b"})
+    assert (await asyncio.wait_for(call, 5))[0] == "b"
+    balancer.remove_servers(["b"])
+    balancer.release_server("b", "held")  # late, of a replica that is gone
+    assert balancer.get_status()["active_servers"] == 1
+    balancer.remove_servers(["a"])
+    with pytest.raises(RuntimeError, match="No available servers"):
+        await balancer.acquire_server("nowhere", prompt_ids=[0])
+
+
+async def test_too_many_held_requests_are_served_rather_than_block_the_actor(monkeypatch):
+    from seamless_verl.verl_adapter import router as module
+
+    monkeypatch.setattr(module, "_MOST_HELD", 2)
+    balancer = router(servers=("a",), max_running=1)
+    calls = [asyncio.ensure_future(balancer.acquire_server(f"r{n}", prompt_ids=[0])) for n in range(6)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sum(call.done() for call in calls) == 4, "one runs, two are held, three went ahead"
+    for call in calls:
+        call.cancel()

@@ -1,0 +1,405 @@
+"""The streaming dataloader against verl's own replay buffer, loop and names; TransferQueue is scripted."""
+
+import asyncio
+import importlib
+import json
+import random
+
+import pytest
+
+from seamless_verl.config import CurriculumConfig, StageConfig
+from seamless_verl.errors import ConfigError, SeamlessError
+from tests.fakes import ScriptedTransferQueue
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+class Rollout:
+    """The trainer and its rollout workers around a buffer: prompts come in, groups end when the test says so."""
+
+    def __init__(self, queue, eta=1, batch_size=4, n=2, dataset=None, curriculum=None, **options):
+        from seamless_verl.verl_adapter.replay import StreamingReplayBuffer
+
+        self.queue, self.n, self.step, self.version = queue, n, 1, 0
+        self.running: dict[str, int] = {}  # uid -> version of its first token
+        self.submitted: list[str] = []
+        self.loader = None
+        self.buffer = StreamingReplayBuffer(
+            eta=eta,
+            batch_size=batch_size,
+            trainer_config={},
+            sampler_kwargs={},
+            refill_fn=self.submit,
+            **options,
+        )
+        if dataset is not None:
+            from seamless_verl.verl_adapter.curriculum import CurriculumLoader
+
+            self.said = []
+            self.loader = CurriculumLoader(
+                dataset, curriculum, train_batch_size=batch_size, shuffle=False, seed=1, say=self.said.append
+            )
+            self.prompts = iter(self.loader)
+            self.prompt_of = {}
+            self.buffer.follow(self.loader)
+        self.buffer._wait_for_next_poll = self.wait
+        self.while_waiting = []  # what happens at each wait
+
+    def submit(self, count):
+        rows = [next(self.prompts) for _ in range(count)] if self.loader is not None else []
+        uids = [f"u{len(self.submitted) + number}" for number in range(count)]
+        for uid, row in zip(uids, rows, strict=False):
+            self.prompt_of[uid] = int(row["index"][0])
+        self.buffer.reserve(uids, self.step)
+        tags = [{"is_prompt": True, "status": "pending", "global_steps": self.step} for _ in uids]
+        self.queue.kv_batch_put(uids, "train", tags)
+        self.submitted += uids
+        self.running |= dict.fromkeys(uids, self.version)
+        return count
+
+    def finish(self, uid, accuracies=(1.0, 0.0), version=None):
+        version = self.running.pop(uid) if version is None else version
+        self.running.pop(uid, None)
+        keys = [f"{uid}_{member}_0" for member in range(self.n)]
+        tags = [{"status": "success", "seq_len": 3, "min_global_steps": version} for _ in keys]
+        fields = [
+            {"extra_fields": {"reward_extra_info": {"acc": accuracy}}, "rm_scores": accuracy} for accuracy in accuracies
+        ]
+        self.queue.kv_batch_put(keys, "train", tags, fields)
+        self.queue.kv_batch_put([uid], "train", [{"status": "finished"}])
+
+    def fail(self, uid):
+        del self.running[uid]
+        self.queue.kv_batch_put([uid], "train", [{"status": "failure"}])
+
+    def wait(self, partition, last_debug_time):
+        assert self.while_waiting, "the trainer waits and nothing is going to happen"
+        self.while_waiting.pop(0)()
+        return last_debug_time
+
+    def sample(self, count):
+        batch, metrics = self.buffer.sample(global_steps=self.step, partition_id="train", batch_size=count)
+        return list(dict.fromkeys(key.split("_")[0] for key in batch.keys)), batch, metrics
+
+    def end_step(self):
+        if self.loader is not None:
+            self.loader.step_ended(self.step)
+        self.version, self.step = self.version + 1, self.step + 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plug_in():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_PLATFORM", "cpu")
+        yield importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    return ScriptedTransferQueue().install(monkeypatch)
+
+
+def test_eta_zero_is_one_batch_at_a_time(queue):
+    rollout = Rollout(queue, eta=0)
+    assert (rollout.buffer.admit(1), rollout.buffer.admit(1)) == (4, 0)
+    for uid in ("u2", "u0", "u3", "u1"):
+        rollout.finish(uid)
+    uids, batch, metrics = rollout.sample(4)
+    assert sorted(uids) == ["u0", "u1", "u2", "u3"]
+    assert len(batch.keys) == 8
+    assert metrics["training/staleness/max"] == 0
+    assert rollout.buffer.admit(1) == 0, "the weights of step 1 are not out"
+    rollout.end_step()
+    assert rollout.buffer.admit(2) == 4
+
+
+def test_mini_batches_stream_while_the_rest_is_generated_and_stragglers_are_waited_for(queue):
+    rollout = Rollout(queue, eta=1)
+    assert rollout.buffer.admit(1) == 8
+    rollout.finish("u7")
+    rollout.finish("u1")
+    assert rollout.sample(2)[0] == ["u1", "u7"]
+    rollout.while_waiting = [lambda: rollout.finish("u5"), lambda: rollout.finish("u0")]
+    assert rollout.sample(2)[0] == ["u5", "u0"]
+    rollout.end_step()
+    assert rollout.buffer.admit(2) == 4
+    for uid in ("u8", "u9", "u10"):
+        rollout.finish(uid)
+    assert rollout.buffer.get_sampleable_count(2, "train") == 0, "u2, u3, u4, u6 must be trained in this step"
+    rollout.while_waiting = [lambda: [rollout.finish(uid) for uid in ("u2", "u3", "u4", "u6")]]
+    assert sorted(rollout.sample(4)[0]) == ["u2", "u3", "u4", "u6"]
+
+
+def test_failed_groups_return_their_slot_and_are_refilled_in_the_same_step(queue):
+    rollout = Rollout(queue, eta=0)
+    rollout.buffer.admit(1)
+    rollout.fail("u1")
+    for uid in ("u0", "u2", "u3"):
+        rollout.finish(uid)
+    rollout.while_waiting = [lambda: rollout.finish("u4")]
+    uids, _, metrics = rollout.sample(4)
+    assert sorted(uids) == ["u0", "u2", "u3", "u4"]
+    assert metrics["training/rollout_failure/evicted_samples"] == 1
+    assert set(queue.tags["train"]) == {f"{uid}_{member}_0" for uid in uids for member in (0, 1)}
+
+
+def test_groups_without_signal_are_filtered_and_refilled(queue):
+    rollout = Rollout(queue, eta=0, batch_size=2, filter_groups_metric="acc")
+    rollout.buffer.admit(1)
+    rollout.finish("u0", (1.0, 1.0))
+    rollout.finish("u1", (0.0, 1.0))
+    rollout.while_waiting = [lambda: rollout.finish("u2", (0.0, 1.0))]
+    uids, _, metrics = rollout.sample(2)
+    assert uids == ["u1", "u2"]
+    assert metrics["training/filter_groups/evicted_samples"] == 1
+
+
+def test_a_group_that_fails_again_and_again_ends_the_run(queue):
+    rollout = Rollout(queue, eta=0, batch_size=1)
+    rollout.buffer.admit(1)
+    rollout.while_waiting = [lambda: rollout.fail(rollout.submitted[-1])] * 40
+    with pytest.raises(SeamlessError, match="32 prompt groups failed in a row"):
+        rollout.sample(1)
+
+
+def test_a_group_without_rows_counts_as_failed(queue):
+    rollout = Rollout(queue, eta=0, batch_size=1)
+    rollout.buffer.admit(1)
+    queue.kv_batch_put(["u0"], "train", [{"status": "finished"}])
+    rollout.while_waiting = [lambda: rollout.finish("u1")]
+    assert rollout.sample(1)[0] == ["u1"]
+
+
+def test_an_older_first_token_than_was_reserved_ends_the_run(queue):
+    rollout = Rollout(queue, eta=1, batch_size=1)
+    rollout.step, rollout.version = 1, 0
+    rollout.buffer.admit(1)
+    for uid in ("u0", "u1"):
+        rollout.finish(uid)
+    rollout.sample(1)
+    rollout.end_step()
+    rollout.buffer.admit(2)
+    rollout.finish("u2", version=0)
+    with pytest.raises(SeamlessError, match="started with version 0, was reserved for 1"):
+        rollout.sample(1)
+
+
+def test_surplus_groups_are_cleared_when_they_end(queue):
+    rollout = Rollout(queue, eta=0, batch_size=2, redundancy=1.5)
+    assert rollout.buffer.admit(1) == 3
+    rollout.finish("u0")
+    rollout.finish("u1")
+    assert rollout.sample(2)[0] == ["u0", "u1"]
+    rollout.end_step()
+    rollout.buffer.admit(2)
+    rollout.finish("u2", version=0)
+    rollout.buffer.get_sampleable_count(2, "train")
+    assert not [key for key in queue.tags["train"] if key.startswith("u2")]
+
+
+def test_validation_prompts_are_verls_business(queue):
+    rollout = Rollout(queue)
+    queue.kv_batch_put(["v0"], "val", [{"is_prompt": True, "status": "finished", "global_steps": 1}])
+    queue.kv_batch_put(["v0_0_0"], "val", [{"status": "success"}])
+    batch, _ = rollout.buffer.sample(global_steps=1, partition_id="val", batch_size=1)
+    assert batch.keys == ["v0_0_0"]
+
+
+def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_lengths(queue):
+    rng = random.Random(5)
+    for eta in (0, 1, 2, 3):
+        queue.tags.clear()
+        rollout = Rollout(queue, eta=eta, batch_size=4)
+        trained = []
+
+        def happen(rollout=rollout):
+            uid = rng.choice(sorted(rollout.running))
+            rollout.fail(uid) if rng.random() < 0.1 else rollout.finish(uid)
+
+        for _ in range(30):
+            rollout.buffer.admit(rollout.step)
+            assert len(rollout.running) <= (eta + 1) * 4
+            for _ in range(2):
+                rollout.while_waiting = [happen] * 1000
+                uids, batch, metrics = rollout.sample(2)
+                trained += uids
+                assert metrics["training/staleness/max"] <= eta
+                assert all(rollout.version - tag["min_global_steps"] <= eta for tag in batch.tags)
+            rollout.end_step()
+            queue.kv_clear(batch.keys, "train")
+        assert len(trained) == len(set(trained)) == 120
+
+
+# ---------------------------------------------------------------- checkpoints
+
+DATASET = [{"index": number, "data_source": "math" if number < 6 else "code"} for number in range(8)]
+RESAMPLING = CurriculumConfig(history_resampling=True, accuracy_key="acc", pool_floor=1)
+
+
+def test_after_a_crash_finished_groups_are_kept_and_nothing_is_trained_twice(queue):
+    rollout = Rollout(queue, eta=1, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    rollout.buffer.admit(1)
+    for uid in ("u0", "u1", "u2"):
+        rollout.finish(uid)
+    _, batch, _ = rollout.sample(2)
+    saved, tags = json.loads(json.dumps(rollout.buffer.state())), json.loads(json.dumps(queue.tags))
+    assert any(key in tags["train"] for key in batch.keys), "verl clears trained rows only after it has saved"
+
+    queue.tags = tags
+    again = Rollout(queue, eta=1, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    again.buffer.restore(saved)
+    again.step, again.version, again.submitted = 2, 1, list(rollout.submitted)
+    assert {key for key in queue.tags["train"] if key in batch.keys} == set()
+    assert [uid for uid, tag in queue.tags["train"].items() if tag.get("status") == "pending"] == ["u3"]
+    again.running["u3"] = 1  # verl re-issues it; it starts with the weights of the checkpoint
+    assert again.buffer.admit(2) == 2
+    again.finish("u3")
+    uids, _, metrics = again.sample(2)
+    assert sorted(uids) == ["u2", "u3"]
+    assert metrics["curriculum/epochs_ended"] == 0
+
+
+def test_a_plain_verl_checkpoint_has_its_prompts_generated_again(queue):
+    rollout = Rollout(queue, eta=1, batch_size=2)
+    tag = {"is_prompt": True, "status": "finished", "global_steps": 6}
+    queue.kv_batch_put(["a", "b"], "train", [tag, tag | {"status": "running"}])
+    queue.kv_batch_put(["a_0_0"], "train", [{"status": "success", "min_global_steps": 1}])
+    rollout.buffer.start_at(7)
+    assert {key: tag["status"] for key, tag in queue.tags["train"].items()} == {"a": "pending", "b": "pending"}
+    rollout.step, rollout.version = 8, 7
+    rollout.buffer.get_sampleable_count(8, "train")
+    assert rollout.buffer.admit(8) == 2
+
+
+def test_a_checkpoint_that_lacks_groups_in_flight_is_refused(queue):
+    rollout = Rollout(queue, eta=1, batch_size=2)
+    rollout.buffer.admit(1)
+    saved = rollout.buffer.state()
+    queue.kv_clear(["u1"], "train")
+    with pytest.raises(SeamlessError, match="lacks 1 groups in flight, first u1"):
+        Rollout(queue, eta=1, batch_size=2).buffer.restore(saved)
+
+
+# ---------------------------------------------------------------- curriculum
+
+
+def test_solved_prompts_leave_the_pool_at_the_epoch_boundary_of_consumption(queue):
+    rollout = Rollout(queue, eta=1, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    for _ in range(4):
+        rollout.buffer.admit(rollout.step)
+        for uid in sorted(rollout.running, key=lambda uid: int(uid[1:]))[:2]:
+            solved = rollout.prompt_of[uid] in (0, 5)
+            rollout.finish(uid, (1.0, 1.0) if solved else (1.0, 0.0))
+        _, _, metrics = rollout.sample(2)
+        rollout.end_step()
+    assert metrics == metrics | {"curriculum/epochs_ended": 1.0, "curriculum/pool_size": 6.0}
+    assert rollout.said == [
+        "curriculum: epoch 0 of stage all ended: 8 groups, 25% without advantage; 2 prompts left the pool, "
+        "0 came back, 6 remain"
+    ]
+    later = [rollout.loader.curriculum.draw().prompt for _ in range(10)]
+    assert not {0, 5} & set(later)
+
+
+def test_a_stage_ends_with_its_step(queue):
+    stages = (
+        StageConfig(name="math", sources=("math",), until_step=1),
+        StageConfig(name="both", sources=("math", "code")),
+    )
+    config = CurriculumConfig(accuracy_key="acc", stages=stages)
+    rollout = Rollout(queue, eta=0, batch_size=2, dataset=DATASET, curriculum=config)
+    rollout.buffer.admit(1)
+    for uid in ("u0", "u1"):
+        rollout.finish(uid)
+    rollout.sample(2)
+    rollout.end_step()
+    assert rollout.said[0] == "curriculum: stage both begins with epoch 1"
+    assert rollout.said[1].startswith("curriculum: epoch 0 of stage math ended: 2 groups")
+
+
+def test_a_reward_without_the_accuracy_key_is_refused_with_what_it_has(queue):
+    config = CurriculumConfig(history_resampling=True, accuracy_key="accuracy", pool_floor=1)
+    rollout = Rollout(queue, eta=0, batch_size=1, dataset=DATASET, curriculum=config)
+    rollout.buffer.admit(1)
+    rollout.finish("u0")
+    with pytest.raises(ConfigError, match=r"accuracy_key=accuracy: .*\['acc'\]"):
+        rollout.sample(1)
+
+
+def test_other_data_is_refused(queue):
+    rollout = Rollout(queue, eta=0, batch_size=1, dataset=DATASET, curriculum=RESAMPLING)
+    other = [row | {"data_source": "poetry"} for row in DATASET]
+    with pytest.raises(ConfigError, match=r"data\.train_files"):
+        Rollout(queue, eta=0, batch_size=1, dataset=other, curriculum=RESAMPLING).buffer.restore(rollout.buffer.state())
+
+
+# ---------------------------------------------------------------- verl's side
+
+
+def test_verls_own_drop_and_wait_are_a_policy(queue):
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    from seamless_verl.verl_adapter.replay import WokenReplayBuffer
+
+    refilled = []
+    buffer = WokenReplayBuffer(
+        trainer_mode="seamless",
+        trainer_config={},
+        sampler_kwargs={},
+        max_off_policy_threshold=1,
+        max_off_policy_strategy="drop",
+        refill_fn=refilled.append,
+    )
+    assert isinstance(buffer, ReplayBufferAsync)
+    tag = {"is_prompt": True, "status": "finished"}
+    queue.kv_batch_put(["old", "new"], "train", [tag | {"global_steps": 1}, tag | {"global_steps": 2}])
+    queue.kv_batch_put(["old_0_0", "new_0_0"], "train", [{"status": "success"}] * 2)
+    batch, metrics = buffer.sample(global_steps=2, partition_id="train", batch_size=1)
+    assert batch.keys == ["new_0_0"]
+    assert refilled == [1]
+    assert metrics["training/off_policy/evicted_samples"] == 1
+
+
+async def test_a_worker_rings_when_a_group_has_ended(monkeypatch):
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    from seamless_verl.verl_adapter.arrivals import NotifyingWorker
+
+    ended = asyncio.Event()
+
+    async def prompt(self, uid):
+        await ended.wait()
+        if uid == "bad":
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_prompt", prompt)
+    worker = object.__new__(NotifyingWorker)
+    worker._groups_ended, worker._waiting = 0, []
+    call = asyncio.ensure_future(worker.groups_ended(0))
+    group = asyncio.ensure_future(worker._run_prompt("good"))
+    await asyncio.sleep(0)
+    assert not call.done()
+    ended.set()
+    await group
+    assert await call == 1
+    with pytest.raises(RuntimeError):
+        await worker._run_prompt("bad")
+    assert await worker.groups_ended(1) == 2
+
+
+def test_the_configuration_names_our_rollout_manager_unless_the_user_did(monkeypatch):
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from seamless_verl import compose
+    from seamless_verl.verl_adapter.trainer import adopt_config
+
+    def adopted(*overrides):
+        with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
+            config = hydra_compose("ppo_trainer", overrides=list(overrides))
+        adopt_config(config)
+        return config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+
+    assert adopted() == "seamless_verl.verl_adapter.arrivals.NotifyingManager"
+    own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
+    assert adopted(own) == "my.Manager"
