@@ -17,6 +17,7 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.machine import port_is_free, survey
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, write_report
+from seamless_verl.proxy import command as proxy
 
 _GIB = 1 << 30
 _TESTED = {
@@ -168,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--open", action="store_true", help="open the page in a browser")
     command.add_argument("--perfetto", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev instead")
     command.set_defaults(run=report)
+    proxy.add_arguments(commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer"))
     parsed = parser.parse_args(arguments)
     return int(parsed.run(parsed))
 

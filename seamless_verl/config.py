@@ -242,10 +242,14 @@ class ProxyConfig:
     Attributes:
         host: address to bind to; agents on other machines need one that they can reach.
         port: 0 lets the system choose. With several rollout workers on a machine it must be 0.
+        tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``;
+            ``None``: Hermes-style tool calls, and no reasoning told from content.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
-from seamless_verl.proxy.engine import FinishReason, Generation, GenerationRequest, VersionSpan
+from seamless_verl.proxy.engine import FinishReason, Generation, GenerationRequest, TokenChunk, VersionSpan
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
@@ -69,6 +70,11 @@ class ScriptedEngine:
         script: from the prompt's text to the answer's text.
         delay_s: time a generation takes.
         num_versions: the tokens of one answer are spread over this many weight versions.
+        streams: whether tokens are told one by one as they come.
+
+    Attributes:
+        permits: where there is one, each token that is streamed needs a permit first.
+        after_tokens: fail once this many tokens were streamed.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class ScriptedEngine:
         *,
         delay_s: float = 0.0,
         num_versions: int = 1,
+        streams: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.script = script
@@ -87,6 +94,9 @@ class ScriptedEngine:
         self.started = asyncio.Event()
         self.num_cancelled = 0
         self.failure: Exception | None = None
+        self.streams = streams
+        self.permits: asyncio.Semaphore | None = None
+        self.after_tokens: int | None = None
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
@@ -96,17 +106,45 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        if self.failure is not None:
+        if self.failure is not None and not self.streams:
             raise self.failure
         text = self.script(self.tokenizer.decode(list(request.prompt_ids)))
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         max_tokens = request.sampling["max_tokens"]
         finish = FinishReason.STOP if len(ids) <= max_tokens else FinishReason.LENGTH
-        return scripted_generation(ids[:max_tokens], finish=finish, num_versions=self.num_versions)
+        generation = scripted_generation(
+            ids[:max_tokens],
+            finish=finish,
+            num_versions=self.num_versions,
+            num_alternatives=request.sampling.get("logprobs", 0),
+        )
+        await self._stream(generation, request)
+        return generation
+
+    async def _stream(self, generation: Generation, request: GenerationRequest) -> None:
+        if not self.streams or request.on_tokens is None:
+            return
+        try:
+            for at, token in enumerate(generation.token_ids):
+                if self.permits is not None:
+                    await self.permits.acquire()
+                if self.failure is not None and at == self.after_tokens:
+                    raise self.failure
+                chosen, others = generation.log_probs[at : at + 1], generation.alternatives[at : at + 1]
+                request.on_tokens(TokenChunk(token_ids=(token,), log_probs=chosen, alternatives=others))
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
 
 
 def scripted_generation(
-    ids: Sequence[int], *, finish: FinishReason = FinishReason.STOP, num_versions: int = 1, first_version: int = 3
+    ids: Sequence[int],
+    *,
+    finish: FinishReason = FinishReason.STOP,
+    num_versions: int = 1,
+    first_version: int = 3,
+    num_alternatives: int = 0,
 ) -> Generation:
     """A generation with a log-prob of its own for every token."""
     share, rest = divmod(len(ids), min(num_versions, len(ids)))
@@ -118,6 +156,9 @@ def scripted_generation(
             VersionSpan(version=first_version + number, num_tokens=length) for number, length in enumerate(lengths)
         ),
         finish_reason=finish,
+        alternatives=tuple(tuple((10 + n, -1.0 - n) for n in range(num_alternatives)) for _ in ids)
+        if num_alternatives
+        else (),
     )
 
 
@@ -251,11 +292,15 @@ class Served:
         """The real OpenAI client, as an agent would make it."""
         return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, **options)
 
-    async def post(self, handle: SessionHandle, body: Any, **headers: str) -> httpx.Response:
-        """One chat completion without any SDK around it."""
-        return await self.http.post(
-            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {handle.api_key}", **headers}
-        )
+    def claude(self, handle: SessionHandle, **options: Any) -> anthropic.AsyncAnthropic:
+        """The real Anthropic client; it puts ``/v1`` before its paths itself."""
+        return anthropic.AsyncAnthropic(base_url=handle.base_url.removesuffix("/v1"), api_key=handle.api_key, **options)
+
+    async def post(
+        self, handle: SessionHandle, body: Any, path: str = "/v1/chat/completions", **headers: str
+    ) -> httpx.Response:
+        """One request, a chat completion by default, without any SDK around it."""
+        return await self.http.post(path, json=body, headers={"authorization": f"Bearer {handle.api_key}", **headers})
 
 
 @asynccontextmanager
@@ -264,11 +309,12 @@ async def serving(
     *,
     delay_s: float = 0.0,
     template: str = CHATML,
+    streams: bool = False,
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Start a proxy, stop it at the end; ``options`` go to :class:`ProxyDeps`."""
     tokenizer = small_tokenizer(template)
-    engine = ScriptedEngine(tokenizer, script, delay_s=delay_s, num_versions=2)
+    engine = ScriptedEngine(tokenizer, script, delay_s=delay_s, num_versions=2, streams=streams)
     renderer = TokenizerRenderer(tokenizer)
     deps = ProxyDeps(engine=engine, renderer=renderer, codec=renderer, admin_key="admin-key", model="tiny", **options)
     server = ProxyServer(make_app(deps), drain_s=1.0)

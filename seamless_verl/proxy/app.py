@@ -8,19 +8,19 @@ route                                     key                          body
 ``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.wire.RewardBody`
 ``DELETE /sessions/{id}``                 admin
 ``GET /stats``                            admin
-``POST [/sessions/{id}]/v1/chat/…``       the session's own            :class:`~.chat.ChatRequest`
-``GET [/sessions/{id}]/v1/models``        the session's own
+``POST [/sessions/{id}]`` + `DIALECTS`    the session's own            the dialect's
+``POST … /v1/messages/count_tokens``      the session's own            :class:`~.messages.CountRequest`
+``GET [/sessions/{id}]/v1/models[/NAME]`` the session's own
 ``GET /healthz``, ``/metrics``            none
+``GET /openapi.json``                     none
 ========================================  ===========================  ============================
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,27 +28,42 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
+from seamless_verl.proxy.calls import Exchange
 from seamless_verl.proxy.chat import invalid, parse_chat
-from seamless_verl.proxy.chat_answer import completion_body, completion_events
-from seamless_verl.proxy.engine import Engine
+from seamless_verl.proxy.completions import parse_completion
+from seamless_verl.proxy.constraints import refuse_unable
+from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
+from seamless_verl.proxy.generating import Gate, Generator
+from seamless_verl.proxy.handover import HandOver, RowSink
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.messages import parse_count, parse_messages
 from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.openapi import describe
+from seamless_verl.proxy.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.rendering import Codec
-from seamless_verl.proxy.requests import api_key_of, client_left, encoded, read_body, retry_count_of
+from seamless_verl.proxy.replying import Reply, Running, StreamTiming
+from seamless_verl.proxy.requests import api_key_of, encoded, read_body, retry_count_of
+from seamless_verl.proxy.residency import Residency
+from seamless_verl.proxy.responses import parse_responses
 from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
-from seamless_verl.proxy.turns import Gate, TurnService
-from seamless_verl.proxy.wire import OpenBody, RewardBody, result_to_wire, view_of
-from seamless_verl.trajectory.audit import AuditReport, audit_rows
+from seamless_verl.proxy.turns import TurnService
+from seamless_verl.proxy.wire import OpenBody, RewardBody, view_of
 from seamless_verl.trajectory.rendering import Renderer
-from seamless_verl.trajectory.rows import build_rows
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
-_NUM_RESULTS = 8  # closed sessions whose rows can be asked for again, should the first answer have been lost
+_EPOCH = "1970-01-01T00:00:00Z"
+DIALECTS: dict[str, Callable[[bytes], Exchange]] = {
+    "/v1/chat/completions": parse_chat,
+    "/v1/completions": parse_completion,
+    "/v1/responses": parse_responses,
+    "/v1/messages": parse_messages,
+}
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -60,7 +75,9 @@ class ProxyDeps:
         admin_key: opens and closes sessions.
         model: name that ``GET /v1/models`` shows; any other name is accepted and echoed, since the session decides.
         gate: holds requests back while it is closed; None for no gate.
-        think_tags: opening and closing tag of reasoning in the model's text; None when it has none.
+        parser: finds reasoning and tool calls in the model's text.
+        abilities: what the engine can do beyond plain generation; what it cannot is refused.
+        sink: takes the rows of closed sessions; None leaves them to whoever closes.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
 
@@ -74,7 +91,10 @@ class ProxyDeps:
     counters: Counters = field(default_factory=Counters)
     sessions: SessionStore = field(default_factory=SessionStore)
     gate: Gate | None = None
-    think_tags: tuple[str, str] | None = None
+    parser: AnswerParser = field(default_factory=TagParser)
+    abilities: frozenset[Ability] = frozenset()
+    timing: StreamTiming = field(default_factory=StreamTiming)
+    sink: RowSink | None = None
     base_url: str = ""
 
 
@@ -84,21 +104,32 @@ class Proxy:
     def __init__(self, deps: ProxyDeps) -> None:
         self._deps = deps
         self._admin_digest = key_digest(deps.admin_key)
-        self._results: OrderedDict[str, bytes] = OrderedDict()
-        self._turns = TurnService(
+        self._residency = Residency(
+            journal=deps.journal, counters=deps.counters, max_resident_bytes=deps.limits.max_resident_bytes
+        )
+        self.handover = HandOver(
+            sessions=deps.sessions,
+            journal=deps.journal,
+            residency=self._residency,
+            limits=deps.limits,
+            counters=deps.counters,
+            sink=deps.sink,
+        )
+        generator = Generator(
             engine=deps.engine,
             renderer=deps.renderer,
             codec=deps.codec,
+            parser=deps.parser,
             journal=deps.journal,
             limits=deps.limits,
             counters=deps.counters,
             gate=deps.gate,
-            think_tags=deps.think_tags,
         )
+        self._turns = TurnService(generator=generator, limits=deps.limits, counters=deps.counters)
 
     async def open_session(self, request: Request) -> Response:
         self._require_admin(request)
-        await self._reap()
+        await self.handover.reap()
         if len(self._deps.sessions) >= self._deps.limits.max_sessions:
             story = f"The proxy holds {len(self._deps.sessions)} sessions, which is its limit."
             raise ApiError(429, "too_many_sessions", story, retry_after_s=5.0)
@@ -117,64 +148,75 @@ class Proxy:
 
     async def view_session(self, request: Request) -> Response:
         if self._is_admin(request):
-            return _json(view_of(self._deps.sessions.by_id(request.path_params["session_id"])))
-        return _json(view_of(self._session_of(request)))
+            session = self._deps.sessions.by_id(request.path_params["session_id"])
+        else:
+            session = self._session_of(request)
+        session.state_at(time.time())
+        async with self._residency.hold(session):
+            return _json(view_of(session))
 
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)
         session = self._deps.sessions.by_id(request.path_params["session_id"])
-        _apply_reward(session, _validated(RewardBody, await read_body(request, self._deps.limits)))
+        _validated(RewardBody, await read_body(request, self._deps.limits)).apply_to(session)
+        try:
+            await self._deps.journal.updated(session)
+        except JournalFailed as error:
+            raise ApiError(503, "journal_failed", f"The reward could not be recorded: {error}.") from None
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:
-        """Hand a session's rows over and forget it; asked again, hand the same rows over again for a while."""
+        """End a session and answer its rows; asked again, the same, until they are acknowledged."""
         self._require_admin(request)
-        handed_over = self._results.get(request.path_params["session_id"])
-        if handed_over is not None:
-            return Response(handed_over, media_type="application/json")
-        session = self._deps.sessions.by_id(request.path_params["session_id"])
-        _apply_reward(session, _validated(RewardBody, await read_body(request, self._deps.limits)))
-        self._deps.sessions.drop(session)
-        await session.board.cancel_all()
-        # Nothing changes the session any more, and a long one takes a tenth of a second that others need not wait for.
-        body, report = await asyncio.to_thread(_harvest, session)
-        for violation in report.violations:
-            _log.error("session %s: audit: %s: %s", session.id, violation.kind.value, violation.story)
-        self._results[session.id] = body
-        while len(self._results) > _NUM_RESULTS:
-            self._results.popitem(last=False)
-        await self._record_closed(session)
-        counters = self._deps.counters
-        counters.audited(report)
-        counters.sessions_closed += 1
-        counters.num_sessions = len(self._deps.sessions)
+        outcome = _validated(RewardBody, await read_body(request, self._deps.limits))
+        body = await self.handover.close(request.path_params["session_id"], outcome)
         return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:
-        """Forget a session without its rows."""
+        """Its rows have arrived, or nobody wants them: forget a session."""
         self._require_admin(request)
-        await self._forget(self._deps.sessions.by_id(request.path_params["session_id"]))
+        await self.handover.acknowledge(request.path_params["session_id"])
         return Response(status_code=204)
 
-    async def chat(self, request: Request) -> Response:
+    async def answer(self, request: Request, parse: Callable[[bytes], Exchange]) -> Response:
+        """One request of any dialect; what is returned runs for as long as its client waits."""
         session = self._session_of(request)
-        call = parse_chat(await read_body(request, self._deps.limits))
-        served = await self._turns.answer(
-            session, call, retry_count=retry_count_of(request), gone=lambda: client_left(request)
-        )
-        headers = {"x-seamless-match": served.match}
-        if served.overrides:
-            headers["x-seamless-overrides"] = ", ".join(served.overrides)
-        if call.stream:
-            body, media_type = b"".join(completion_events(served.answer, call)), "text/event-stream"
-            headers["cache-control"] = "no-cache"
-        else:
-            body, media_type = completion_body(served.answer, call), "application/json"
-        return Response(body, headers=headers, media_type=media_type)
+        exchange = parse(await read_body(request, self._deps.limits))
+        refuse_unable(exchange.call, self._deps.parser, self._deps.abilities)
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            async with self._residency.hold(session):
+                ask = self._turns.begin(session, exchange.call, retry_count=retry_count_of(request))
+                reply = Reply(request, exchange, ask, timing=self._deps.timing, on_failure=self.count_refusal)
+                await reply.send(scope, receive, send)
+
+        return Running(run)
+
+    def count_refusal(self, error: ApiError) -> None:
+        self._deps.counters.refusals[error.code] += 1
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's count of a prompt, as this session would send it to the engine."""
+        session = self._session_of(request)
+        call = parse_count(await read_body(request, self._deps.limits))
+        async with self._residency.hold(session):
+            return _json({"input_tokens": await self._turns.count_prompt(session, call)})
 
     async def models(self, request: Request) -> Response:
+        """The one model, in the words of the SDK that asks; by its name, also that one alone."""
         self._session_of(request)
-        model = {"id": self._deps.model, "object": "model", "created": 0, "owned_by": "seamless_verl"}
+        speaks_anthropic = "anthropic-version" in request.headers
+        model: dict[str, Any] = {"id": self._deps.model, "object": "model", "created": 0, "owned_by": "seamless_verl"}
+        if speaks_anthropic:
+            model = {"type": "model", "id": self._deps.model, "display_name": self._deps.model, "created_at": _EPOCH}
+        wanted = request.path_params.get("model")
+        if wanted == self._deps.model:
+            return _json(model)
+        if wanted is not None:
+            raise ApiError(404, "model_not_found", f"There is one model here, {self._deps.model!r}.", param="model")
+        if speaks_anthropic:
+            ends = {"first_id": self._deps.model, "last_id": self._deps.model, "has_more": False}
+            return _json({"data": [model], **ends})
         return _json({"object": "list", "data": [model]})
 
     async def stats(self, request: Request) -> Response:
@@ -184,30 +226,12 @@ class Proxy:
     async def healthz(self, request: Request) -> Response:
         return _json({"status": "ok", "sessions": len(self._deps.sessions)})
 
+    async def openapi(self, request: Request) -> Response:
+        return _json(describe())
+
     async def metrics(self, request: Request) -> Response:
         text = self._deps.counters.prometheus_text(time.monotonic())
         return Response(text, media_type="text/plain; version=0.0.4")
-
-    async def _forget(self, session: Session) -> None:
-        self._deps.sessions.drop(session)
-        await session.board.cancel_all()
-        await self._record_closed(session)
-        self._deps.counters.num_sessions = len(self._deps.sessions)
-
-    async def _record_closed(self, session: Session) -> None:
-        try:
-            await self._deps.journal.closed(session.id)
-        except JournalFailed as error:
-            # The rows matter more: at worst a restart brings a session back, and its deadline ends it.
-            _log.error("session %s: the journal still holds it: %s", session.id, error)
-
-    async def _reap(self) -> None:
-        """Forget sessions whose deadline passed long ago and which nobody closed."""
-        now = time.time()
-        for session in self._deps.sessions:
-            if now > session.deadline + self._deps.limits.expired_grace_s:
-                _log.warning("session %s was never closed; forgetting its %d turns", session.id, session.tree.num_turns)
-                await self._forget(session)
 
     def _is_admin(self, request: Request) -> bool:
         return hmac.compare_digest(key_digest(api_key_of(request)), self._admin_digest)
@@ -229,12 +253,14 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     """A proxy as an ASGI application; it keeps no state outside ``deps``."""
     proxy = Proxy(deps)
     app = FastAPI(title="seamless_verl proxy", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.deps = deps
+    app.state.handover = proxy.handover
     routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
-        ("POST", "/v1/chat/completions", proxy.chat),
-        ("POST", "/sessions/{session_id}/v1/chat/completions", proxy.chat),
         ("GET", "/v1/models", proxy.models),
         ("GET", "/sessions/{session_id}/v1/models", proxy.models),
+        ("GET", "/v1/models/{model:path}", proxy.models),
+        ("GET", "/sessions/{session_id}/v1/models/{model:path}", proxy.models),
+        ("POST", "/v1/messages/count_tokens", proxy.count_tokens),
+        ("POST", "/sessions/{session_id}/v1/messages/count_tokens", proxy.count_tokens),
         ("POST", "/sessions", proxy.open_session),
         ("GET", "/sessions/{session_id}", proxy.view_session),
         ("DELETE", "/sessions/{session_id}", proxy.delete_session),
@@ -243,14 +269,18 @@ def make_app(deps: ProxyDeps) -> FastAPI:
         ("GET", "/stats", proxy.stats),
         ("GET", "/healthz", proxy.healthz),
         ("GET", "/metrics", proxy.metrics),
+        ("GET", "/openapi.json", proxy.openapi),
     )
     for method, path, handler in routes:
         app.router.add_route(path, handler, methods=[method])
+    for path, parse in DIALECTS.items():
+        for prefix in ("", "/sessions/{session_id}"):
+            app.router.add_route(prefix + path, _speaking(proxy, parse), methods=["POST"])
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        deps.counters.refusals[error.code] += 1
-        return _json(error.body(), status=error.status, headers=dict(error.headers()))
+        proxy.count_refusal(error)
+        return _json(error.body(request.url.path), status=error.status, headers=dict(error.headers()))
 
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -271,11 +301,11 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     return app
 
 
-def _harvest(session: Session) -> tuple[bytes, AuditReport]:
-    """Rows of a session that has ended, audited, as the body of a response."""
-    rows = build_rows(session.tree)
-    report = audit_rows(rows, session.ledger.entries)
-    return encoded(result_to_wire(session, rows, report)), report
+def _speaking(proxy: Proxy, parse: Callable[[bytes], Exchange]) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return await proxy.answer(request, parse)
+
+    return handle
 
 
 def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -287,9 +317,3 @@ def _validated(model: type[_Body], body: bytes) -> _Body:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
         raise invalid(error) from None
-
-
-def _apply_reward(session: Session, body: RewardBody) -> None:
-    if body.reward is not None:
-        session.reward = body.reward
-    session.rewards.update(body.rewards)

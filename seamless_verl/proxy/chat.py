@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from seamless_verl.proxy.calls import Call, ToolChoice
+from seamless_verl.proxy.chat_answer import ChatExchange
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, join_text_parts
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
 
 
@@ -79,7 +81,7 @@ class ChatRequest(BaseModel):
     tools: list[RawTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    n: int | None = None
+    n: int | None = Field(default=None, ge=1, lt=2**31)
     stop: str | list[str] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -90,7 +92,7 @@ class ChatRequest(BaseModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -100,52 +102,103 @@ class ChatRequest(BaseModel):
     service_tier: Literal["auto", "default"] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCall:
-    """A checked request, before its messages became canonical."""
-
-    model: str
-    raw_messages: Sequence[Mapping[str, Any]]
-    raw_tools: Sequence[Mapping[str, Any]]
-    sampling: Mapping[str, Any]
-    parse_tools: bool
-    logprobs: bool
-    stream: bool
-    include_usage: bool
-
-
-def parse_chat(body: bytes) -> ChatCall:
+def parse_chat(body: bytes) -> ChatExchange:
     """Check a body.
 
     Raises:
         ApiError: 400, naming the parameter at fault.
     """
-    try:
-        request = ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid(error) from None
+    request = validated(ChatRequest, body)
     _refuse_unsupported(request)
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    if stop is not None and (len(stop) > 16 or not all(stop)):
-        raise bad_request("stop takes 1 to 16 texts that are not empty.", param="stop")
+    tool_choice, tool_name = _tool_choice(request)
     asked: dict[str, Any] = {
         "max_tokens": request.max_completion_tokens or request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
         "seed": request.seed,
-        "stop": stop or None,
+        "stop": checked_stop(request.stop, "stop"),
     }
-    return ChatCall(
+    call = Call(
         model=request.model,
         raw_messages=request.messages,
         raw_tools=request.tools or (),
         sampling={key: value for key, value in asked.items() if value is not None},
-        parse_tools=bool(request.tools) and request.tool_choice != "none",
-        logprobs=bool(request.logprobs),
+        tool_choice=tool_choice,
+        tool_name=tool_name,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        strict_tools=strict_tools(request.tools or ()),
+        json_schema=_json_schema(request.response_format),
+        n=request.n or 1,
+        logprobs=request.top_logprobs or 0 if request.logprobs else None,
         stream=bool(request.stream),
-        include_usage=request.stream_options is not None and request.stream_options.include_usage,
     )
+    options = request.stream_options
+    return ChatExchange(call=call, include_usage=options is not None and options.include_usage)
+
+
+def validated(model: type[_Model], body: bytes) -> _Model:
+    """A body as its dialect's model.
+
+    Raises:
+        ApiError: 400, naming the parameter at fault.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def checked_stop(stop: str | list[str] | None, param: str) -> list[str] | None:
+    """Stop strings as a list; None for none."""
+    stops = [stop] if isinstance(stop, str) else stop
+    if stops is not None and (len(stops) > 16 or not all(stops)):
+        raise bad_request(f"{param} takes 1 to 16 texts that are not empty.", param=param)
+    return stops or None
+
+
+def strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the tools whose arguments must follow their schema."""
+    functions = [tool.get("function", {}) for tool in tools]
+    return frozenset(function.get("name", "") for function in functions if function.get("strict"))
+
+
+def _tool_choice(request: ChatRequest) -> tuple[ToolChoice, str]:
+    choice = request.tool_choice
+    if choice is None:
+        return ToolChoice.AUTO, ""
+    names = {tool.get("function", {}).get("name", "") for tool in request.tools or ()}
+    if isinstance(choice, str):
+        return checked_choice(choice, "", names, "tool_choice")
+    name = choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise bad_request("tool_choice takes auto, none, required or one function by name.", param="tool_choice")
+    return checked_choice("required", name, names, "tool_choice")
+
+
+def checked_choice(choice: str, name: str, names: set[str], param: str) -> tuple[ToolChoice, str]:
+    """A tool choice that the tools of the request allow."""
+    if choice not in {known.value for known in ToolChoice}:
+        raise bad_request(f"{param} is {choice[:40]!r}; it must be auto, none or required.", param=param)
+    if choice == "required" and not names:
+        raise bad_request(f"{param} asks for a tool, but there are no tools.", param=param)
+    if name and name not in names:
+        raise bad_request(f"{param} names {name[:64]!r}, which is not among the tools.", param=param)
+    return ToolChoice(choice), name
+
+
+def _json_schema(form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if form is None or form.get("type") == "text":
+        return None
+    if form.get("type") == "json_object":
+        return {"type": "object"}
+    described = form.get("json_schema")
+    if form.get("type") != "json_schema" or not isinstance(described, dict):
+        raise bad_request("response_format takes text, json_object or json_schema.", param="response_format")
+    schema = described.get("schema")
+    if not isinstance(schema, dict):
+        raise bad_request("response_format.json_schema.schema is missing.", param="response_format")
+    return schema
 
 
 def invalid(error: ValidationError) -> ApiError:
@@ -162,21 +215,10 @@ def invalid(error: ValidationError) -> ApiError:
 def _refuse_unsupported(request: ChatRequest) -> None:
     """Parameters that exist in the dialect but would change what is generated in ways this proxy does not offer."""
     problems = (
-        ("n", request.n not in (None, 1), "only one answer per request; send the request again for another sample"),
-        ("top_logprobs", bool(request.top_logprobs), "only the log-prob of the chosen token is recorded"),
+        ("n", (request.n or 1) > 128, "at most 128 answers"),
+        ("top_logprobs", bool(request.top_logprobs) and not request.logprobs, "it needs logprobs"),
         ("frequency_penalty", bool(request.frequency_penalty), "penalties change the policy that is trained"),
         ("presence_penalty", bool(request.presence_penalty), "penalties change the policy that is trained"),
-        ("parallel_tool_calls", request.parallel_tool_calls is False, "the model decides how many calls it makes"),
-        (
-            "tool_choice",
-            request.tool_choice not in (None, "auto", "none"),
-            "only auto and none; required and named choices need constrained decoding",
-        ),
-        (
-            "response_format",
-            request.response_format is not None and request.response_format.get("type") != "text",
-            "only text; JSON formats need constrained decoding",
-        ),
     )
     for param, is_wrong, why in problems:
         if is_wrong:

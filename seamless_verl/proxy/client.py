@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -91,13 +92,14 @@ class ProxyAdmin:
     ) -> SessionResult:
         """End a session and take its rows; whatever it has in flight is cancelled and not part of them.
 
-        Asked again within a few closings, the proxy gives the same rows again, so a lost answer loses no rows.
+        The proxy keeps them until they have arrived here, so a lost answer loses no rows.
         """
         path, body = f"/sessions/{session_id}/close", {"reward": reward, "rewards": dict(rewards or {})}
         try:
             data = await self._call("POST", path, body)
         except httpx.TransportError:
             data = await self._call("POST", path, body)
+        await self._acknowledge(session_id)
         return SessionResult(
             id=data["id"],
             group=data["group"],
@@ -110,6 +112,10 @@ class ProxyAdmin:
             kinds=data["kinds"],
             drift=data["drift"],
         )
+
+    async def _acknowledge(self, session_id: str) -> None:
+        with contextlib.suppress(httpx.TransportError, ProxyRefused):  # it then keeps them until their time is over
+            await self.delete_session(session_id)
 
     async def view_session(self, session_id: str) -> dict[str, Any]:
         """The session's tree, without tokens."""

@@ -6,12 +6,35 @@ or the templates see them, and is what the audit compares rows against.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Protocol
 
 from seamless_verl.trajectory.audit import LedgerEntry, digest_ids, ledger_entry
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
+
+
+class Ability(Enum):
+    """What some engines can do and others cannot; the proxy refuses what its engine cannot honour."""
+
+    STRUCTURED_OUTPUTS = "structured_outputs"
+    TOP_LOGPROBS = "top_logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Tokens that have just been generated.
+
+    Attributes:
+        token_ids: one or more ids, in order; never taken back.
+        log_probs: one per id.
+        alternatives: per id the most likely tokens with their log-probs, best first; empty where not asked for.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    alternatives: Sequence[Sequence[tuple[int, float]]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +46,11 @@ class GenerationRequest:
         session_id: requests of one session share a prefix, so a router may want to keep them together.
         prompt_ids: the exact prompt; a sequence of int (an ``array``, cheap to pickle; ``list()`` it where needed).
         sampling: ``max_tokens`` always; ``temperature``, ``top_p``, ``top_k``, ``seed`` and ``stop`` (list of texts)
-            where asked for.
+            where asked for; ``structured_outputs`` (vLLM's: ``{"json": …}`` or ``{"structural_tag": …}``) and
+            ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`.
         deadline: Unix time after which nobody waits for the answer.
+        on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never
+            calls it. What the call returns in the end repeats all of them.
     """
 
     request_id: str
@@ -32,6 +58,11 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     sampling: Mapping[str, Any]
     deadline: float
+    on_tokens: Callable[[TokenChunk], None] | None = None
+
+
+class EngineRefused(Exception):
+    """The engine will never take this request, e.g. a JSON schema that it cannot compile."""
 
 
 class EngineUnavailable(Exception):
@@ -46,6 +77,7 @@ class Engine(Protocol):
 
         Raises:
             EngineUnavailable: try again later.
+            EngineRefused: do not.
         """
         ...
 
@@ -83,11 +115,14 @@ class Ledger:
 
 
 __all__ = [
+    "Ability",
     "Engine",
+    "EngineRefused",
     "EngineUnavailable",
     "FinishReason",
     "Generation",
     "GenerationRequest",
     "Ledger",
+    "TokenChunk",
     "VersionSpan",
 ]

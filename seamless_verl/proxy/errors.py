@@ -21,6 +21,16 @@ _TYPES = {
 }
 
 
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_TYPES = {
+    408: "timeout_error",
+    409: "invalid_request_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class ApiError(SeamlessError):
     """A refusal with an HTTP status.
 
@@ -42,7 +52,12 @@ class ApiError(SeamlessError):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, object]:
+    def body(self, path: str = "") -> dict[str, object]:
+        """The error as the dialect spoken at ``path`` writes it."""
+        if path.endswith(_ANTHROPIC_PATHS):
+            message = f"{self.param}: {self.message}" if self.param else self.message
+            kind = _ANTHROPIC_TYPES.get(self.status, _TYPES.get(self.status, "api_error"))
+            return {"type": "error", "error": {"type": kind, "message": message, "code": self.code}}
         return {
             "error": {
                 "message": self.message,

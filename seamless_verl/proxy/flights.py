@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from seamless_verl.proxy.chat_answer import ChatAnswer
+from seamless_verl.proxy.calls import Answer, StreamHead, Token
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.trajectory.retries import Earlier
 
@@ -40,9 +41,39 @@ class Served:
     """
 
     digest: bytes
-    answer: ChatAnswer
+    answer: Answer
     match: str
     overrides: tuple[str, ...]
+
+    def matched(self, match: str) -> Served:
+        """The same answer, now that it has its place in the tree."""
+        return replace(self, match=match)
+
+
+class Progress:
+    """What is settled of an answer that is still generated. Texts and tokens only grow.
+
+    Attributes:
+        head: None until the prompt is rendered.
+        overrides: as of :class:`Served`; complete once there is a head.
+    """
+
+    def __init__(self) -> None:
+        self.head: StreamHead | None = None
+        self.overrides: tuple[str, ...] = ()
+        self.reasoning = ""
+        self.content = ""
+        self.tokens: list[Token] = []
+        self.listeners: set[asyncio.Event] = set()
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.reasoning or self.content or self.tokens)
+
+    def tell(self) -> None:
+        """Wake all listeners."""
+        for listener in self.listeners:
+            listener.set()
 
 
 class Flight:
@@ -51,6 +82,7 @@ class Flight:
     def __init__(self) -> None:
         self.waiters = 0
         self.wanted = asyncio.Event()
+        self.progress = Progress()
         self.task: asyncio.Task[Served] | None = None
 
     def cancel_if_orphaned(self) -> None:
@@ -88,6 +120,10 @@ class FlightBoard:
         while len(self._answers) > _NUM_REPLAYABLE:
             self._answers.popitem(last=False)
 
+    def delivered(self) -> frozenset[bytes]:
+        """Digests of the answers that reached somebody."""
+        return frozenset(digest for digest, (_, delivered) in self._answers.items() if delivered)
+
     def launch(
         self, digest: bytes, fly: Callable[[Flight], Coroutine[Any, Any, Served]], landed: Callable[[], None]
     ) -> Flight:
@@ -108,30 +144,20 @@ class FlightBoard:
         flight.task.add_done_callback(forget)
         return flight
 
-    async def wait(self, flight: Flight, gone: Callable[[], Awaitable[None]], *, orphan_grace_s: float) -> Served:
-        """Wait for a flight until it lands or this client leaves; the last one to leave starts its grace period.
-
-        Raises:
-            ClientGone: the client left first.
-            ApiError: whatever the flight ended with.
-        """
-        assert flight.task is not None
-        flight.waiters += 1
-        flight.wanted.set()
-        left = asyncio.ensure_future(gone())
+    @contextmanager
+    def attended(self, flights: Sequence[Flight], *, orphan_grace_s: float) -> Iterator[None]:
+        """While the block runs, somebody waits for these flights; the last one to leave starts their grace period."""
+        for flight in flights:
+            flight.waiters += 1
+            flight.wanted.set()
         try:
-            await asyncio.wait({flight.task, left}, return_when=asyncio.FIRST_COMPLETED)
-            if flight.task.cancelled():
-                raise ApiError(409, "session_closed", "The session was closed while this answer was generated.")
-            if flight.task.done():
-                return flight.task.result()
-            raise ClientGone
+            yield
         finally:
-            left.cancel()
-            flight.waiters -= 1
-            if not flight.waiters and not flight.task.done():
-                flight.wanted.clear()
-                asyncio.get_running_loop().call_later(orphan_grace_s, flight.cancel_if_orphaned)
+            for flight in flights:
+                flight.waiters -= 1
+                if not flight.waiters and flight.task is not None and not flight.task.done():
+                    flight.wanted.clear()
+                    asyncio.get_running_loop().call_later(orphan_grace_s, flight.cancel_if_orphaned)
 
     async def cancel_all(self) -> None:
         """End every flight; returns when all have ended."""
@@ -139,3 +165,19 @@ class FlightBoard:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def results_of(flights: Sequence[Flight]) -> list[Served]:
+    """Answers of flights that have all landed.
+
+    Raises:
+        ApiError: what the first of them failed with, or that the session was closed meanwhile.
+    """
+    tasks = [flight.task for flight in flights if flight.task is not None]
+    errors = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
+    if errors:
+        # One sample takes its siblings along; the client wants to know why that one failed.
+        raise next((error for error in errors if getattr(error, "code", "") != "sibling_failed"), errors[0])
+    if any(task.cancelled() for task in tasks):
+        raise ApiError(409, "session_closed", "The session was closed while this answer was generated.")
+    return [task.result() for task in tasks]

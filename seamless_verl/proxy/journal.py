@@ -1,7 +1,8 @@
 """What must be on disk before an answer leaves.
 
 Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turn again; when it has
-raised, the turn is neither on disk nor in the tree.
+raised, the turn is neither on disk nor in the tree. A session stays in the journal until :meth:`Journal.forgotten`,
+which is called only when somebody else has its rows, or when nobody wants them.
 """
 
 from __future__ import annotations
@@ -15,21 +16,40 @@ from seamless_verl.trajectory.segments import TurnRecord
 
 
 class JournalFailed(Exception):
-    """The journal could not be written; earlier data is intact."""
+    """The journal could not be written or read; earlier data is intact."""
 
 
 class Journal(Protocol):
-    """Append-only memory of open sessions. Every method returns only once its data is safe, or raises JournalFailed."""
+    """Memory of sessions that outlives the process. Every method returns only once its data is safe.
+
+    Raises (all methods):
+        JournalFailed: see there.
+    """
+
+    @property
+    def can_load(self) -> bool:
+        """Whether :meth:`load` can bring back what a session let go."""
+        ...
 
     async def opened(self, session: Session) -> None: ...
 
     async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None: ...
 
-    async def closed(self, session_id: str) -> None: ...
+    async def updated(self, session: Session) -> None:
+        """State and rewards of the session have changed."""
+        ...
+
+    async def forgotten(self, session_id: str) -> None: ...
+
+    async def load(self, session: Session) -> None:
+        """Commit all answered turns to a session that holds none."""
+        ...
 
 
 class NullJournal:
-    """Remembers nothing: a restart loses open sessions."""
+    """Remembers nothing: a restart loses open sessions, and none can leave memory before it is closed."""
+
+    can_load = False
 
     async def opened(self, session: Session) -> None:
         return None
@@ -37,5 +57,11 @@ class NullJournal:
     async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
         return None
 
-    async def closed(self, session_id: str) -> None:
+    async def updated(self, session: Session) -> None:
         return None
+
+    async def forgotten(self, session_id: str) -> None:
+        return None
+
+    async def load(self, session: Session) -> None:
+        raise JournalFailed(f"session {session.id} was never written down")

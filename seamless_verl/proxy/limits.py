@@ -17,6 +17,8 @@ class Limits:
         max_model_len: tokens of prompt and answer together, where a session does not say otherwise (400).
         max_in_flight: generations of all sessions at once (429).
         orphan_grace_s: how long a generation goes on after its last client left, for a retry to find it.
+        max_resident_bytes: memory that sessions may take before idle ones are spilled to the journal, if there is one.
+        alarm_rows: a session that leaves more rows than this is counted and logged: its history does not merge.
         expired_grace_s: how long a session past its deadline is kept for the trainer to close.
     """
 
@@ -26,5 +28,7 @@ class Limits:
     max_sessions: int = 100_000
     max_model_len: int = 1 << 20
     max_in_flight: int = 4096
+    max_resident_bytes: int = 2 << 30
+    alarm_rows: int = 8
     orphan_grace_s: float = 10.0
     expired_grace_s: float = 3600.0

@@ -14,16 +14,19 @@ from seamless_verl.trajectory.segments import Turn
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Totals since the process started; ``in_flight`` and ``num_sessions`` are levels.
+    """Totals since the process started; ``in_flight``, ``num_sessions`` and ``resident_bytes`` are levels.
 
     ``busy_s`` is wall time during which at least one generation was in flight.
     """
 
     in_flight: int = 0
     num_sessions: int = 0
+    resident_bytes: int = 0
     busy_s: float = 0.0
     sessions_opened: int = 0
     sessions_closed: int = 0
+    sessions_spilled: int = 0
+    sessions_loaded: int = 0
     turns: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -31,6 +34,7 @@ class Counters:
     retries_replayed: int = 0
     discarded: int = 0
     rows_audited: int = 0
+    rows_alarms: int = 0
     violations: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     drift: Counter[str] = field(default_factory=Counter)
@@ -81,7 +85,7 @@ class Counters:
 
         def _family(name: str, value: object) -> Metric:
             title = f"seamless_proxy_{name}"
-            if name in {"in_flight", "num_sessions"}:
+            if name in _LEVELS:
                 return GaugeMetricFamily(title, _HELP[name], value=float(str(value)))
             if not isinstance(value, dict):
                 return CounterMetricFamily(title, _HELP[name], value=float(str(value)))
@@ -95,12 +99,16 @@ class Counters:
         return generate_latest(registry)
 
 
+_LEVELS = frozenset({"in_flight", "num_sessions", "resident_bytes"})
 _HELP = {
     "in_flight": "Generations in flight.",
-    "num_sessions": "Sessions held in memory.",
+    "num_sessions": "Sessions that are open, or whose rows nobody has taken yet.",
+    "resident_bytes": "Estimated memory of the sessions that are not spilled.",
     "busy_s": "Seconds with at least one generation in flight.",
     "sessions_opened": "Sessions opened.",
     "sessions_closed": "Sessions closed.",
+    "sessions_spilled": "Times that an idle session left memory for the journal.",
+    "sessions_loaded": "Times that a session came back from the journal.",
     "turns": "Answers committed.",
     "prompt_tokens": "Prompt tokens of committed answers.",
     "generated_tokens": "Generated tokens of committed answers.",
@@ -108,6 +116,7 @@ _HELP = {
     "retries_replayed": "Repeated requests that got the recorded answer.",
     "discarded": "Generations whose answer reached nobody.",
     "rows_audited": "Rows compared with the engine's ledger.",
+    "rows_alarms": "Sessions that left more rows than the alarm threshold.",
     "violations": "Differences found by the audit; anything but 0 is a bug.",
     "kinds": "Answers by how their request matched the tree.",
     "drift": "Reasons why a request did not match cleanly.",

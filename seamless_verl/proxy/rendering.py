@@ -38,7 +38,16 @@ class Codec(Protocol):
         """Ids that end an answer and are no part of its text."""
         ...
 
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary; every id is below it."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text completion's prompt, with the special tokens that the tokenizer puts around a text."""
+        ...
 
 
 class TokenizerRenderer:
@@ -48,6 +57,7 @@ class TokenizerRenderer:
         tokenizer: a Hugging Face tokenizer with a chat template.
         template_args: extra arguments of the template, e.g. ``{"enable_thinking": False}``.
         stop_token_ids: ids that end an answer; the tokenizer's end-of-sequence token when None.
+        keep_special_tokens: whether decoded text shows special tokens, for parsers that look for them.
     """
 
     def __init__(
@@ -56,11 +66,13 @@ class TokenizerRenderer:
         *,
         template_args: dict[str, Any] | None = None,
         stop_token_ids: Sequence[int] | None = None,
+        keep_special_tokens: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._template_args = dict(template_args or {})
+        self._skip_special_tokens = not keep_special_tokens
         eos = tokenizer.eos_token_id
         found = stop_token_ids if stop_token_ids is not None else ([] if eos is None else [eos])
         self._stop_token_ids = frozenset(int(token) for token in found)
@@ -71,10 +83,20 @@ class TokenizerRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
-            plain: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+            plain: str = self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
             return plain
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
         return text
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokenizer) if self._backend is None else int(self._backend.get_vocab_size())
+
+    def encode_prompt(self, text: str) -> list[int]:
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+            return ids
+        return list(self._tokenizer.encode(text))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that already contains its special tokens."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -97,3 +97,16 @@ def _bind(host: str, port: int) -> socket.socket:
             "proxy.port", port, f"cannot listen on {host}:{port}: {error}", "a port that is free, or 0 to take any"
         ) from error
     return listener
+
+
+def free_port_after(host: str, port: int, offset: int, taken: Iterable[int]) -> int:
+    """A port for a neighbour of the server on ``port``: ``port + offset`` where that is free, otherwise any."""
+    for wanted in (port + offset if port else 0, 0):
+        if wanted in taken and wanted:
+            continue
+        try:
+            with contextlib.closing(_bind(host, wanted)) as probe:
+                return int(probe.getsockname()[1])
+        except ConfigError:
+            continue
+    raise ConfigError("--shards", offset, f"no free port on {host}", "free some ports")

@@ -2,8 +2,10 @@
 
 ::
 
-    OPEN ──close──▶ CLOSED          only OPEN takes requests
+    OPEN ──close──▶ CLOSED ──rows handed over──▶ forgotten          only OPEN takes requests
       └──deadline─▶ EXPIRED ──close──▶ CLOSED
+
+A session that nobody uses may let its turns go (:meth:`Session.unload`); the journal brings them back.
 
 Keys are kept as digests only. Looking a key up compares digests, whose bytes an attacker cannot steer, and the final
 comparison takes constant time.
@@ -11,18 +13,20 @@ comparison takes constant time.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 from typing import Any
 
+from seamless_verl.proxy.address_book import KEY_PREFIX
 from seamless_verl.proxy.engine import Ledger
-from seamless_verl.proxy.errors import ApiError
-from seamless_verl.proxy.flights import FlightBoard
+from seamless_verl.proxy.errors import ApiError, bad_request
+from seamless_verl.proxy.flights import FlightBoard, Served
 from seamless_verl.trajectory.messages import Transcript
 from seamless_verl.trajectory.tree import SessionTree
 
@@ -55,6 +59,10 @@ class SessionSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+_BYTES_PER_TOKEN = 40  # id, log-prob, and both again in the ledger
+_BYTES_PER_TURN = 8_000  # records, digests, the request as sent
+
+
 class SessionState(Enum):
     OPEN = "open"
     EXPIRED = "expired"
@@ -62,7 +70,13 @@ class SessionState(Enum):
 
 
 class Session:
-    """One attempt at one task: its tree, its ledger, its budgets, what it has in flight."""
+    """One attempt at one task: its tree, its ledger, its budgets, what it has in flight.
+
+    Attributes:
+        is_resident: tree, ledger and answers are in memory.
+        num_users: requests that are looking at it right now; it is not unloaded under them.
+        damage: why its journal could not be read to the end, "" when it could.
+    """
 
     def __init__(self, *, session_id: str, key_digest: bytes, spec: SessionSpec, opened_at: float) -> None:
         self.id = session_id
@@ -75,32 +89,101 @@ class Session:
         self.ledger = Ledger()
         self.num_in_flight = 0
         self.num_generated = 0
+        self.num_reserved = 0
         self.num_started = 0
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
         self.recent = RecentTranscripts()
         self.board = FlightBoard()
+        self._released = asyncio.Event()
+
+        self.is_resident = True
+        self.num_users = 0
+        self.damage = ""
+        self._delivered: frozenset[bytes] = frozenset()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_users and not self.num_in_flight
+
+    @property
+    def weight_bytes(self) -> int:
+        """About how much memory its turns take."""
+        return _BYTES_PER_TOKEN * self.tree.num_stored_tokens + _BYTES_PER_TURN * self.tree.num_turns
+
+    def unload(self) -> None:
+        """Let the turns go; who was answered is remembered, so that a retry and a second sample stay apart."""
+        self._delivered = self.board.delivered()
+        self.tree, self.ledger = SessionTree(), Ledger()
+        self.recent, self.board = RecentTranscripts(), FlightBoard()
+        self.is_resident = False
+
+    def loaded(self, answers: Iterable[tuple[Served, bool]]) -> None:
+        """Its turns are back; ``answers`` say of each whether a later request shows that it was delivered."""
+        for served, is_continued in answers:
+            self.board.record(served, delivered=is_continued or served.digest in self._delivered)
+        self.num_generated = sum(len(answer.tokens) for answer in self.tree.answers)
+        self.num_started = max(self.num_started, self.tree.num_turns)
+        self.is_resident = True
+
+    def state_at(self, now: float) -> SessionState:
+        """The state, after looking at the clock."""
+        if self.state is SessionState.OPEN and now >= self.deadline:
+            self.state = SessionState.EXPIRED
+        return self.state
 
     def check_open(self, now: float) -> None:
         """Raise unless the session takes requests."""
-        if self.state is SessionState.OPEN and now >= self.deadline:
-            self.state = SessionState.EXPIRED
+        if self.damage:
+            story = f"Session {self.id} cannot go on: {self.damage}. Closing it gives the turns before that."
+            raise ApiError(409, "session_damaged", story)
+        self.state_at(now)
         if self.state is SessionState.EXPIRED:
             late = f"Its deadline of {self.spec.deadline_s:g} s has passed."
             raise ApiError(409, "session_expired", f"Session {self.id} is over. {late}")
         if self.state is SessionState.CLOSED:
             raise ApiError(409, "session_closed", f"Session {self.id} is closed; its trajectory was handed over.")
 
-    def check_budget(self) -> None:
-        """Raise when another turn would exceed a budget or the session's share of the engine."""
+    def check_budget(self, num: int) -> None:
+        """Raise when ``num`` more turns would exceed a budget or the session's share of the engine."""
         spec = self.spec
-        if self.tree.num_turns + self.num_in_flight >= spec.max_turns:
+        if num > spec.max_parallel:
+            raise bad_request(f"This session may have {spec.max_parallel} answers in flight.", param="n")
+        if self.tree.num_turns + self.num_in_flight + num > spec.max_turns:
             raise ApiError(429, "turn_budget_exhausted", f"Session {self.id} has used its {spec.max_turns} turns.")
         if self.num_generated >= spec.max_tokens:
-            raise ApiError(429, "token_budget_exhausted", f"Session {self.id} has used its {spec.max_tokens} tokens.")
-        if self.num_in_flight >= spec.max_parallel:
-            story = f"Session {self.id} has {self.num_in_flight} requests in flight, which is its limit."
+            raise self._out_of_tokens()
+        if self.num_in_flight + num > spec.max_parallel:
+            story = f"Session {self.id} has {self.num_in_flight} requests in flight; {spec.max_parallel} are its limit."
             raise ApiError(429, "too_many_requests", story, retry_after_s=1.0)
+
+    async def reserve(self, wanted: int, *, shares: int = 1) -> int:
+        """Set up to ``wanted`` tokens of the budget aside for an answer, so that answers in flight cannot overshoot it.
+
+        Waits while others hold all that is left, for they rarely use all of it; the samples of one request (``shares``
+        of them) wait for each other and therefore divide what is there.
+
+        Raises:
+            ApiError: 429, nothing is left.
+        """
+        while True:
+            left = (self.spec.max_tokens - self.num_generated - self.num_reserved) // shares
+            if left > 0:
+                granted = min(wanted, left)
+                self.num_reserved += granted
+                return granted
+            if shares > 1 or not self.num_reserved:
+                raise self._out_of_tokens()
+            await self._released.wait()
+
+    def release(self, granted: int) -> None:
+        """Give back what :meth:`reserve` granted; what was used of it counts as generated by then."""
+        self.num_reserved -= granted
+        self._released.set()
+        self._released = asyncio.Event()
+
+    def _out_of_tokens(self) -> ApiError:
+        return ApiError(429, "token_budget_exhausted", f"Session {self.id} has used its {self.spec.max_tokens} tokens.")
 
 
 class RecentTranscripts:
@@ -145,16 +228,18 @@ def _common_length(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]])
 
 
 class SessionStore:
-    """All sessions of one process, by id and by key.
+    """All sessions of one process, by id and by key; ids and keys begin with ``prefix``.
 
-    Closed ones leave their id and key digest behind (the last ``num_tombstones``), so that late agents are told what
-    happened instead of being taken for strangers.
+    One that was closed is found until its rows are handed over. After that it leaves its id and key digest behind (the
+    last ``num_tombstones``), so that late agents are told what happened instead of being taken for strangers.
     """
 
-    def __init__(self, *, num_tombstones: int = 10_000) -> None:
+    def __init__(self, *, prefix: str = "", num_tombstones: int = 10_000) -> None:
+        self._prefix = prefix
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._gone: OrderedDict[bytes, str] = OrderedDict()
+        self._gone_ids: set[str] = set()
         self._num_tombstones = num_tombstones
 
     def __len__(self) -> int:
@@ -165,8 +250,13 @@ class SessionStore:
 
     def open(self, spec: SessionSpec, *, now: float) -> tuple[Session, str]:
         """A new session and its key; the key exists nowhere else."""
-        api_key = "sk-seamless-" + secrets.token_urlsafe(24)
-        session = Session(session_id=secrets.token_hex(12), key_digest=key_digest(api_key), spec=spec, opened_at=now)
+        api_key = f"{KEY_PREFIX}{self._prefix}{secrets.token_urlsafe(24)}"
+        session = Session(
+            session_id=f"{self._prefix}{secrets.token_hex(12)}",
+            key_digest=key_digest(api_key),
+            spec=spec,
+            opened_at=now,
+        )
         self.adopt(session)
         return session, api_key
 
@@ -179,7 +269,7 @@ class SessionStore:
         session = self._by_id.get(session_id)
         if session is not None:
             return session
-        if session_id in self._gone.values():
+        if session_id in self._gone_ids:
             raise ApiError(409, "session_closed", f"Session {session_id} is closed; its trajectory was handed over.")
         raise ApiError(404, "session_not_found", f"There is no session {session_id[:64]!r}.")
 
@@ -199,9 +289,15 @@ class SessionStore:
             return
         del self._by_key[session.key_digest]
         self._gone[session.key_digest] = session.id
+        self._gone_ids.add(session.id)
         while len(self._gone) > self._num_tombstones:
-            self._gone.popitem(last=False)
+            self._gone_ids.discard(self._gone.popitem(last=False)[1])
 
 
 def key_digest(api_key: str) -> bytes:
     return sha256(api_key.encode("utf-8", "surrogatepass")).digest()
+
+
+def same_key(one: str, other: str) -> bool:
+    """Whether two keys are equal, in constant time."""
+    return hmac.compare_digest(key_digest(one), key_digest(other))

@@ -1,7 +1,7 @@
 """A journal in one SQLite file (write-ahead log), written by one thread in groups.
 
 Whatever is waiting when the thread comes back from the disk goes into its next transaction, so that the cost of a
-commit is shared by all turns that arrived meanwhile. Closing a session frees its pages for later ones.
+commit is shared by all turns that arrived meanwhile. Forgetting a session frees its pages for later ones.
 
 Survives the death of the process at any instant (``synchronous=NORMAL``); ``durable=True`` also survives the loss of
 power, at the price of an fsync per group.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -22,27 +21,22 @@ from typing import Any
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.journal import JournalFailed
-from seamless_verl.proxy.sessions import Session, SessionSpec
-from seamless_verl.proxy.wire import served_from_wire, served_to_wire
+from seamless_verl.proxy.journal_format import VERSION, Damaged, pack, unpack
+from seamless_verl.proxy.sessions import Session, SessionSpec, SessionState
 from seamless_verl.trajectory.audit import LedgerEntry
-from seamless_verl.trajectory.generation import FinishReason, VersionSpan
-from seamless_verl.trajectory.messages import MessageKey
-from seamless_verl.trajectory.segments import DriftReason, TurnRecord
+from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.segments import TurnRecord
 
-_VERSION = 1
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS turns (
-    number INTEGER PRIMARY KEY, session_id TEXT, meta TEXT, context_ids BLOB, token_ids BLOB, log_probs BLOB,
-    ledger TEXT, ledger_ids BLOB, ledger_log_probs BLOB, reply TEXT);
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT, state TEXT, rewards TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turns (number INTEGER PRIMARY KEY, session_id TEXT, body BLOB);
 CREATE INDEX IF NOT EXISTS turns_of ON turns (session_id);
 """
-_OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?)"
-_APPENDED = (
-    "INSERT INTO turns (session_id, meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs, "
-    "reply) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
-_FORGET = ("DELETE FROM turns WHERE session_id = ?", "DELETE FROM sessions WHERE id = ?")
+_OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
+_APPENDED = "INSERT INTO turns (session_id, body) VALUES (?, ?)"
+_UPDATED = "UPDATE sessions SET state = ?, rewards = ? WHERE id = ?"
+_FORGOTTEN = ("DELETE FROM turns WHERE session_id = ?", "DELETE FROM sessions WHERE id = ?")
 
 _Statement = tuple[str, tuple[Any, ...]]
 
@@ -58,7 +52,10 @@ class SqliteJournal:
         ConfigError: the file cannot be used.
     """
 
+    can_load = True
+
     def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self._path = path
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._waiting: list[tuple[list[_Statement], asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -66,22 +63,40 @@ class SqliteJournal:
             self._db = self._thread.submit(_connect, path, durable).result()
         except sqlite3.Error as error:
             self._thread.shutdown()
-            raise ConfigError("proxy.journal", path, f"cannot be used as a journal: {error}", "another file") from error
+            raise self._unusable(error) from error
 
     async def opened(self, session: Session) -> None:
         spec = json.dumps(asdict(session.spec))
-        await self._write([(_OPENED, (session.id, session.key_digest, session.opened_at, spec))])
+        values = (session.id, session.key_digest, session.opened_at, spec, session.state.value, _rewards(session))
+        await self._write([(_OPENED, values)])
 
     async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
-        reply = json.dumps(served_to_wire(served))
-        await self._write([(_APPENDED, (session_id, *_record_columns(record), *_entry_columns(entry), reply))])
+        await self._write([(_APPENDED, (session_id, pack(record, entry, served)))])
 
-    async def closed(self, session_id: str) -> None:
-        await self._write([(statement, (session_id,)) for statement in _FORGET])
+    async def updated(self, session: Session) -> None:
+        await self._write([(_UPDATED, (session.state.value, _rewards(session), session.id))])
+
+    async def forgotten(self, session_id: str) -> None:
+        await self._write([(statement, (session_id,)) for statement in _FORGOTTEN])
 
     def sessions(self) -> list[Session]:
-        """Every session that was open when the last process ended, with all its answered turns."""
-        return self._thread.submit(_read, self._db).result()
+        """Every session that the last process left, without its turns: :meth:`load` brings those.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            return self._thread.submit(_read_sessions, self._db).result()
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise self._unusable(error) from error
+
+    async def load(self, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            bodies = await loop.run_in_executor(self._thread, _read_turns, self._db, session.id)
+        except sqlite3.Error as error:
+            raise JournalFailed(f"{type(error).__name__}: {error}") from error
+        _restore(session, bodies)
 
     async def close(self) -> None:
         """Write what is waiting and let the file go."""
@@ -89,6 +104,10 @@ class SqliteJournal:
             await self._writer
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        fix = "name another file, or mend this one (sqlite3 FILE .recover saves what can be read)"
+        return ConfigError("proxy.journal", self._path, f"cannot be used as a journal: {error}", fix)
 
     async def _write(self, statements: list[_Statement]) -> None:
         done = asyncio.get_running_loop().create_future()
@@ -121,12 +140,12 @@ def _connect(path: Path, durable: bool) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {_VERSION}")
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {VERSION}")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         db.executescript(_SCHEMA)
-        db.execute(f"PRAGMA user_version = {_VERSION}")
+        db.execute(f"PRAGMA user_version = {VERSION}")
     except sqlite3.Error:
         db.close()
         raise
@@ -145,94 +164,45 @@ def _transact(db: sqlite3.Connection, statements: Sequence[_Statement]) -> None:
         raise
 
 
-def _read(db: sqlite3.Connection) -> list[Session]:
+def _read_sessions(db: sqlite3.Connection) -> list[Session]:
     sessions = []
-    for session_id, digest, opened_at, spec in db.execute("SELECT * FROM sessions ORDER BY opened_at, id"):
+    for session_id, digest, opened_at, spec, state, rewards in db.execute(
+        "SELECT * FROM sessions ORDER BY opened_at, id"
+    ):
         session = Session(
             session_id=session_id,
             key_digest=bytes(digest),
             spec=SessionSpec(**json.loads(spec)),
             opened_at=opened_at,
         )
-        turns = db.execute(
-            "SELECT meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs, reply "
-            "FROM turns WHERE session_id = ? ORDER BY number",
-            (session_id,),
-        )
-        replies: list[Served] = []
-        for meta, context_ids, token_ids, log_probs, ledger, ledger_ids, ledger_log_probs, reply in turns:
-            record = _record_of(meta, context_ids, token_ids, log_probs)
-            turn = session.tree.commit(record)
-            session.ledger.restore(_entry_of(record.generation_id, ledger, ledger_ids, ledger_log_probs))
-            replies.append(served_from_wire(json.loads(reply), match=turn.kind.value))
-            session.num_generated += len(record.token_ids)
-            session.num_started += 1
-        # An answer that was never continued may have died with the process: the next identical request gets it.
-        for served, answer in zip(replies, session.tree.answers, strict=True):
-            session.board.record(served, delivered=not answer.is_leaf)
+        session.state = SessionState(state)
+        session.reward, session.rewards = json.loads(rewards)
+        session.unload()
         sessions.append(session)
     return sessions
 
 
-_HEX_FIELDS = ("request_digest", "tools_digest", "chain", "spelled", "spelled_before", "system")
+def _read_turns(db: sqlite3.Connection, session_id: str) -> list[bytes]:
+    rows = db.execute("SELECT body FROM turns WHERE session_id = ? ORDER BY number", (session_id,))
+    return [bytes(body) for (body,) in rows]
 
 
-def _record_columns(record: TurnRecord) -> tuple[str, bytes, bytes, bytes]:
-    meta: dict[str, Any] = {name: getattr(record, name).hex() for name in _HEX_FIELDS}
-    meta |= {
-        name: getattr(record, name) for name in ("generation_id", "anchor", "anchor_is_given", "num_cut", "detail")
-    }
-    meta["version_spans"] = [[span.version, span.num_tokens] for span in record.version_spans]
-    meta["finish_reason"] = record.finish_reason.value
-    meta["forked"] = record.forked.value if record.forked is not None else None
-    meta["realigned"] = [reason.value for reason in record.realigned]
-    meta["keys"] = [
-        [
-            key.identity.hex(),
-            key.content.hex(),
-            key.arguments.hex(),
-            key.reasoning.hex(),
-            key.call_ids.hex(),
-            key.is_assistant,
-        ]
-        for key in record.keys
-    ]
-    blobs = (record.context_ids.tobytes(), record.token_ids.tobytes(), record.log_probs.tobytes())
-    return json.dumps(meta), *blobs
+def _restore(session: Session, bodies: Sequence[bytes]) -> None:
+    """Commit turns to an empty session, up to the first that is damaged."""
+    replies: list[Served] = []
+    for number, body in enumerate(bodies):
+        try:
+            record, entry, served = unpack(body)
+            turn = session.tree.commit(record)
+        except (Damaged, TrajectoryError) as error:
+            session.damage = f"turn {number} of {len(bodies)} in the journal cannot be read: {error}"
+            break
+        session.ledger.restore(entry)
+        replies.append(served.matched(turn.kind.value))
+    # An answer that was never continued may have died with the process: the next identical request gets it.
+    answers = zip(replies, session.tree.answers, strict=True)
+    session.loaded([(served, not answer.is_leaf) for served, answer in answers])
 
 
-def _record_of(text: str, context_ids: bytes, token_ids: bytes, log_probs: bytes) -> TurnRecord:
-    meta = json.loads(text)
-    for name in _HEX_FIELDS:
-        meta[name] = bytes.fromhex(meta[name])
-    keys = [(*(bytes.fromhex(part) for part in parts), is_assistant) for *parts, is_assistant in meta.pop("keys")]
-    forked = meta.pop("forked")
-    return TurnRecord(
-        **{name: value for name, value in meta.items() if name not in ("version_spans", "finish_reason", "realigned")},
-        keys=tuple(MessageKey(*key) for key in keys),
-        forked=DriftReason(forked) if forked is not None else None,
-        realigned=tuple(DriftReason(reason) for reason in meta["realigned"]),
-        version_spans=tuple(VersionSpan(version=version, num_tokens=n) for version, n in meta["version_spans"]),
-        finish_reason=FinishReason(meta["finish_reason"]),
-        context_ids=array("i", context_ids),
-        token_ids=array("i", token_ids),
-        log_probs=array("d", log_probs),
-    )
-
-
-def _entry_columns(entry: LedgerEntry) -> tuple[str, bytes, bytes]:
-    spans = [[span.version, span.num_tokens] for span in entry.version_spans]
-    ledger = json.dumps([entry.prompt_digest.hex(), entry.prompt_len, spans])
-    return ledger, entry.token_ids.tobytes(), entry.log_probs.tobytes()
-
-
-def _entry_of(generation_id: str, text: str, token_ids: bytes, log_probs: bytes) -> LedgerEntry:
-    digest, prompt_len, spans = json.loads(text)
-    return LedgerEntry(
-        generation_id=generation_id,
-        prompt_digest=bytes.fromhex(digest),
-        prompt_len=prompt_len,
-        token_ids=array("i", token_ids),
-        log_probs=array("d", log_probs),
-        version_spans=tuple(VersionSpan(version=version, num_tokens=n) for version, n in spans),
-    )
+def _rewards(session: Session) -> str:
+    return json.dumps([session.reward, session.rewards])

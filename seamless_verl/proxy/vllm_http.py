@@ -1,19 +1,49 @@
 """A stock vLLM server as engine: token ids in and out over ``/v1/completions``.
 
-Works with any vLLM that knows ``return_token_ids``. Such a server tells no weight version, so the caller names the one
-that it serves.
+Works with any vLLM that knows ``return_token_ids`` (0.24 to 0.27 were looked at). Such a server tells no weight
+version, so the caller names the one that it serves.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import dataclass
 
-import httpx
+import msgspec
 
-from seamless_verl.proxy.engine import EngineUnavailable, FinishReason, Generation, GenerationRequest, VersionSpan
+from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.engine import (
+    Ability,
+    EngineRefused,
+    EngineUnavailable,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    VersionSpan,
+)
+from seamless_verl.proxy.http_pool import HttpFailed, HttpPool
+from seamless_verl.proxy.vllm_wire import BadAnswer, Choice, Completion, EventReader, read_choice
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_PROBE_S = 30.0
+ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS, Ability.TOP_LOGPROBS})
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as a vLLM server lists it; ``max_model_len`` in tokens, None where the server does not say."""
+
+    name: str
+    max_model_len: int | None
 
 
 class VllmHttpEngine:
@@ -24,49 +54,94 @@ class VllmHttpEngine:
         model: the name it serves.
         version: weight version that its answers are stamped with.
         api_key: the server's key, "" for none.
+
+    Raises:
+        ConfigError: ``base_url`` is not the address of a server.
     """
 
     def __init__(self, base_url: str, model: str, *, version: int = 0, api_key: str = "") -> None:
         self._model = model
         self._version = version
-        self._client = httpx.AsyncClient(
-            base_url=base_url,
-            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(None, connect=10.0),
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None),
-        )
+        self._pool = HttpPool(base_url, {"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._decoder = msgspec.json.Decoder(Completion)
+        self._encoder = msgspec.json.Encoder()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :class:`~seamless_verl.proxy.engine.Engine`; cancelling closes the connection, which aborts in vLLM."""
+        num_alternatives = int(request.sampling.get("logprobs", 0))
+        reader = EventReader(request.on_tokens, num_alternatives) if request.on_tokens is not None else None
         body = {
             **request.sampling,
             "model": self._model,
             "prompt": list(request.prompt_ids),
-            "logprobs": 0,  # the chosen token's only
+            "logprobs": num_alternatives,  # 0: the chosen token's only
+            "return_tokens_as_token_ids": num_alternatives > 0,
             "return_token_ids": True,
             "skip_special_tokens": False,
             "request_id": request.request_id,
+            "stream": reader is not None,
         }
         left_s = max(0.1, request.deadline - time.time())
+        where, feed = self._pool.base_url, reader.feed if reader is not None else None
+        content = self._encoder.encode(body)
         try:
-            response = await self._client.post("/v1/completions", json=body, timeout=left_s)
-        except httpx.TransportError as error:
-            raise EngineUnavailable(f"{type(error).__name__} from {self._client.base_url}") from error
-        if response.is_error:
-            raise EngineUnavailable(f"{self._client.base_url} answered {response.status_code}: {response.text[:300]}")
-        return self._generation(response.json()["choices"][0])
+            answer = await self._pool.request("POST", "/v1/completions", content, timeout_s=left_s, on_chunk=feed)
+        except HttpFailed as error:
+            raise EngineUnavailable(f"{error} ({where})") from error
+        if answer.status != 200:
+            story = f"{where} answered {answer.status}: {answer.body[:300].decode('utf-8', 'replace')}"
+            raise EngineRefused(story) if answer.status in (400, 422) else EngineUnavailable(story)
+        try:
+            if reader is None:
+                return self._generation(self._decoder.decode(answer.body).choices[0], num_alternatives)
+            if reader.failure is not None:
+                raise reader.failure
+            return self._generation(reader.choice, num_alternatives)
+        except (msgspec.MsgspecError, IndexError, BadAnswer) as error:
+            raise EngineUnavailable(f"{where}: no completion with token ids: {error}") from error
 
-    def _generation(self, choice: dict[str, Any]) -> Generation:
-        ids = choice.get("token_ids")
-        if ids is None:
-            raise EngineUnavailable(f"{self._client.base_url} returns no token ids; it needs a vLLM that does")
+    async def probe(self) -> ServedModel:
+        """What the server serves under our model's name; also that it returns token ids, with a completion of one.
+
+        Raises:
+            ConfigError: no server, another model, or one that returns no token ids.
+        """
+        where = self._pool.base_url
+        try:
+            answer = await self._pool.request("GET", "/v1/models", timeout_s=_PROBE_S)
+        except HttpFailed as error:
+            raise ConfigError("--engine", where, str(error), "start it first: vllm serve MODEL --port PORT") from error
+        try:
+            cards = {card.id: card for card in msgspec.json.decode(answer.body, type=_Models).data}
+        except msgspec.MsgspecError as error:
+            story = f"GET /v1/models answered {answer.status}, which is no list of models"
+            raise ConfigError("--engine", where, story, "name a vLLM server (and its key, if it has one)") from error
+        card = cards.get(self._model)
+        if card is None:
+            fix = f"--served-model {' or '.join(sorted(cards)) or 'NAME'}"
+            raise ConfigError("--served-model", self._model, f"{where} does not serve it", fix)
+        request = GenerationRequest(
+            request_id=f"probe-{time.time_ns()}",
+            session_id="",
+            prompt_ids=(0,),
+            sampling={"max_tokens": 1},
+            deadline=time.time() + _PROBE_S,
+        )
+        try:
+            await self.generate(request)
+        except (EngineUnavailable, EngineRefused) as error:
+            raise ConfigError("--engine", where, str(error), "use a vLLM of 0.24 or later") from error
+        return ServedModel(name=card.id, max_model_len=card.max_model_len)
+
+    def _generation(self, choice: Choice, num_alternatives: int) -> Generation:
+        ids, log_probs, alternatives = read_choice(choice, num_alternatives)
         return Generation(
             token_ids=ids,
-            log_probs=choice["logprobs"]["token_logprobs"] if ids else [],
+            log_probs=log_probs,
             version_spans=(VersionSpan(version=self._version, num_tokens=len(ids)),) if ids else (),
-            finish_reason=_FINISH.get(choice["finish_reason"], FinishReason.ABORTED),
+            finish_reason=_FINISH.get(choice.finish_reason or "", FinishReason.ABORTED),
+            alternatives=alternatives,
         )
 
     async def close(self) -> None:
-        await self._client.aclose()
+        self._pool.close()

@@ -6,20 +6,14 @@ Invariant: ``row_from_wire(row_to_wire(row)) == row``, also through JSON text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seamless_verl.proxy.chat_answer import ChatAnswer
-from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.sessions import Session, SessionSpec
 from seamless_verl.trajectory.audit import AuditReport, Violation, ViolationKind
 from seamless_verl.trajectory.generation import FinishReason
-from seamless_verl.trajectory.messages import Message, Role, ToolCall
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
-
-_ANSWER_FIELDS = tuple(spec.name for spec in fields(ChatAnswer) if spec.name != "message")
 
 
 class SamplingBody(BaseModel):
@@ -59,12 +53,17 @@ class RewardBody(BaseModel):
     reward: float | None = None
     rewards: dict[str, float] = Field(default_factory=dict, max_length=256)
 
+    def apply_to(self, session: Session) -> None:
+        if self.reward is not None:
+            session.reward = self.reward
+        session.rewards.update(self.rewards)
+
 
 def row_to_wire(row: Row) -> dict[str, Any]:
     return {
-        "token_ids": list(row.token_ids),
-        "mask": list(row.mask),
-        "log_probs": list(row.log_probs),
+        "token_ids": row.token_ids,
+        "mask": row.mask,
+        "log_probs": row.log_probs,
         "prompt_len": row.prompt_len,
         "turns": [
             [turn.generation_id, turn.start, turn.stop, turn.trained, turn.finish_reason.value, turn.num_cut]
@@ -129,36 +128,6 @@ def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport)
         "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
         "drift": {reason.value: count for reason, count in session.tree.drift.items()},
     }
-
-
-def served_to_wire(served: Served) -> dict[str, Any]:
-    answer = {name: getattr(served.answer, name) for name in _ANSWER_FIELDS}
-    said = served.answer.message
-    message = {
-        "role": said.role.value,
-        "content": said.content,
-        "reasoning": said.reasoning,
-        "tool_calls": [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in said.tool_calls],
-    }
-    return {
-        "digest": served.digest.hex(),
-        "overrides": list(served.overrides),
-        "answer": answer,
-        "message": message,
-    }
-
-
-def served_from_wire(data: Mapping[str, Any], *, match: str) -> Served:
-    message = {**data["message"], "role": Role(data["message"]["role"])}
-    message["tool_calls"] = tuple(ToolCall(**call) for call in message["tool_calls"])
-    answer = {**data["answer"], "message": Message(**message)}
-    answer["tokens"] = tuple((text, value) for text, value in answer["tokens"])
-    return Served(
-        digest=bytes.fromhex(data["digest"]),
-        answer=ChatAnswer(**answer),
-        match=match,
-        overrides=tuple(data["overrides"]),
-    )
 
 
 def view_of(session: Session) -> dict[str, Any]:

@@ -85,4 +85,5 @@ def policy_of(config: SchedulerConfig, *, batch: int, mini_batch: int) -> Policy
         return Predictive(PredictiveConfig(margin=config.margin, max_loans_per_step=config.max_loans_per_step))
     if config.policy == "verl_gate":
         return VerlGate(batch=batch, mini_batch=mini_batch)
-    return {"greedy": Greedy, "colocated": Colocated, "disaggregated": Disaggregated}[str(config.policy)]()
+    plain: dict[str, type[Policy]] = {"greedy": Greedy, "colocated": Colocated, "disaggregated": Disaggregated}
+    return plain[str(config.policy)]()

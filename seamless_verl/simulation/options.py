@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import yaml
@@ -16,7 +17,7 @@ from seamless_verl.simulation.scenario import Noise, Pool, Scenario
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
 
 PRESETS: Mapping[str, Callable[[], Scenario]] = {
-    run.name: (lambda run=run: scenario(run, CALIBRATED, steps=20)) for run in (*MODES, *SWITCHING)
+    run.name: partial(scenario, run, CALIBRATED, steps=20) for run in (*MODES, *SWITCHING)
 }
 _WORKLOADS = {"constant": Constant, "lognormal": LogNormal, "bimodal": Bimodal, "agentic": Agentic}
 _SIMPLE = {
@@ -144,6 +145,4 @@ def _workload(text: str) -> Any:
 
 def _slower(pool: Pool, factor: float) -> Any:
     cost = pool.engine.decode
-    return replace(
-        pool.engine, decode=replace(cost, **{f.name: getattr(cost, f.name) * factor for f in fields(cost)})
-    )
+    return replace(pool.engine, decode=replace(cost, **{f.name: getattr(cost, f.name) * factor for f in fields(cost)}))

@@ -45,7 +45,9 @@ def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Ca
     """
     size = base.pools[0].gpus
     if gpus % size or gpus < 2 * size:
-        raise ConfigError("--gpus", gpus, f"does not split into slices of {size}", f"write {max(2, gpus // size) * size}")
+        raise ConfigError(
+            "--gpus", gpus, f"does not split into slices of {size}", f"write {max(2, gpus // size) * size}"
+        )
     slices = gpus // size
     splits = sorted({max(1, min(slices - 1, round(slices * part / 8))) for part in range(1, 8)})
     pool = base.pools[0]
@@ -59,7 +61,9 @@ def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Ca
             yield Candidate(scenario=scenario, label=f"{system}, {trainers}+{slices - trainers} slices")
 
 
-def rank(found: Sequence[Candidate], seeds: int, progress: Callable[[int, int], None]) -> list[tuple[Candidate, Result]]:
+def rank(
+    found: Sequence[Candidate], seeds: int, progress: Callable[[int, int], None]
+) -> list[tuple[Candidate, Result]]:
     """Fastest first, by the mean over the seeds; the result is that of the seed in the middle."""
     timed = []
     for done, candidate in enumerate(found, start=1):

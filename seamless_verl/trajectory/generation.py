@@ -41,12 +41,15 @@ class Generation:
         log_probs: behaviour log-probability of each, in nats.
         version_spans: weight versions in order; the lengths add up to ``len(token_ids)``.
         finish_reason: ``ABORTED`` means that nobody will continue it.
+        alternatives: per token the most likely ``(id, log-prob)`` pairs, best first, for the client's eyes only: they
+            are not recorded. Empty where not asked for.
     """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    alternatives: Sequence[Sequence[tuple[int, float]]] = ()
 
     def check(self, story: str) -> None:
         """Refuse a generation that contradicts itself; ``story`` names whose it is."""

@@ -15,7 +15,7 @@ Invariant: a token is stored in one segment only, and segments never change once
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -163,15 +163,6 @@ def ids_to(segment: Segment) -> array[int]:
     return ids
 
 
-def segments_below(root: Segment) -> Iterator[Segment]:
-    """Every segment under ``root``, parents first."""
-    stack = [root]
-    while stack:
-        segment = stack.pop()
-        yield segment
-        stack.extend(reversed(segment.children))
-
-
 def deepest_token_match(root: Segment, ids: Sequence[int]) -> Segment:
     """The segment farthest from the root whose path is a prefix of ``ids``; the earliest one where several are.
 
@@ -190,8 +181,3 @@ def deepest_token_match(root: Segment, ids: Sequence[int]) -> Segment:
             if child.end <= len(wanted) and not child.num_cut and wanted[segment.end : child.end] == child.tokens
         )
     return best
-
-
-def count_stored_tokens(root: Segment) -> int:
-    """Tokens that the tree keeps in memory."""
-    return sum(len(segment.tokens) for segment in segments_below(root))

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, pack_ids
 from seamless_verl.trajectory.matching import HistoryIndex, Rendering, Route, system_of
@@ -29,7 +30,6 @@ from seamless_verl.trajectory.segments import (
     Segment,
     Turn,
     TurnRecord,
-    count_stored_tokens,
     deepest_token_match,
     ids_to,
 )
@@ -102,6 +102,7 @@ class SessionTree:
         self._by_generation: dict[str, Segment] = {}
         self._kinds: Counter[MatchKind] = Counter()
         self._drift: Counter[DriftReason] = Counter()
+        self._num_stored_tokens = 0
 
     @property
     def answers(self) -> tuple[Segment, ...]:
@@ -124,7 +125,8 @@ class SessionTree:
 
     @property
     def num_stored_tokens(self) -> int:
-        return count_stored_tokens(self.root)
+        """Tokens that the tree keeps in memory."""
+        return self._num_stored_tokens
 
     def has(self, generation_id: str) -> bool:
         """Whether an answer was committed."""
@@ -165,6 +167,17 @@ class SessionTree:
             detail=rendering.refusal,
         )
 
+    def prepare_ids(self, transcript: Transcript, prompt_ids: Sequence[int]) -> PendingTurn:
+        """A prompt that is token ids already (text completions): only tokens route it. Does not mutate.
+
+        Raises:
+            TrajectoryError: the prompt is empty.
+        """
+        ids = pack_ids(prompt_ids)
+        route = Route(transcript=transcript, known=None, known_ids=pack_ids(()), num_known=0, realigned=(), forked=None)
+        pending = self.prepare(route, Rendering(token_ids=ids, fresh=True))
+        return replace(pending, forked=DriftReason.ROOT_CHANGED) if pending.anchor is self.root else pending
+
     def prepare_with(self, renderer: Renderer, transcript: Transcript) -> PendingTurn:
         """Route, render and prepare in one go, for callers without a thread to spare."""
         route = self.route(transcript)
@@ -204,6 +217,8 @@ class SessionTree:
         )
         if given is not anchor and not reused:
             anchor.children.append(given)
+            self._num_stored_tokens += len(given.tokens)
+        self._num_stored_tokens += len(record.token_ids)
         answer = Segment(parent=given, tokens=record.token_ids, turn=turn)
         given.children.append(answer)
         self._answers.append(answer)

@@ -30,8 +30,9 @@ from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.attempts import recorder_of_process
-from seamless_verl.verl_adapter.engine import VerlEngine
-from seamless_verl.verl_adapter.rows import ROW_FIELD, RowStamp, row_digest
+from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
+from seamless_verl.verl_adapter.parsers import VllmParser, make_parser
+from seamless_verl.verl_adapter.rows import row_to_output
 
 
 class ProxyShard:
@@ -63,8 +64,12 @@ class ProxyShard:
             )
         module, _, name = seamless.agent.runner.rpartition(".")
         runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
+        parser = make_parser(tokenizer, seamless.proxy.tool_parser, seamless.proxy.reasoning_parser)
         renderer = TokenizerRenderer(
-            tokenizer, template_args=template_args, stop_token_ids=_stop_token_ids(config, tokenizer)
+            tokenizer,
+            template_args=template_args,
+            stop_token_ids=_stop_token_ids(config, tokenizer),
+            keep_special_tokens=isinstance(parser, VllmParser) and parser.keeps_special_tokens,
         )
         rollout = config.actor_rollout_ref.rollout
         max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
@@ -74,6 +79,8 @@ class ProxyShard:
                 engine=VerlEngine(client, max_model_len=max_model_len, stop_token_ids=renderer.stop_token_ids),
                 renderer=renderer,
                 codec=renderer,
+                parser=parser,
+                abilities=ABILITIES,
                 admin_key=admin_key,
                 model=str(config.actor_rollout_ref.model.path),
                 limits=Limits(max_model_len=max_model_len),
@@ -155,31 +162,12 @@ class ProxyAgentLoop(AgentLoopBase):
     def _output(
         self, row: Row, result: SessionResult, report: AgentReport, task_id: str, metrics: AgentLoopMetrics
     ) -> AgentLoopOutput:
-        prompt_ids, response_ids = row.token_ids[: row.prompt_len], row.token_ids[row.prompt_len :]
-        mask, log_probs = row.mask[row.prompt_len :], row.log_probs[row.prompt_len :]
-        stamp = RowStamp(
-            digest=row_digest(prompt_ids, response_ids, mask, log_probs),
-            violations=len(result.audit.violations),
-            version_spans=[(span.version, span.stop - span.start) for span in row.version_spans],
-        )
-        versions = [span.version for span in row.version_spans]
-        return AgentLoopOutput(
-            prompt_ids=list(prompt_ids),
-            response_ids=list(response_ids),
-            response_mask=list(mask),
-            response_logprobs=list(log_probs),
-            reward_score=report.reward,
-            num_turns=len(row.turns),
+        return row_to_output(
+            row,
+            reward=report.reward,
             metrics=metrics,
-            extra_fields={
-                "min_global_steps": min(versions),
-                "max_global_steps": max(versions),
-                "reward_extra_info": {**report.rewards, "task_id": task_id},
-                "drift": dict(result.drift),
-                ROW_FIELD: stamp,
-                "turn_scores": [],
-                "tool_rewards": [],
-            },
+            extra_fields={"reward_extra_info": {**report.rewards, "task_id": task_id}, "drift": dict(result.drift)},
+            violations=len(result.audit.violations),
         )
 
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from ray.exceptions import RayError
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from seamless_verl.proxy.engine import EngineUnavailable, FinishReason, Generation, GenerationRequest, VersionSpan
+from seamless_verl.proxy.engine import (
+    Ability,
+    EngineRefused,
+    EngineUnavailable,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    VersionSpan,
+)
+
+# verl's server tells the log-prob of the chosen token only, and answers as a whole: no alternatives, no streaming.
+ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS})
 
 
 class VerlEngine:
@@ -25,11 +38,17 @@ class VerlEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `Engine.generate`; ``request.session_id`` keeps a session on one replica for its prefix cache."""
         prompt_ids = list(request.prompt_ids)
-        params = {**request.sampling, "logprobs": True, "repetition_penalty": 1.0}
+        params: dict[str, Any] = {**request.sampling, "logprobs": True, "repetition_penalty": 1.0}
+        if "structured_outputs" in params:
+            params["structured_outputs"] = _constraint(params["structured_outputs"])
         try:
             output = await self._client.generate(
                 request_id=request.session_id, prompt_ids=prompt_ids, sampling_params=params
             )
+        except RayTaskError as error:
+            if isinstance(error.cause, _client_errors()):
+                raise EngineRefused(str(error.cause)[:500]) from error
+            raise EngineUnavailable(f"{type(error).__name__}: {error}") from error
         except (RayError, RuntimeError) as error:
             raise EngineUnavailable(f"{type(error).__name__}: {error}") from error
         room = min(int(request.sampling["max_tokens"]), self._max_model_len - len(prompt_ids))
@@ -45,3 +64,21 @@ class VerlEngine:
             ),
             finish_reason=finish,
         )
+
+
+def _constraint(structured_outputs: dict[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    try:
+        return StructuredOutputsParams(**structured_outputs)
+    except _client_errors() as error:
+        raise EngineRefused(str(error)[:500]) from error
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for parameters that it will never take: ValueError, since 0.26 an error of its own."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return (TypeError, ValueError)
+    return (TypeError, ValueError, VLLMClientError)

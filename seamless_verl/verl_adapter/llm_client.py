@@ -31,7 +31,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         """Generate to the end, across any number of interruptions (SeamlessFlow 1.1, partial rollout).
 
         ``sampling_params`` is not changed. The token budget is counted over all attempts: verl's server would
-        otherwise derive a fresh one from the grown prompt.
+        otherwise derive a fresh one from the grown prompt. An answer that must follow a grammar starts anew after an
+        interruption: vLLM's grammar always begins at the first token that it generates itself.
         """
         prompt_ids = normalize_token_ids(prompt_ids)
         params = dict(sampling_params)
@@ -53,6 +54,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 )
                 attempt.answered(output)
             version = output.extra_fields.get("global_steps")
+            if "structured_outputs" in params and output.stop_reason in _INTERRUPTED:
+                output.token_ids, output.log_probs, output.routed_experts = [], None, None
             _append(merged, output)
             if output.token_ids:
                 spans = _extended(spans, version, len(output.token_ids))

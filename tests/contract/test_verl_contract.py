@@ -369,3 +369,41 @@ async def test_without_a_limit_the_configured_response_length_is_the_budget(monk
     output = await client.generate("r", prompt_ids=[9], sampling_params={})
     assert [asked["max_tokens"] for _, asked in scripted.asked] == [50, 30]
     assert output.extra_fields["version_spans"] == [(1, 21)]
+
+
+async def test_an_interrupted_answer_under_a_grammar_starts_anew(monkeypatch):
+    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted"), ([3, 4], 5, "completed")])
+    params = {"max_tokens": 10, "structured_outputs": object()}
+    output = await client.generate("r", prompt_ids=[9], sampling_params=params)
+    assert (output.token_ids, output.log_probs) == ([3, 4], [-0.5, -0.5])
+    assert output.extra_fields["version_spans"] == [(5, 2)]
+    assert [(prompt, asked["max_tokens"]) for prompt, asked in scripted.asked] == [([9], 10), ([9], 10)]
+
+
+async def test_grammars_reach_vllm_and_what_vllm_refuses_is_refused():
+    import time
+
+    from ray.exceptions import RayTaskError
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from seamless_verl.proxy.engine import EngineRefused, GenerationRequest
+    from seamless_verl.verl_adapter.engine import VerlEngine
+
+    class Client:
+        async def generate(self, *, sampling_params, **_):
+            made = SamplingParams(**{**sampling_params, "logprobs": 0})
+            assert isinstance(made.structured_outputs, StructuredOutputsParams)
+            raise RayTaskError("generate", "traceback", ValueError("grammar error")).as_instanceof_cause()
+
+    engine = VerlEngine(Client(), max_model_len=100, stop_token_ids=frozenset({0}))
+    for constraint, story in (({"json": {"type": "object"}}, "grammar error"), ({}, "one kind|none are specified")):
+        request = GenerationRequest(
+            request_id="r",
+            session_id="s",
+            prompt_ids=(1,),
+            sampling={"max_tokens": 5, "structured_outputs": constraint},
+            deadline=time.time() + 60,
+        )
+        with pytest.raises(EngineRefused, match=story):
+            await engine.generate(request)

@@ -20,6 +20,8 @@ from tests.fakes import Served, serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "m", "messages": HI}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+BAD = "invalid_value"
 
 
 def error_of(response: httpx.Response) -> tuple[int, str]:
@@ -68,8 +70,11 @@ async def test_a_closed_session_says_so_and_is_forgotten() -> None:
     async with serving() as proxy:
         handle = await proxy.open()
         assert (await proxy.post(handle, CHAT)).status_code == 200
-        result = await proxy.admin.close_session(handle.id, 1.0)
-        assert await proxy.admin.close_session(handle.id) == result  # the first answer may have been lost
+        admin = {"authorization": "Bearer admin-key"}
+        first = await proxy.http.post(f"/sessions/{handle.id}/close", json={"reward": 1.0}, headers=admin)
+        result = await proxy.admin.close_session(handle.id)  # the first answer may have been lost
+        assert result.reward == 1.0
+        assert first.json()["rows"][0]["token_ids"] == list(result.rows[0].token_ids)
         for _ in range(8):
             await proxy.admin.close_session((await proxy.open()).id)
         late = await proxy.post(handle, CHAT)
@@ -189,13 +194,22 @@ async def test_broken_bodies(body: bytes, code: str) -> None:
     [
         ({"logit_bias": {"1": 1}}, "logit_bias", "unsupported_parameter"),
         ({"made_up": 1}, "made_up", "unsupported_parameter"),
-        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 129}, "n", "unsupported_value"),
+        ({"n": 17}, "n", "invalid_value"),
         ({"top_logprobs": 3}, "top_logprobs", "unsupported_value"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_value"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "unsupported_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "maybe"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "unsupported_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "tool_choice", BAD),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice", BAD),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools", "unsupported_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_value"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", BAD),
+        ({"response_format": {"type": "poem"}}, "response_format", BAD),
+        ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "unsupported_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"stop": [""]}, "stop", "invalid_value"),

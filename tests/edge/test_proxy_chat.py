@@ -12,6 +12,7 @@ import pytest
 
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.parsing import TagParser
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -128,7 +129,9 @@ async def test_without_tools_a_call_is_just_text() -> None:
 
 
 async def test_reasoning_is_kept_apart() -> None:
-    async with serving(lambda prompt: "<think>\nsince\n</think>\n\nyes", think_tags=("<think>", "</think>")) as proxy:
+    async with serving(
+        lambda prompt: "<think>\nsince\n</think>\n\nyes", parser=TagParser(("<think>", "</think>"))
+    ) as proxy:
         handle = await proxy.open()
         message = (await proxy.post(handle, {"model": "m", "messages": HI})).json()["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == ("yes", "since")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from seamless_verl.proxy.engine import EngineUnavailable, FinishReason, GenerationRequest
+from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, FinishReason, GenerationRequest, TokenChunk
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.vllm_http import VllmHttpEngine
 
@@ -81,8 +85,124 @@ async def test_a_server_that_cannot_serve_is_unavailable(vllm: ScriptedVllm, sto
         await _ask(vllm)
 
 
-async def test_a_server_that_is_away_is_unavailable() -> None:
-    engine = VllmHttpEngine("http://127.0.0.1:1", "tiny")
-    with pytest.raises(EngineUnavailable, match=r"ConnectError from http://127\.0\.0\.1:1"):
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", b"who are you\r\n\r\n"])
+async def test_half_an_answer_is_an_outage(reply: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    engine = VllmHttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "tiny")
+    with pytest.raises(EngineUnavailable):
         await engine.generate(REQUEST)
     await engine.close()
+    server.close()
+
+
+async def test_cancelling_cuts_the_connection() -> None:
+    gone, asked = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    engine = VllmHttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "tiny")
+    call = asyncio.create_task(engine.generate(REQUEST))
+    await asyncio.wait_for(asked.wait(), 5)
+    call.cancel()
+    await asyncio.wait_for(gone.wait(), 5)
+    server.close()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://h:99999", "http://h/v1"])
+def test_an_address_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match="--engine="):
+        VllmHttpEngine(url, "tiny")
+
+
+async def test_a_server_that_is_away_is_unavailable() -> None:
+    engine = VllmHttpEngine("http://127.0.0.1:1", "tiny")
+    with pytest.raises(EngineUnavailable, match=r"ConnectionRefusedError from http://127\.0\.0\.1:1"):
+        await engine.generate(REQUEST)
+    await engine.close()
+
+
+# As vLLM 0.27.1 wrote it for two tokens with ``logprobs=2`` (fields that nobody reads left out).
+STREAM = [
+    '{"id":"cmpl-b","choices":[{"index":0,"text":"ck","logprobs":{"text_offset":[0],"token_logprobs":[-5.9],'
+    '"tokens":["token_id:271"],"top_logprobs":[{"token_id:271":-5.9,"token_id:7":-4.8,"token_id:173":-5.1}]},'
+    '"finish_reason":null,"stop_reason":null,"prompt_token_ids":[5,6,7],"token_ids":[271]}]}',
+    '{"id":"cmpl-b","choices":[{"index":0,"text":"","logprobs":{"text_offset":[2],"token_logprobs":[-5.7],'
+    '"tokens":["token_id:189"],"top_logprobs":[{"token_id:189":-5.7,"token_id:207":-5.1,"token_id:271":-5.2}]},'
+    '"finish_reason":"length","stop_reason":null,"prompt_token_ids":null,"token_ids":[189]}],"system_fingerprint":"v"}',
+    "[DONE]",
+]
+
+
+class StreamingVllm:
+    """Stands at the same wire with ``stream``; sends its events in pieces of ``size`` bytes."""
+
+    def __init__(self, events: list[str], size: int, status: int = 200) -> None:
+        from fastapi.responses import StreamingResponse
+
+        self.app = FastAPI()
+        text = "".join(f"data: {event}\n\n" for event in events).encode()
+
+        async def pieces() -> Any:
+            for at in range(0, len(text), size):
+                yield text[at : at + size]
+
+        async def completions(request: Request) -> Response:
+            self.body = await request.json()
+            return StreamingResponse(pieces(), status_code=status, media_type="text/event-stream")
+
+        self.app.router.add_route("/v1/completions", completions, methods=["POST"])
+
+
+async def _stream(vllm: StreamingVllm, chunks: list[TokenChunk]) -> Any:
+    server = ProxyServer(vllm.app, drain_s=1)
+    engine = VllmHttpEngine(await server.start(), "tiny", version=7)
+    sampling = {"max_tokens": 2, "logprobs": 2}
+    try:
+        return await engine.generate(replace(REQUEST, sampling=sampling, on_tokens=chunks.append))
+    finally:
+        await engine.close()
+        await server.stop()
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_tokens_are_told_as_they_come_and_again_in_the_end(size: int) -> None:
+    vllm, chunks = StreamingVllm(STREAM, size), list[TokenChunk]()
+    generation = await _stream(vllm, chunks)
+    assert [tuple(chunk.token_ids) for chunk in chunks] == [(271,), (189,)]
+    assert [chunk.alternatives[0][0] for chunk in chunks] == [(7, -4.8), (207, -5.1)]
+    assert (generation.token_ids, generation.log_probs) == ([271, 189], [-5.9, -5.7])
+    assert generation.alternatives == [((7, -4.8), (173, -5.1)), ((207, -5.1), (271, -5.2))]
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert (vllm.body["stream"], vllm.body["logprobs"], vllm.body["return_tokens_as_token_ids"]) == (True, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "kind", "story"),
+    [
+        ([STREAM[0], '{"error": {"message": "EngineCore died"}}', "[DONE]"], 200, EngineUnavailable, "EngineCore died"),
+        (["{nonsense"], 200, EngineUnavailable, "no completion"),
+        ([STREAM[0].replace('"token_ids":[271]', '"token_ids":[271,5]')], 200, EngineUnavailable, "2 tokens but 1"),
+        (["bad grammar"], 400, EngineRefused, "answered 400: .*bad grammar"),
+    ],
+)
+async def test_a_stream_that_breaks_off(events: list[str], status: int, kind: type[Exception], story: str) -> None:
+    with pytest.raises(kind, match=story):
+        await _stream(StreamingVllm(events, 100, status), [])
+
+
+async def test_a_stream_that_ends_too_soon_is_aborted() -> None:
+    generation = await _stream(StreamingVllm(STREAM[:1], 100), [])
+    assert generation.finish_reason is FinishReason.ABORTED

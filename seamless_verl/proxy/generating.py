@@ -1,0 +1,274 @@
+"""One sample of one request: from its prompt to an answer in the journal and in the tree.
+
+::
+
+    render ─▶ prepare ─▶ budget ─▶ gate ─▶ engine ─▶ (does anybody still wait?) ─▶ journal ─▶ commit ─▶ answer
+                                             └─ tokens as they come ─▶ Progress ─▶ streams
+
+Invariant: the end of an answer leaves only after the answer is in the journal and in the tree. Its beginning may leave
+earlier, to a client that streams; whoever never saw the end was not answered, and no trace of it is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from seamless_verl.proxy.calls import Answer, Call, StreamHead
+from seamless_verl.proxy.constraints import structured_outputs
+from seamless_verl.proxy.drafts import Draft, tokens_of
+from seamless_verl.proxy.engine import (
+    Engine,
+    EngineRefused,
+    EngineUnavailable,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+)
+from seamless_verl.proxy.errors import ApiError, bad_request
+from seamless_verl.proxy.flights import Flight, Progress, Served
+from seamless_verl.proxy.journal import Journal, JournalFailed
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.parsing import AnswerParser, Asked, find_stop
+from seamless_verl.proxy.rendering import Codec, RenderingFailed
+from seamless_verl.proxy.samples import Sample
+from seamless_verl.proxy.sessions import Session
+from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.matching import Route
+from seamless_verl.trajectory.messages import Message, Role, Transcript
+from seamless_verl.trajectory.rendering import Renderer
+from seamless_verl.trajectory.segments import TurnRecord
+from seamless_verl.trajectory.tree import PendingTurn
+
+_BIG_RENDER_CHARS = 20_000
+_PROMPT_TAIL = 16  # tokens; enough to see that a prompt ends with the opening tag of reasoning
+_T = TypeVar("_T")
+
+
+class Gate(Protocol):
+    """Holds requests back, e.g. while weights change."""
+
+    async def wait_open(self) -> None: ...
+
+
+class Generator:
+    """Generates and records the samples of all sessions of one proxy."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        renderer: Renderer,
+        codec: Codec,
+        parser: AnswerParser,
+        journal: Journal,
+        limits: Limits,
+        counters: Counters,
+        gate: Gate | None,
+    ) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._codec = codec
+        self._parser = parser
+        self._journal = journal
+        self._limits = limits
+        self._counters = counters
+        self._gate = gate
+
+    async def run(self, sample: Sample, flight: Flight) -> Served:
+        """Generate one sample; its progress shows in ``flight``.
+
+        Raises:
+            ApiError: in the client's words.
+        """
+        session, call, generation_id = sample.session, sample.call, uuid.uuid4().hex
+        granted = 0
+        try:
+            pending = await self.prepare(session, sample.transcript, call)
+            wanted, granted = await self._reserve(sample, pending)
+            clipped = "max_tokens" in call.sampling and granted < wanted
+            overrides = (*sample.overrides, *([f"max_tokens={granted}"] if clipped else ()))
+            asked = self._asked(call, pending, generation_id)
+            sampling = dict(sample.sampling) | {"max_tokens": granted}
+            constraint = structured_outputs(call, self._parser, thinking=asked.thinking)
+            if constraint is not None:
+                sampling["structured_outputs"] = constraint
+            head = _head(generation_id, pending)
+            _announce(flight.progress, head, overrides)
+            draft = self._draft(flight.progress, call, asked)
+            on_tokens = draft.feed if call.stream else None
+            request = GenerationRequest(
+                request_id=generation_id,
+                session_id=session.id,
+                prompt_ids=pending.prompt_ids,
+                sampling=sampling,
+                deadline=session.deadline,
+                on_tokens=on_tokens,
+            )
+            generation = await self._generate(session, request)
+            answer = self._read(head, generation, call, asked)
+            draft.check(generation, answer.message)
+            await sample.siblings.generated()
+            await flight.wanted.wait()
+            served = Served(digest=sample.digest, answer=answer, match="", overrides=overrides)
+            return await self._commit(session, generation_id, generation, pending, served)
+        finally:
+            sample.siblings.ended()
+            session.release(granted)
+            if not session.tree.has(generation_id):
+                session.ledger.discard(generation_id, "its answer reached no client")
+                self._counters.discarded += 1
+
+    async def prepare(self, session: Session, transcript: Transcript, call: Call) -> PendingTurn:
+        """The prompt of a request and its place in the tree.
+
+        Raises:
+            ApiError: 400, it cannot be rendered.
+        """
+        try:
+            if call.prompt is not None:
+                ids = call.prompt if isinstance(call.prompt, tuple) else await self._encode(call.prompt)
+                if ids and max(ids) >= self._codec.num_tokens:
+                    raise TrajectoryError(f"the model knows {self._codec.num_tokens} tokens, not {max(ids)}")
+                return session.tree.prepare_ids(transcript, ids)
+            route = session.tree.route(transcript)
+            if _num_chars_to_render(route) > _BIG_RENDER_CHARS:
+                rendering = await asyncio.to_thread(route.render, self._renderer)
+            else:
+                rendering = route.render(self._renderer)
+            return session.tree.prepare(route, rendering)
+        except (RenderingFailed, TrajectoryError, UnicodeError) as error:
+            param = "messages" if call.prompt is None else "prompt"
+            raise bad_request(f"This cannot be rendered: {error}.", param=param) from None
+
+    async def _encode(self, text: str) -> list[int]:
+        if len(text) > _BIG_RENDER_CHARS:
+            return await asyncio.to_thread(self._codec.encode_prompt, text)
+        return self._codec.encode_prompt(text)
+
+    async def _reserve(self, sample: Sample, pending: PendingTurn) -> tuple[int, int]:
+        """Fit ``max_tokens`` into the model's length and the session's budget; what was wished and what is granted."""
+        session = sample.session
+        limit = min(session.spec.max_model_len or self._limits.max_model_len, self._limits.max_model_len)
+        num_prompt = len(pending.prompt_ids)
+        if num_prompt >= limit:
+            story = f"The prompt has {num_prompt} tokens; prompt and answer together may have {limit}."
+            raise bad_request(story, param="messages", code="context_length_exceeded")
+        room = limit - num_prompt
+        wanted: int = sample.sampling.get("max_tokens", room)
+        granting = session.reserve(min(wanted, room), shares=sample.siblings.take_share())
+        return wanted, await _until_deadline(session, granting)
+
+    def _asked(self, call: Call, pending: PendingTurn, generation_id: str) -> Asked:
+        thinking = False
+        if self._parser.think_tags is not None:
+            tail = self._codec.decode(pending.prompt_ids[-_PROMPT_TAIL:])
+            thinking = tail.rstrip().endswith(self._parser.think_tags[0])
+        tools = call.raw_tools if call.parse_tools else ()
+        return Asked(tools=tools, thinking=thinking, call_prefix=f"call_{generation_id[:20]}_")
+
+    def _draft(self, progress: Progress, call: Call, asked: Asked) -> Draft:
+        settler = self._parser.settler(asked) if call.prompt is None else None
+        stops = call.sampling.get("stop", ())
+        return Draft(progress, self._codec, settler, stops, show_tokens=call.logprobs is not None)
+
+    async def _generate(self, session: Session, request: GenerationRequest) -> Generation:
+        try:
+            generation = await _until_deadline(session, self._through_gate(session, request))
+        except EngineRefused as error:
+            raise bad_request(f"The engine refuses this request: {error}.", code="engine_refused") from None
+        except EngineUnavailable as error:
+            raise ApiError(503, "engine_unavailable", f"No engine is available: {error}.", retry_after_s=1.0) from None
+        if generation.finish_reason is FinishReason.ABORTED or not generation.token_ids:
+            story = f"The engine gave up after {len(generation.token_ids)} tokens."
+            raise ApiError(503, "engine_aborted", story, retry_after_s=1.0)
+        return generation
+
+    async def _through_gate(self, session: Session, request: GenerationRequest) -> Generation:
+        if self._gate is not None:
+            await self._gate.wait_open()
+        return await session.ledger.generate(self._engine, request)
+
+    def _read(self, head: StreamHead, generation: Generation, call: Call, asked: Asked) -> Answer:
+        """Text, reasoning and tool calls of a generation."""
+        ids = list(generation.token_ids)
+        if generation.finish_reason is FinishReason.STOP and ids[-1] in self._codec.stop_token_ids:
+            ids.pop()
+        text = self._codec.decode(ids)
+        end, stop_text = find_stop(text, call.sampling.get("stop", ()))
+        if call.prompt is None:
+            message = self._parser.parse(text[:end], asked)
+        else:
+            message = Message(role=Role.ASSISTANT, content=text[:end])
+        tokens = tokens_of(generation, range(len(ids)), self._codec) if call.logprobs is not None else []
+        while stop_text and tokens and sum(len(token.text) for token in tokens[:-1]) >= end:
+            tokens.pop()
+        return Answer(
+            id=head.id,
+            created=head.created,
+            message=message,
+            finish_reason="tool_calls" if message.tool_calls else generation.finish_reason.value,
+            prompt_tokens=head.prompt_tokens,
+            completion_tokens=len(generation.token_ids),
+            cached_tokens=head.cached_tokens,
+            tokens=tuple(tokens),
+            stop_text=stop_text,
+        )
+
+    async def _commit(
+        self, session: Session, generation_id: str, generation: Generation, pending: PendingTurn, served: Served
+    ) -> Served:
+        try:
+            record = pending.seal(generation_id=generation_id, generation=generation, answer=served.answer.message)
+        except TrajectoryError as error:
+            raise ApiError(502, "engine_error", f"The engine's answer contradicts itself: {error}.") from None
+        landing = asyncio.ensure_future(self._journal_and_commit(session, record, pending, served))
+        try:
+            return await asyncio.shield(landing)
+        except asyncio.CancelledError:
+            # What the journal may already hold must reach the tree, whoever loses interest meanwhile.
+            await asyncio.wait({landing})
+            raise
+
+    async def _journal_and_commit(
+        self, session: Session, record: TurnRecord, pending: PendingTurn, served: Served
+    ) -> Served:
+        try:
+            await self._journal.append(session.id, record, session.ledger.entry(record.generation_id), served)
+        except JournalFailed as error:
+            story = f"The answer could not be recorded, so it is not given: {error}."
+            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        turn = session.tree.commit(record)
+        num_generated = len(record.token_ids)
+        session.num_generated += num_generated
+        self._counters.turn_committed(turn, prompt_tokens=len(pending.prompt_ids), generated_tokens=num_generated)
+        served = served.matched(turn.kind.value)
+        session.board.record(served, delivered=False)
+        return served
+
+
+def _head(generation_id: str, pending: PendingTurn) -> StreamHead:
+    num_prompt = len(pending.prompt_ids)
+    num_known = num_prompt - len(pending.context_ids)
+    return StreamHead(id=generation_id, created=int(time.time()), prompt_tokens=num_prompt, cached_tokens=num_known)
+
+
+def _announce(progress: Progress, head: StreamHead, overrides: tuple[str, ...]) -> None:
+    progress.head, progress.overrides = head, overrides
+    progress.tell()
+
+
+async def _until_deadline(session: Session, work: Coroutine[Any, Any, _T]) -> _T:
+    try:
+        return await asyncio.wait_for(work, timeout=max(0.0, session.deadline - time.time()))
+    except asyncio.TimeoutError:
+        story = f"Session {session.id} reached its deadline of {session.spec.deadline_s:g} s."
+        raise ApiError(504, "deadline_exceeded", story) from None
+
+
+def _num_chars_to_render(route: Route) -> int:
+    return sum(len(message.content) for message in route.transcript.messages[route.num_known :])

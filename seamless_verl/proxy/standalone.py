@@ -1,0 +1,212 @@
+"""A proxy of its own in front of a vLLM server: no trainer, no Ray, no torch.
+
+    agents ──▶ this process ──token ids──▶ vLLM
+                   │ journal.sqlite   every answered turn, before the answer leaves
+                   └ rows/            one file per closed session
+
+Composition root of one process; :mod:`seamless_verl.proxy.command` reads its options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.app import ProxyDeps, make_app
+from seamless_verl.proxy.folder_sink import FolderSink
+from seamless_verl.proxy.handover import HandOver
+from seamless_verl.proxy.journal import Journal, NullJournal
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.parsing import TagParser
+from seamless_verl.proxy.rendering import TokenizerRenderer
+from seamless_verl.proxy.server import ProxyServer
+from seamless_verl.proxy.sessions import SessionStore
+from seamless_verl.proxy.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.tokenizer import open_tokenizer
+from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandaloneConfig:
+    """Options of one stand-alone proxy.
+
+    Attributes:
+        engine: address of the vLLM server.
+        model: the name that it serves.
+        tokenizer: folder, or name on the Hub, whose tokenizer and chat template are used.
+        record: folder of the journal and the rows; None records nothing.
+        admin_key: opens and closes sessions.
+        engine_key: the server's own key, "" for none.
+        version: weight version that answers are stamped with.
+        parquet: rows as Parquet instead of JSON lines.
+        durable: the journal also survives the loss of power.
+        think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
+        drain_s: how long answers under way may take after SIGTERM.
+        base_url: how agents reach this proxy; "" for "as the opener of a session did".
+        prefix: begins the id of every session and every key; tells shards apart.
+        ends_with_stdin: end when standard input closes, i.e. when whoever started this process is gone.
+    """
+
+    engine: str
+    model: str
+    tokenizer: str
+    record: Path | None
+    host: str
+    port: int
+    admin_key: str
+    engine_key: str = ""
+    version: int = 0
+    parquet: bool = False
+    durable: bool = False
+    think_tags: tuple[str, str] | None = None
+    drain_s: float = 30.0
+    base_url: str = ""
+    prefix: str = ""
+    ends_with_stdin: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What is said once requests are taken; ``found`` are sessions that an earlier process left."""
+
+    base_url: str
+    found: int
+    max_model_len: int
+
+
+async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> None:
+    """Serve until SIGTERM or SIGINT; then finish what is under way and return.
+
+    Args:
+        ready: called once requests are taken.
+
+    Raises:
+        ConfigError: an option that cannot work, by name.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if config.ends_with_stdin:
+        _watch_stdin(loop, stop)
+    tokenizer = open_tokenizer(config.tokenizer)
+    renderer = TokenizerRenderer(tokenizer, stop_token_ids=tokenizer.stop_token_ids)
+    engine = VllmHttpEngine(config.engine, config.model, version=config.version, api_key=config.engine_key)
+    served = await engine.probe()
+    limits = config.limits
+    if served.max_model_len is not None:
+        limits = replace(limits, max_model_len=min(limits.max_model_len, served.max_model_len))
+    sessions, journal, sink = SessionStore(prefix=config.prefix), _journal(config), _sink(config)
+    counters = Counters()
+    if isinstance(journal, SqliteJournal):
+        for session in journal.sessions():
+            sessions.adopt(session)
+        counters.num_sessions = len(sessions)
+    app = make_app(
+        ProxyDeps(
+            engine=engine,
+            renderer=renderer,
+            codec=renderer,
+            admin_key=config.admin_key,
+            model=config.model,
+            journal=journal,
+            limits=limits,
+            counters=counters,
+            sessions=sessions,
+            sink=sink,
+            parser=TagParser(config.think_tags),
+            abilities=ABILITIES,
+            base_url=config.base_url,
+        )
+    )
+    server = ProxyServer(app, config.host, config.port, drain_s=config.drain_s)
+    try:
+        base_url = await server.start()
+        handover: HandOver = app.state.handover
+        resumed = asyncio.create_task(handover.resume())
+        found = Ready(
+            base_url=base_url,
+            found=len(sessions),
+            max_model_len=limits.max_model_len,
+        )
+        ready(found)
+        await stop.wait()
+        resumed.cancel()
+    finally:
+        await server.stop()
+        await engine.close()
+        if isinstance(journal, SqliteJournal):
+            await journal.close()
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def read() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop.set()
+
+    loop.add_reader(0, read)
+
+
+def _journal(config: StandaloneConfig) -> Journal:
+    if config.record is None:
+        return NullJournal()
+    _lock(config.record)
+    return SqliteJournal(config.record / "journal.sqlite", durable=config.durable)
+
+
+def _sink(config: StandaloneConfig) -> FolderSink | None:
+    if config.record is None:
+        return None
+    try:
+        return FolderSink(config.record / "rows", parquet=config.parquet)
+    except OSError as error:
+        raise ConfigError("--record", config.record, f"cannot be written: {error}", "name another folder") from error
+
+
+def _lock(folder: Path) -> None:
+    """One process per folder, held until the process ends, however it ends.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another process records there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError("--record", folder, f"cannot be written: {error}", "name another folder") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        fix = "stop that process, or name another folder"
+        raise ConfigError("--record", folder, "another process records there", fix) from error
+
+
+def read_key(option: str, file: Path, *, make: bool) -> str:
+    """A key from a file; with ``make``, a new one (mode 0600) where there is no file yet.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
+    try:
+        if make and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.write(secrets.token_urlsafe(32) + "\n")
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(option, file, f"cannot be read: {error}", "name a file that holds the key") from error
+    if len(key) < 8 or not key.isascii() or any(letter.isspace() for letter in key):
+        raise ConfigError(option, file, "holds no key of at least 8 plain characters", "write the key into it")
+    return key

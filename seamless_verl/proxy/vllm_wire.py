@@ -1,0 +1,115 @@
+"""What a vLLM server's ``/v1/completions`` answers: one choice, whole or as server-sent events.
+
+Shapes as vLLM 0.24 to 0.27 write them with ``return_token_ids``; alternatives are read by their ids
+(``return_tokens_as_token_ids``), since two tokens may share a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from seamless_verl.proxy.engine import TokenChunk
+
+_TOKEN_ID = "token_id:"
+
+
+class LogProbs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class Choice(msgspec.Struct):
+    """What is read of an answer; the prompt's ids, which come back too, are skipped unread."""
+
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: LogProbs | None = None
+
+
+class Completion(msgspec.Struct):
+    """An answer, or one event of it. ``error`` stands in the place of choices when a stream breaks off."""
+
+    choices: list[Choice] = []
+    error: object = None
+
+
+class BadAnswer(Exception):
+    """The server says something else than a completion with token ids and log-probs."""
+
+
+class EventReader:
+    """Joins the events of a stream into one choice, and tells the tokens of each as they come.
+
+    Args:
+        num_alternatives: how many were asked for; the server adds the chosen token to them.
+        on_tokens: an error that it raises is kept in ``failure``; nothing is told after it.
+    """
+
+    def __init__(self, on_tokens: Callable[[TokenChunk], None], num_alternatives: int) -> None:
+        self._on_tokens = on_tokens
+        self._num_alternatives = num_alternatives
+        self._decoder = msgspec.json.Decoder(Completion)
+        self._rest = b""
+        self.choice = Choice(token_ids=[], logprobs=LogProbs(token_logprobs=[], top_logprobs=[]))
+        self.failure: Exception | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes as they come from the network."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if self.failure is None and line.startswith(b"data:"):
+                try:
+                    self._take(line[5:].strip())
+                except Exception as error:  # noqa: BLE001 - this runs inside the HTTP parser; generate() raises it
+                    self.failure = error
+
+    def _take(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            return
+        try:
+            event = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise BadAnswer(f"an event is no completion: {error}") from error
+        if event.error is not None:
+            raise BadAnswer(f"the stream broke off: {event.error}")
+        for choice in event.choices:
+            whole = self.choice
+            whole.finish_reason = choice.finish_reason or whole.finish_reason
+            if not choice.token_ids:
+                continue
+            ids, log_probs, alternatives = read_choice(choice, self._num_alternatives)
+            assert whole.token_ids is not None
+            assert whole.logprobs is not None
+            assert whole.logprobs.top_logprobs is not None
+            whole.token_ids.extend(ids)
+            whole.logprobs.token_logprobs.extend(log_probs)
+            if choice.logprobs is not None and choice.logprobs.top_logprobs:
+                whole.logprobs.top_logprobs.extend(choice.logprobs.top_logprobs)
+            self._on_tokens(TokenChunk(token_ids=ids, log_probs=log_probs, alternatives=alternatives))
+
+
+_Ranked = tuple[tuple[int, float], ...]
+
+
+def read_choice(choice: Choice, num_alternatives: int) -> tuple[list[int], list[float], list[_Ranked]]:
+    """Token ids, their log-probs, and per token the alternatives, best first, where the server told any.
+
+    Raises:
+        BadAnswer: they do not fit together.
+    """
+    ids = choice.token_ids
+    if ids is None:
+        raise BadAnswer("it returns no token ids; a vLLM of 0.24 or later does")
+    told = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+    log_probs = [value for value in told if value is not None]
+    if len(log_probs) != len(ids):
+        raise BadAnswer(f"{len(ids)} tokens but {len(log_probs)} log-probs")
+    tops = choice.logprobs.top_logprobs if choice.logprobs is not None and num_alternatives else None
+    return ids, log_probs, [_ranked(top or {})[:num_alternatives] for top in tops or ()]
+
+
+def _ranked(top: Mapping[str, float]) -> _Ranked:
+    named = ((name.removeprefix(_TOKEN_ID), value) for name, value in top.items() if name.startswith(_TOKEN_ID))
+    return tuple(sorted(((int(number), value) for number, value in named), key=lambda pair: -pair[1]))

@@ -1,0 +1,97 @@
+"""The parsers of the installed vLLM behind the proxy's protocol."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.calls import Call, ToolChoice
+from seamless_verl.proxy.constraints import structured_outputs
+from seamless_verl.proxy.parsing import Asked, TagParser
+from tests.fakes import CHATML, small_tokenizer
+
+pytest.importorskip("vllm")
+from seamless_verl.verl_adapter.parsers import VllmParser, make_parser
+
+SPECIAL = ("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|im_end|>")
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "run",
+            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        },
+    }
+]
+HERMES = 'I look. <tool_call>\n{"name": "run", "arguments": {"n": 3}}\n</tool_call>'
+CODER = "I look.\n<tool_call>\n<function=run>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+
+
+def _tokenizer() -> Any:
+    return small_tokenizer(CHATML, special=SPECIAL)
+
+
+@pytest.mark.parametrize(("name", "text"), [("hermes", HERMES), ("qwen3_coder", CODER)])
+@pytest.mark.parametrize("reasoning", [None, "qwen3", "deepseek_r1"])
+def test_calls_and_reasoning_of_several_families(name: str, text: str, reasoning: str | None) -> None:
+    parser = VllmParser(_tokenizer(), name, reasoning)
+    asked = Asked(tools=TOOLS, thinking=False, call_prefix="call_x_")
+    whole = text if reasoning is None else f"<think>\nhm\n</think>\n\n{text}"
+    said = parser.parse(whole, asked)
+    (call,) = said.tool_calls
+    assert (call.id, call.name, json.loads(call.arguments)) == ("call_x_0", "run", {"n": 3})
+    assert (said.content, said.reasoning) == ("I look.", "hm" if reasoning else "")
+    settler = parser.settler(asked)
+    shown = [settler.feed(character) for character in whole]
+    assert said.reasoning.startswith("".join(part for part, _ in shown))
+    assert said.content.startswith("".join(part for _, part in shown))
+
+
+def test_reasoning_that_the_prompt_opened() -> None:
+    parser = VllmParser(_tokenizer(), None, "qwen3")
+    asked = Asked(tools=(), thinking=True, call_prefix="c")
+    assert parser.think_tags == ("<think>", "</think>")
+    said = parser.parse("hm\n</think>\n\nyes", asked)
+    assert (said.reasoning, said.content) == ("hm", "yes")
+    settler = parser.settler(asked)
+    assert [settler.feed(part) for part in ("hm, ", "so", "</think>", "\nyes")] == [
+        ("hm,", ""),
+        (" so", ""),
+        ("", ""),
+        ("", "yes"),
+    ]
+
+
+def test_without_an_opening_tag_nothing_is_shown_early() -> None:
+    parser = VllmParser(_tokenizer(), None, "deepseek_r1")
+    asked = Asked(tools=(), thinking=False, call_prefix="c")
+    settler = parser.settler(asked)
+    assert [settler.feed(part) for part in ("who knows", "</think>", "yes")] == [("", "")] * 3
+    said = parser.parse("who knows</think>yes", asked)
+    assert (said.reasoning, said.content) == ("who knows", "yes")
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_required_calls_as_vllm_describes_them(name: str) -> None:
+    xgrammar: Any = pytest.importorskip("xgrammar")
+    call = Call(model="m", raw_tools=TOOLS, sampling={}, tool_choice=ToolChoice.REQUIRED)
+    parser = VllmParser(_tokenizer(), name, None)
+    constraint = structured_outputs(call, parser, thinking=False)
+    assert constraint is not None
+    grammar = xgrammar.Grammar.from_structural_tag(constraint["structural_tag"])
+    text = (HERMES if name == "hermes" else CODER).removeprefix("I look.").strip()
+    assert xgrammar.testing._is_grammar_accept_string(grammar, text)
+    assert not xgrammar.testing._is_grammar_accept_string(grammar, "hello")
+    said = parser.parse(text, Asked(tools=TOOLS, thinking=False, call_prefix="c"))
+    assert [known.name for known in said.tool_calls] == ["run"]
+
+
+def test_what_is_configured_wrongly_is_named() -> None:
+    assert isinstance(make_parser(_tokenizer(), None, None), TagParser)
+    with pytest.raises(ConfigError, match=r"seamless\.proxy\.tool_parser=nobody: vLLM has no such parser"):
+        make_parser(_tokenizer(), "nobody", None)
+    with pytest.raises(ConfigError, match=r"seamless\.proxy\.reasoning_parser=deepseek_r1: does not fit the tokenizer"):
+        make_parser(small_tokenizer(), None, "deepseek_r1")

@@ -1,0 +1,98 @@
+"""What an answer means, and what of an unfinished one may be shown: properties that hold for every text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seamless_verl.proxy.parsing import Asked, TagParser, find_stop
+from seamless_verl.proxy.settling import StopCutter, TextDecoder
+from tests.fakes import small_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "run"}}]
+_PIECES = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "run", "arguments": {}}',
+        "\n",
+        " ",
+        "a",
+        "<",
+        "é😀",
+    ]
+)
+_TEXTS = st.lists(_PIECES | st.text(max_size=4), max_size=12).map("".join)
+
+
+def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
+    at = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
+    return [text[start:stop] for start, stop in itertools.pairwise(at)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(_TEXTS, st.lists(st.integers(0, 200), max_size=20), st.booleans(), st.booleans(), st.booleans())
+def test_what_is_shown_early_is_a_prefix_of_what_is_said_in_the_end(
+    text: str, cuts: list[int], thinks: bool, thinking: bool, tools: bool
+) -> None:
+    parser = TagParser(("<think>", "</think>") if thinks else None)
+    asked = Asked(tools=TOOLS if tools else (), thinking=thinking, call_prefix="c")
+    settler = parser.settler(asked)
+    shown = [settler.feed(piece) for piece in _pieces(text, cuts)]
+    said = parser.parse(text, asked)
+    assert said.reasoning.startswith("".join(reasoning for reasoning, _ in shown))
+    assert said.content.startswith("".join(content for _, content in shown))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_TEXTS, st.lists(st.integers(0, 200), max_size=20), st.lists(_PIECES | st.text("ab<", min_size=1), max_size=3))
+def test_a_stop_string_is_never_shown(text: str, cuts: list[int], stops: list[str]) -> None:
+    cutter = StopCutter(stops)
+    shown = "".join(cutter.feed(piece) for piece in _pieces(text, cuts))
+    assert text[: find_stop(text, stops)[0]].startswith(shown)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=40), st.lists(st.integers(0, 400), max_size=20), st.data())
+def test_early_text_is_a_prefix_of_the_whole_text_for_any_ids(text: str, noise: list[int], data: st.DataObject) -> None:
+    tokenizer = small_tokenizer()
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded: str = tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
+        return decoded
+
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    at = data.draw(st.integers(0, len(ids)))
+    ids = [*ids[:at], *(token % len(tokenizer) for token in noise), *ids[at:]]
+    decoder = TextDecoder(decode)
+    shown = "".join(decoder.feed([token]) for token in ids)
+    assert decode(ids).startswith(shown)
+
+
+def test_plain_text_is_shown_at_once() -> None:
+    settler = TagParser().settler(Asked(tools=(), thinking=False, call_prefix="c"))
+    assert settler.feed("one ") == ("", "one ")
+    settler = TagParser().settler(Asked(tools=TOOLS, thinking=False, call_prefix="c"))
+    assert [settler.feed(piece)[1] for piece in ("one", " two <tool", "s> three")] == ["one", " two", " <tools> three"]
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "reasoning", "content"),
+    [
+        ("<think>\nwhy\n</think>\n\nyes", False, "why", "yes"),
+        ("why\n</think>\n\nyes", True, "why", "yes"),
+        ("<think>why", False, "why", ""),  # cut short by max_tokens
+        ("why not", True, "why not", ""),
+        ("no tags", False, "", "no tags"),
+        ("a </think> b", False, "", "a </think> b"),
+    ],
+)
+def test_reasoning(text: str, thinking: bool, reasoning: str, content: str) -> None:
+    said = TagParser(("<think>", "</think>")).parse(text, Asked(tools=(), thinking=thinking, call_prefix="c"))
+    assert (said.reasoning, said.content) == (reasoning, content)

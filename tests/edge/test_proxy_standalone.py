@@ -1,0 +1,271 @@
+"""``seamless-verl proxy`` over a server that speaks vLLM's wire; the server is the only part that is not real."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sqlite3
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.mock_engine import Connection, PreparedAnswers
+from benchmarks.traffic import model_folder
+from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.tokenizer import FolderTokenizer
+from tests.fakes import CHATML, small_tokenizer
+from tests.standalone import KEY, Standalone, chat, refused, save_tokenizer
+
+HI = [{"role": "user", "content": "hi"}]
+pytestmark = pytest.mark.timeout(120)
+
+
+class Mock:
+    """A server at vLLM's wire; ``latency_s`` may be changed while it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.latency_s = 0.0
+        self._answers = PreparedAnswers(folder)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> str:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self._answers, self.latency_s), "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def mock(folder: Path) -> AsyncIterator[Mock]:
+    server = Mock(folder)
+    yield server
+    server.stop()
+
+
+async def _proxy(mock: Mock, scratch: Path, *options: str) -> Standalone:
+    proxy = Standalone(scratch, await mock.start(), mock.folder, *options)
+    await asyncio.to_thread(proxy.start)
+    return proxy
+
+
+async def test_it_records_a_session_to_the_folder_and_forgets_it(mock: Mock, tmp_path: Path) -> None:
+    proxy = await _proxy(mock, tmp_path)
+    admin = proxy.admin()
+    try:
+        assert KEY not in proxy.said
+        handle = await admin.open_session(SessionSpec(group="g", index=3, metadata={"a": 1}))
+        history = list(HI)
+        for _ in range(3):
+            answer = await chat(proxy.url, handle.api_key, history)
+            assert answer.status_code == 200, answer.text
+            history += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+        result = await admin.close_session(handle.id, 0.5)
+        assert result.audit.is_clean
+    finally:
+        await admin.close()
+        assert proxy.stop() == 0
+    (row,) = proxy.rows()
+    assert (row["group"], row["index"], row["reward"], row["session"]) == ("g", 3, 0.5, handle.id)
+    assert row["token_ids"] == list(result.rows[0].token_ids)
+    assert row["mask"].count(1) == 3 * 256
+    database = sqlite3.connect(proxy.record / "journal.sqlite")
+    assert database.execute("SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM turns)").fetchone() == (0, 0)
+    database.close()
+    assert handle.api_key not in proxy.log.read_text()
+
+
+async def test_rows_as_parquet(mock: Mock, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    proxy = await _proxy(mock, tmp_path, "--rows", "parquet")
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec(group="g"))
+    assert (await chat(proxy.url, handle.api_key, HI)).status_code == 200
+    result = await admin.close_session(handle.id, 1.0)
+    await admin.close()
+    assert proxy.stop() == 0
+    (row,) = pyarrow.parquet.read_table(proxy.record / "rows" / f"{handle.id}.parquet").to_pylist()
+    assert row["token_ids"] == list(result.rows[0].token_ids)
+    assert row["log_probs"] == list(result.rows[0].log_probs)
+
+
+async def test_sigterm_lets_answers_under_way_finish(mock: Mock, tmp_path: Path) -> None:
+    proxy = await _proxy(mock, tmp_path)
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    mock.latency_s = 1.0
+    asking = asyncio.create_task(chat(proxy.url, handle.api_key, HI))
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False) as http:
+        while b"seamless_proxy_in_flight 1.0" not in (await http.get("/metrics")).content:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+    stopping = asyncio.create_task(asyncio.to_thread(proxy.stop))
+    assert (await asking).status_code == 200
+    assert await stopping == 0
+    await asyncio.to_thread(proxy.start)
+    assert "1 sessions found" in proxy.said
+    after = proxy.admin()
+    result = await after.close_session(handle.id)
+    assert result.audit.num_generations == 1
+    await after.close()
+    await admin.close()
+    proxy.stop()
+
+
+async def test_a_session_closed_but_not_written_is_finished_after_a_restart(mock: Mock, tmp_path: Path) -> None:
+    """The process dies between the note that a session is closed and its rows."""
+    proxy = await _proxy(mock, tmp_path)
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec(group="g"))
+    assert (await chat(proxy.url, handle.api_key, HI)).status_code == 200
+    proxy.kill()
+    database = sqlite3.connect(proxy.record / "journal.sqlite")
+    database.execute("UPDATE sessions SET state = 'closed', rewards = '[0.25, {}]'")
+    database.commit()
+    database.close()
+    await asyncio.to_thread(proxy.start)
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False) as http:
+        while (await http.get("/healthz")).json()["sessions"]:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+    proxy.stop()
+    (row,) = proxy.rows()
+    assert (row["group"], row["reward"], row["mask"].count(1)) == ("g", 0.25, 256)
+    await admin.close()
+
+
+async def test_a_damaged_turn_is_named_and_the_earlier_ones_are_kept(mock: Mock, tmp_path: Path) -> None:
+    proxy = await _proxy(mock, tmp_path)
+    admin = proxy.admin()
+    handle, other = [await admin.open_session(SessionSpec()) for _ in range(2)]
+    history = list(HI)
+    for _ in range(2):
+        answer = await chat(proxy.url, handle.api_key, history)
+        history += [answer.json()["choices"][0]["message"], *HI]
+    assert (await chat(proxy.url, other.api_key, HI)).status_code == 200
+    proxy.kill()
+    database = sqlite3.connect(proxy.record / "journal.sqlite")
+    (body,) = database.execute("SELECT body FROM turns WHERE number = 2").fetchone()
+    broken = body[:200] + bytes([body[200] ^ 1]) + body[201:]
+    database.execute("UPDATE turns SET body = ? WHERE number = 2", (broken,))
+    database.commit()
+    database.close()
+    await asyncio.to_thread(proxy.start)
+    answer = await chat(proxy.url, handle.api_key, history)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_damaged")
+    assert "turn 1 of 2" in answer.json()["error"]["message"]
+    assert (await chat(proxy.url, other.api_key, HI)).status_code == 200
+    result = await admin.close_session(handle.id)
+    assert result.audit.is_clean
+    assert [len(row.turns) for row in result.rows] == [1]
+    await admin.close()
+    proxy.stop()
+
+
+async def test_a_full_disk_keeps_the_answer_back_and_the_earlier_data_intact(mock: Mock, tmp_path: Path) -> None:
+    """A real limit of the kernel on what the process may write, below what the journal grows to."""
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder)
+    limit = 600_000
+    await asyncio.to_thread(proxy.start, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    given = 0
+    for number in range(60):
+        answer = await chat(proxy.url, handle.api_key, [{"role": "user", "content": f"{number} " + "word " * 4000}])
+        if answer.status_code != 200:
+            break
+        given += 1
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "journal_failed"), answer.text
+    assert any(word in answer.json()["error"]["message"] for word in ("full", "disk I/O"))
+    assert given > 2
+    proxy.kill()
+    await asyncio.to_thread(proxy.start)
+    result = await admin.close_session(handle.id)
+    assert result.audit.is_clean
+    assert result.audit.num_generations == given
+    await admin.close()
+    proxy.stop()
+
+
+async def test_rows_that_cannot_be_written_are_kept(mock: Mock, tmp_path: Path) -> None:
+    proxy = await _proxy(mock, tmp_path)
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    assert (await chat(proxy.url, handle.api_key, HI)).status_code == 200
+    rows = proxy.record / "rows"
+    rows.rename(proxy.record / "away")
+    with pytest.raises(ProxyRefused, match="503 record_failed"):
+        await admin.close_session(handle.id, 1.0)
+    (proxy.record / "away").rename(rows)
+    assert (await admin.close_session(handle.id)).reward == 1.0
+    assert len(proxy.rows()) == 1
+    await admin.close()
+    proxy.stop()
+
+
+async def test_two_processes_do_not_share_a_folder(mock: Mock, tmp_path: Path) -> None:
+    proxy = await _proxy(mock, tmp_path)
+    options = proxy.command[proxy.command.index("proxy") + 1 :]
+    options[options.index("--port") + 1] = "0"
+    assert "another process records there" in await asyncio.to_thread(refused, tmp_path, *options)
+    proxy.stop()
+
+
+async def test_bad_options_are_named(mock: Mock, tmp_path: Path) -> None:
+    url, folder = await mock.start(), str(mock.folder)
+    good = ["--engine", url, "--model", folder, "--served-model", "mock"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases = {
+        "--engine=http://127.0.0.1:1": ["--engine", "http://127.0.0.1:1", "--model", folder],
+        "--engine=nowhere": ["--engine", "nowhere", "--model", folder],
+        "Fix: --served-model mock": ["--engine", url, "--model", folder],
+        "no such folder": [*good, "--tokenizer", "no/such/folder/here"],
+        "cannot be read": [*good, "--tokenizer", str(empty)],
+        "did you mean max_in_flight": [*good, "--limit", "max_inflight=3"],
+        "needs a number": [*good, "--limit", "max_in_flight=many"],
+        "cannot listen": [*good, "--port", "70000"],
+        "--record=/proc/none": [*good, "--record", "/proc/none"],
+        "--engine-key-file": [*good, "--engine-key-file", "no-such-file"],
+    }
+    for story, arguments in cases.items():
+        assert story in await asyncio.to_thread(refused, tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, "{{ bos_token or 'none' }}{% for m in messages %}{{ m.content }}\n{% endfor %}"]
+)
+def test_the_folders_tokenizer_is_transformers_own(tmp_path: Path, template: str) -> None:
+    folder = save_tokenizer(tmp_path / "m", small_tokenizer(template))
+    ours, theirs = FolderTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "é & <b>"}, {"role": "user", "content": " 'quoted'\n\n"}]
+    tools = [{"type": "function", "function": {"name": "t", "description": "a > b é"}}]
+    for offered in (None, tools):
+        text = ours.apply_chat_template(messages, tools=offered, tokenize=False, add_generation_prompt=True)
+        assert text == theirs.apply_chat_template(messages, tools=offered, tokenize=False, add_generation_prompt=True)
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids)
+    assert (len(ours), ours.eos_token_id) == (len(theirs), theirs.eos_token_id)
+
+
+async def test_the_help_teaches() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "seamless_verl.cli", "proxy", "--help", stdout=asyncio.subprocess.PIPE
+    )
+    text = (await process.communicate())[0].decode()
+    assert process.returncode == 0
+    for word in ("vllm serve", "OPENAI_BASE_URL", "journal.sqlite", "max_in_flight", "--durable"):
+        assert word in text
