@@ -12,7 +12,6 @@ agents saw:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -21,13 +20,15 @@ import sys
 import tempfile
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
 import uvloop
 
+from benchmarks import parts
 from benchmarks.mock_engine import Connection, PreparedAnswers
+from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 from benchmarks.traffic import (
     Completion,
@@ -44,6 +45,7 @@ from benchmarks.traffic import (
 from seamless_verl.proxy.http_pool import Answer, HttpFailed, HttpPool
 
 AGENTS = 12
+_CHUNK = 25  # rounds on one folder
 
 
 class Book:
@@ -189,37 +191,43 @@ async def crash(rounds: int, scratch: Path, seed: int) -> tuple[Verdict, Seen, l
                 agents.up.clear()
                 os.killpg(child.pid, signal.SIGKILL)
                 await asyncio.to_thread(child.wait)
-                if (number + 1) % 20 == 0:
-                    print(f"{number + 1} kills, {sum(agents.seen.turns.values())} turns answered", flush=True)
             else:
                 agents.stopping = True
                 await asyncio.gather(*tasks)
     server.close()
-    with contextlib.suppress(FileNotFoundError):
-        print((scratch / "log").read_text()[-300:].splitlines()[-1])
     return judge(agents.seen, book, record / "rows"), agents.seen, starts
 
 
 def main() -> int:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", parts.extend)
     rounds = 20 if options.quick else 200
-    with tempfile.TemporaryDirectory() as temporary:
-        verdict, seen, starts = uvloop.run(crash(rounds, Path(temporary), seed=1))
-    for refusal in seen.refusals[:5]:
+    found = Parts(options)
+    taken = found.of("crash")
+    while (done := sum(len(part["starts"]) - 1 for part in taken)) < rounds:
+        if found.out_of_time:
+            return found.pause()
+        with tempfile.TemporaryDirectory() as temporary:
+            verdict, seen, starts = uvloop.run(crash(min(_CHUNK, rounds - done), Path(temporary), seed=1 + done))
+        told = {"repeated": seen.repeated, "refusals": seen.refusals, "starts": starts}
+        found.add("crash", {**asdict(verdict), **told})
+        print(f"{done + len(starts) - 1} kills: {verdict}", flush=True)
+    total = {name: sum(part[name] for part in taken) for name in ("answered", "lost", "doubled", "changed", "repeated")}
+    refusals = [refusal for part in taken for refusal in part["refusals"]]
+    for refusal in refusals[:5]:
         print(refusal)
-    starts.sort()
+    starts = sorted(start for part in taken for start in part["starts"][1:])
     records = [
         Record(name="kill -9 under load, restarts", value=rounds, unit=""),
-        Record(name="turns that agents got an answer to", value=verdict.answered, unit=""),
-        Record(name="requests that were cut off and repeated", value=seen.repeated, unit=""),
+        Record(name="turns that agents got an answer to", value=total["answered"], unit=""),
+        Record(name="requests that were cut off and repeated", value=total["repeated"], unit=""),
         Record(name="restart until requests are taken (median)", value=starts[len(starts) // 2], unit="s"),
         *(
             Record(name=name, value=value, unit="", bar="0", holds=value == 0)
             for name, value in (
-                ("turns lost", verdict.lost),
-                ("turns doubled", verdict.doubled),
-                ("turns with other tokens than the engine's", verdict.changed),
-                ("requests refused", len(seen.refusals)),
+                ("turns lost", total["lost"]),
+                ("turns doubled", total["doubled"]),
+                ("turns with other tokens than the engine's", total["changed"]),
+                ("requests refused", len(refusals)),
             )
         ),
     ]

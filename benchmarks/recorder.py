@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 import uvloop
 
+from benchmarks import parts
+from benchmarks.parts import Parts
 from benchmarks.peers import PEERS, Peer
 from benchmarks.records import Record, arguments, report
 from benchmarks.traffic import (
@@ -40,6 +42,7 @@ from benchmarks.traffic import (
 )
 
 OURS = "seamless_verl"
+_FIGURES = (("turns/s", "1/s"), ("p50", "ms"), ("p99", "ms"), ("processor time per turn", "ms"), ("resident", "MiB"))
 
 
 class Plan:
@@ -92,8 +95,8 @@ def _measure(
     plan: Plan,
     concurrency: int,
     log: Path,
-) -> tuple[float, float, float, float]:
-    """Turns per second, p50 and p99 in milliseconds, resident MiB at the end, of one fresh process."""
+) -> tuple[float, ...]:
+    """The figures of `_FIGURES` for one fresh process."""
     engine, port = free_port(), free_port()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock_engine(engine, folder, core=0, log=log))
@@ -106,12 +109,22 @@ def _measure(
         url = f"http://127.0.0.1:{port}"
         uvloop.run(until_up(url, "/healthz" if peer is None else peer.health))
         uvloop.run(_agents(url, plan, peer, concurrency, 1.0))  # warm
+        before = _cpu_s(child.pid)
         tally, took = uvloop.run(_agents(url, plan, peer, concurrency, options.seconds))
+        cpu_s = _cpu_s(child.pid) - before
         if tally.errors or not tally.latencies_s:
             raise RuntimeError(f"{name}: {len(tally.errors)} errors, the first: {tally.errors[:1]}; see {log}")
-        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-        memory = sum(member.memory_info().rss for member in family) / (1 << 20)
-    return len(tally.latencies_s) / took, tally.quantile(0.5) * 1e3, tally.quantile(0.99) * 1e3, memory
+        memory = sum(member.memory_info().rss for member in _family(child.pid)) / (1 << 20)
+    turns = len(tally.latencies_s)
+    return turns / took, tally.quantile(0.5) * 1e3, tally.quantile(0.99) * 1e3, cpu_s / turns * 1e3, memory
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def _cpu_s(pid: int) -> float:
+    return sum(sum(member.cpu_times()[:2]) for member in _family(pid))
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +132,7 @@ def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of traffic per repeat and recorder")
     parser.add_argument("--only", action="append", default=[], help="recorders to run, by the start of their name")
     parser.add_argument("--concurrency", type=int, action="append", default=[], help="default: 32 and 1")
+    parts.extend(parser)
 
 
 def main() -> int:
@@ -127,56 +141,58 @@ def main() -> int:
     sides: list[tuple[str, Peer | None]] = [(OURS, None), *((peer.name, peer) for peer in PEERS)]
     sides = [side for side in sides if not options.only or any(side[0].startswith(name) for name in options.only)]
     os.sched_setaffinity(0, {0})
-    records: list[Record] = []
+    found = Parts(options)
+    concurrencies = options.concurrency or (32, 1)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         folder = model_folder(scratch / "model")
         plan = Plan(folder, 2_000)
         log = Path(tempfile.gettempdir()) / "benchmark-recorder.log"
-        for concurrency in options.concurrency or (32, 1):
-            seen: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name, _ in sides}
+        for concurrency in concurrencies:
             for repeat in range(repeats):
                 for name, peer in sides:
-                    seen[name].append(_measure(name, peer, options, scratch, folder, plan, concurrency, log))
-                    turns, p50, p99, memory = seen[name][-1]
-                    told = f"{turns:.0f} turns/s, p50 {p50:.1f} ms, p99 {p99:.0f} ms, {memory:.0f} MiB"
+                    key = f"{concurrency} {name}"
+                    if len(found.of(key)) > repeat:
+                        continue
+                    if found.out_of_time:
+                        return found.pause()
+                    found.add(key, _measure(name, peer, options, scratch, folder, plan, concurrency, log))
+                    turns, p50, p99, cpu, memory = found.of(key)[-1]
+                    told = (
+                        f"{turns:.0f} turns/s, p50 {p50:.1f} ms, p99 {p99:.0f} ms, {cpu:.2f} ms CPU, {memory:.0f} MiB"
+                    )
                     print(f"c={concurrency} repeat {repeat + 1}/{repeats} {name}: {told}", flush=True)
-            records += _records(seen, concurrency)
+    records: list[Record] = []
+    for concurrency in concurrencies:
+        records += _records({name: found.of(f"{concurrency} {name}") for name, _ in sides}, concurrency)
     return report(records, options.json)
 
 
-def _records(seen: dict[str, list[tuple[float, float, float, float]]], concurrency: int) -> list[Record]:
+def _records(seen: dict[str, list[tuple[float, ...]]], concurrency: int) -> list[Record]:
+    """Medians of all, and ratios to the recorder with the most turns per second: medians of the repeats' own ratios."""
     tag = f"rl c={concurrency}"
     medians = {name: [statistics.median(column) for column in zip(*runs, strict=True)] for name, runs in seen.items()}
-    records = []
-    for name, (turns, p50, p99, memory) in medians.items():
-        records += [
-            Record(name=f"{tag} {name}: turns/s", value=turns, unit="1/s"),
-            Record(name=f"{tag} {name}: p50", value=p50, unit="ms"),
-            Record(name=f"{tag} {name}: p99", value=p99, unit="ms"),
-            Record(name=f"{tag} {name}: resident", value=memory, unit="MiB"),
-        ]
+    records = [
+        Record(name=f"{tag} {name}: {figure}", value=value, unit=unit)
+        for name, values in medians.items()
+        for value, (figure, unit) in zip(values, _FIGURES, strict=True)
+    ]
     others = {name: values for name, values in medians.items() if name != OURS}
-    if others and OURS in medians:
-        best = max(others, key=lambda name: others[name][0])
-        ratio, tail = medians[OURS][0] / others[best][0], medians[OURS][2] / others[best][2]
-        is_bar = concurrency == 32
+    if not others or OURS not in medians:
+        return records
+    best = max(others, key=lambda name: others[name][0])
+    pairs = list(zip(seen[OURS], seen[best], strict=True))
+    ratios = [statistics.median(ours[at] / theirs[at] for ours, theirs in pairs) for at in (0, 2, 3)]
+    is_bar = concurrency == 32
+    bars = ((">= 3", ratios[0] >= 3), ("<= 0.1", ratios[1] <= 0.1), ("", None))
+    for figure, ratio, (bar, holds) in zip(("turns/s", "p99", "processor time per turn"), ratios, bars, strict=True):
         records.append(
             Record(
-                name=f"{tag} turns/s, ours / {best}",
+                name=f"{tag} {figure}, ours / {best}",
                 value=ratio,
                 unit="x",
-                bar=">= 3" if is_bar else "",
-                holds=ratio >= 3 if is_bar else None,
-            )
-        )
-        records.append(
-            Record(
-                name=f"{tag} p99, ours / {best}",
-                value=tail,
-                unit="x",
-                bar="<= 0.1" if is_bar else "",
-                holds=tail <= 0.1 if is_bar else None,
+                bar=bar if is_bar else "",
+                holds=holds if is_bar else None,
             )
         )
     return records

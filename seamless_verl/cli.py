@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seamless_verl import __version__
+from seamless_verl.compose import run_is_alive
 from seamless_verl.errors import SeamlessError
 from seamless_verl.machine import port_is_free, survey
 from seamless_verl.observe.perfetto import write_trace
-from seamless_verl.observe.run_folder import load_recording, write_report
+from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.proxy import command as proxy
 from seamless_verl.simulation import command as simulation
 
@@ -143,14 +144,15 @@ def doctor(_: argparse.Namespace) -> int:
 
 
 def report(parsed: argparse.Namespace) -> int:
-    """Write the page of a run, or its trace; 2 when the folder is none of a run."""
+    """Write the page of a run, or its trace; 2 when there is nothing to write it from."""
     try:
+        run = parsed.run_folder or newest_run(Path(os.environ.get("SEAMLESS_RUNS", "runs")))
         if parsed.perfetto is not None:
-            write_trace(load_recording(parsed.run_folder), parsed.perfetto)
+            write_trace(load_recording(run), parsed.perfetto)
             print(f"{parsed.perfetto}  (open it at ui.perfetto.dev)")
             return 0
-        file = write_report(parsed.run_folder)
-    except SeamlessError as error:
+        file = write_report(run, running=run_is_alive(run))
+    except (SeamlessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(file)
@@ -166,7 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="check the installation and this machine before anything is burnt")
     command.set_defaults(run=doctor)
     command = commands.add_parser("report", help="one HTML page of what a run did, also while it is going on")
-    command.add_argument("run_folder", metavar="RUN", type=Path, help="run folder, as printed at the start of a run")
+    command.add_argument(
+        "run_folder",
+        metavar="RUN",
+        type=Path,
+        nargs="?",
+        help="run folder, as printed at the start of a run; without it the newest under runs/ (or $SEAMLESS_RUNS)",
+    )
     command.add_argument("--open", action="store_true", help="open the page in a browser")
     command.add_argument("--perfetto", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev instead")
     command.set_defaults(run=report)

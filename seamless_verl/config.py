@@ -27,16 +27,22 @@ class StalenessConfig:
             buffer with ``trainer.v1.sampler.max_off_policy_*`` and ``trainer.v1.separate_async.num_warmup_batches``.
         redundancy: prompts in flight per prompt trained, at least 1. Above 1 the slowest groups of a step are given up,
             which favours short answers.
+        correction: what is done about the lag, where the engine's log-probs are kept
+            (``rollout.calculate_log_probs``). ``token`` sets verl's token-level truncated importance weights, unless
+            ``algorithm.rollout_correction`` says otherwise or ``eta`` is 0. ``a3po`` interpolates the proximal policy
+            instead of computing it. ``verl`` leaves everything to verl's keys.
     """
 
     eta: int = 1
     policy: str = "reserve"
     redundancy: float = 1.0
+    correction: str = "token"
 
     def __post_init__(self) -> None:
         if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 0:
             raise ConfigError("seamless.staleness.eta", self.eta, "must be an integer >= 0", "write 1 (one-step lag)")
         _one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
+        _one_of("seamless.staleness.correction", self.correction, ("token", "a3po", "verl"))
         if isinstance(self.redundancy, bool) or not isinstance(self.redundancy, (int, float)) or self.redundancy < 1:
             raise ConfigError(
                 "seamless.staleness.redundancy",
@@ -88,6 +94,7 @@ class CurriculumConfig:
         pool_floor: prompts that always stay; ``None`` means ``data.train_batch_size``.
         readmit_after_epochs: when a prompt that left comes back; ``None``: never.
         stages: named stages over data sources, in order; none: all data from the start.
+        zero_overlong_advantage: rows that ran into ``data.max_response_length`` teach nothing; works by itself, too.
     """
 
     history_resampling: bool = False
@@ -95,12 +102,13 @@ class CurriculumConfig:
     pool_floor: int | None = None
     readmit_after_epochs: int | None = None
     stages: tuple[StageConfig, ...] = ()
+    zero_overlong_advantage: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.history_resampling, bool):
-            raise ConfigError(
-                "seamless.curriculum.history_resampling", self.history_resampling, "is not a switch", "write true"
-            )
+        for name in ("history_resampling", "zero_overlong_advantage"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"seamless.curriculum.{name}", value, "is not a switch", "write true or false")
         for name in ("pool_floor", "readmit_after_epochs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -220,6 +228,7 @@ class AgentConfig:
         deadline_s: seconds one attempt may take, test runs included.
         max_turns: model calls one attempt may make.
         max_tokens_per_turn: tokens one model call may generate.
+        max_concurrent: attempts under way at a time in each rollout worker; others wait, and their deadline with them.
     """
 
     runner: str | None = None
@@ -227,10 +236,12 @@ class AgentConfig:
     deadline_s: float = 600.0
     max_turns: int = 64
     max_tokens_per_turn: int | None = None
+    max_concurrent: int = 256
 
     def __post_init__(self) -> None:
         _positive("seamless.agent.deadline_s", self.deadline_s, "600")
         _positive("seamless.agent.max_turns", self.max_turns, "64")
+        _positive("seamless.agent.max_concurrent", self.max_concurrent, "256")
         if self.max_tokens_per_turn is not None:
             _positive("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, "1024")
 

@@ -30,6 +30,7 @@ from seamless_verl import compose, preflight
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey
+from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.supervisor import run_trainer
 
 CPU_ENVIRONMENT = {
@@ -199,6 +200,8 @@ def _explain_end(code: int, run_dir: Path) -> None:
         _say(f"interrupted (signal {code - 128}); nothing is left running; {resume}", sys.stderr)
     else:
         _say(f"failed with exit code {code}; logs: {run_dir / 'logs'}; {resume}", sys.stderr)
+    if (run_dir / FLIGHT).is_dir():
+        _say(f"what it did until then: seamless-verl report {run_dir} --open", sys.stderr)
 
 
 def _known_keys() -> list[str]:

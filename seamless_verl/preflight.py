@@ -64,6 +64,7 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_paths(config, pending)
     _check_reward(config)
     _check_agent(config, seamless, pending)
+    _check_curriculum(config, seamless, pending)
 
 
 def _check_layout(config: Mapping[str, Any]) -> None:
@@ -232,6 +233,27 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
             continue
         for task in _tasks_of(file):
             check_task(task)
+
+
+def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
+    """Stages and pools against the sources of the data, where it is there to be looked at."""
+    files = _as_list(config["data"]["train_files"])
+    here = all(file.endswith(".parquet") and "://" not in file and not _is_below(file, pending) for file in files)
+    if not seamless.curriculum.enabled or not here:
+        return
+    import pyarrow.parquet as parquet
+
+    from seamless_verl.curriculum.configured import configured
+
+    sources: list[str] = []
+    for file in files:
+        path = Path(file).expanduser()
+        if "data_source" not in parquet.read_schema(path).names:
+            raise ConfigError(
+                "data.train_files", file, "has no column data_source", "add it, verl's rewards use it too"
+            )
+        sources += map(str, parquet.read_table(path, columns=["data_source"])["data_source"].to_pylist())
+    configured(seamless.curriculum, sources=sources, train_batch_size=config["data"]["train_batch_size"], seed=None)
 
 
 def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:

@@ -52,9 +52,10 @@ class RunStarted(FlightEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded(FlightEvent):
-    """``outcome`` is ``finished`` or what ended it."""
+    """``outcome`` is ``finished`` or the name of the error that ended it; ``detail`` is that error's last line."""
 
     outcome: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class RequestStarted(FlightEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken(FlightEvent):
-    """Prefill has ended."""
+    """Prefill has ended. verl's replicas do not tell; `observe.prefill` estimates it then."""
 
     request: str
     slice: str

@@ -53,10 +53,13 @@ class FlightRecorder:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if folder is not None:
-            header = _header(role)
-            file = folder / FLIGHT / f"{header.writer}.jsonl"
-            self._thread = threading.Thread(target=self._write, args=(file, header), name="flight", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write, args=(folder / FLIGHT, role), name="flight", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more threads
+                self._stop(role, error)
+                return
+            self._thread = thread
             atexit.register(self.close)
 
     @staticmethod
@@ -80,22 +83,28 @@ class FlightRecorder:
         self._on = False
         atexit.unregister(self.close)
 
-    def _write(self, file: Path, header: FlightHeader) -> None:
+    def _write(self, folder: Path, role: str) -> None:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("x", encoding="utf-8") as stream:
+            header = _header(role)
+            folder.mkdir(parents=True, exist_ok=True)
+            # What is no Unicode (half of a surrogate pair) is written as the escape that JSON has for it.
+            file = folder / f"{header.writer}.jsonl"
+            with file.open("x", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(encode_header(header) + "\n")
                 stream.flush()
                 while not self._closing.wait(_PERIOD_S):
                     self._drain(stream)
                 self._drain(stream)
-        except (OSError, ValueError, TypeError) as error:
-            self._on = False
-            self._waiting.clear()
-            self._complain(
-                f"the flight recorder has stopped, the run goes on; what is missing in its report from now on: "
-                f"everything of {header.writer} ({type(error).__name__}: {error})"
-            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the run goes on
+            self._stop(role, error)
+
+    def _stop(self, role: str, error: Exception) -> None:
+        self._on = False
+        self._waiting.clear()
+        self._complain(
+            f"the flight recorder has stopped, the run goes on; its report lacks what process {os.getpid()} ({role}) "
+            f"does from now on: {type(error).__name__}: {error}"
+        )
 
     def _drain(self, stream: TextIO) -> None:
         lines = [encode_event(self._waiting.popleft()) for _ in range(len(self._waiting))]

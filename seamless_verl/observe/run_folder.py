@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from seamless_verl.errors import SeamlessError
@@ -10,7 +11,7 @@ from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import FLIGHT, Recording, read_recording
 from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
 
-REPORT = "report.html"
+REPORT, CONFIG, SUMMARY, LOGS = "report.html", "config.yaml", "summary.json", "logs"
 
 
 class NoRunFolder(SeamlessError):
@@ -23,30 +24,79 @@ def load_recording(run: Path) -> Recording:
     FlightFormatError: the recording is broken, or of a later version.
     """
     if not (run / FLIGHT).is_dir():
-        raise NoRunFolder(f"{run} has no {FLIGHT}/ with a recording")
+        steps = (run / STEPS).exists()
+        raise NoRunFolder(f"{run} has no {FLIGHT}/ with a recording" if steps else _why_nothing(run, running=False))
     return read_recording(run / FLIGHT)
 
 
-def load_digest(run: Path) -> RunDigest:
-    """Raises:
-    NoRunFolder: neither a recording nor a step is there.
-    FlightFormatError: as `load_recording`.
+def load_digest(run: Path, *, running: bool = False) -> RunDigest:
+    """Args:
+        running: whether the process of the run lives.
+
+    Raises:
+        NoRunFolder: neither a recording nor a step is there.
+        FlightFormatError: as `load_recording`.
     """
     if not any((run / name).exists() for name in (FLIGHT, STEPS)):
-        raise NoRunFolder(f"{run} is no run folder: it has neither {FLIGHT}/ nor {STEPS}")
-    recording = read_recording(run / FLIGHT)
-    return digest(recording, read_records(run / STEPS), read_records(run / VALIDATION))
+        raise NoRunFolder(_why_nothing(run, running=running))
+    return digest(
+        read_recording(run / FLIGHT),
+        read_records(run / STEPS),
+        read_records(run / VALIDATION),
+        start_up_s=_start_up(run),
+        running=running,
+    )
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, *, running: bool = False) -> Path:
     """Write ``RUN/report.html``; also while the run goes on.
 
     Raises:
         NoRunFolder, FlightFormatError: as `load_digest`.
     """
-    page = render(load_digest(run))
+    page = render(load_digest(run, running=running))
     file = run / REPORT
     part = run / f"{REPORT}.part"
     part.write_text(page, encoding="utf-8")
     part.replace(file)
     return file
+
+
+def newest_run(runs: Path) -> Path:
+    """The run under ``runs`` that was started (or continued) last; the points of a sweep count one by one.
+
+    Raises:
+        NoRunFolder: there is none.
+    """
+    found = [*_points(runs), *(point for sweep in _folders(runs) for point in _points(sweep))]
+    if not found:
+        raise NoRunFolder(f"there is no run under {runs.absolute()}; name a run folder, or start where the runs are")
+    return max(found, key=lambda run: (run / CONFIG).stat().st_mtime)
+
+
+def _points(folder: Path) -> list[Path]:
+    return [run for run in _folders(folder) if (run / CONFIG).is_file() and (run / LOGS).is_dir()]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _why_nothing(run: Path, *, running: bool) -> str:
+    if not run.is_dir():
+        return f"{run} does not exist"
+    if running:
+        return f"{run} has recorded nothing yet: its first step has not begun; try again in a minute"
+    if (run / CONFIG).is_file() and (run / LOGS).is_dir():
+        return f"{run} has recorded nothing: the run ended before its first step; {run / LOGS} has the reason"
+    points = _points(run)
+    if points:
+        return f"{run} is a sweep; choose one of its points: {' '.join(str(point) for point in points)}"
+    return f"{run} is no run folder: it has neither {FLIGHT}/ nor {STEPS}"
+
+
+def _start_up(run: Path) -> dict[str, float]:
+    """Seconds by part, which a run writes down when it ends well."""
+    file = run / SUMMARY
+    found: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["start_up_s"] if file.is_file() else {}
+    return found

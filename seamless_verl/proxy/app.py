@@ -271,11 +271,12 @@ def make_app(deps: ProxyDeps) -> FastAPI:
         ("GET", "/metrics", proxy.metrics),
         ("GET", "/openapi.json", proxy.openapi),
     )
-    for method, path, handler in routes:
-        app.router.add_route(path, handler, methods=[method])
+    # The router tries them in this order, so the busiest come first.
     for path, parse in DIALECTS.items():
         for prefix in ("", "/sessions/{session_id}"):
             app.router.add_route(prefix + path, _speaking(proxy, parse), methods=["POST"])
+    for method, path, handler in routes:
+        app.router.add_route(path, handler, methods=[method])
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

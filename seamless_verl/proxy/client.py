@@ -64,16 +64,19 @@ class ProxyAdmin:
         base_url: as :attr:`seamless_verl.proxy.server.ProxyServer.base_url`.
         admin_key: the proxy's admin key.
         timeout_s: for one call; closing a long session transfers its rows.
+        app: the proxy's application where it runs in this very process; calls then go to it without a socket.
     """
 
-    def __init__(self, base_url: str, admin_key: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, base_url: str, admin_key: str, *, timeout_s: float = 60.0, app: Any = None) -> None:
         # Proxies of the environment are for the outside world; this one is on our own network.
         self._client = httpx.AsyncClient(
             base_url=base_url,
             headers={"authorization": f"Bearer {admin_key}"},
-            timeout=timeout_s,
+            # httpx looks at every connection of its pool for every request: few of them, and calls wait for their turn.
+            timeout=httpx.Timeout(timeout_s, pool=None),
             trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            transport=None if app is None else httpx.ASGITransport(app=app, raise_app_exceptions=False),
+            limits=httpx.Limits(max_connections=16, max_keepalive_connections=16),
         )
 
     async def open_session(self, spec: SessionSpec) -> SessionHandle:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+from seamless_verl.proxy.word_cache import WordCache
 from seamless_verl.trajectory.messages import Message, Role
 from seamless_verl.trajectory.rendering import Extension, ExtensionRefused
 
@@ -71,6 +72,7 @@ class TokenizerRenderer:
         self._tokenizer = tokenizer
         # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._words = WordCache.of(self._backend) if self._backend is not None else None
         self._template_args = dict(template_args or {})
         self._skip_special_tokens = not keep_special_tokens
         eos = tokenizer.eos_token_id
@@ -100,6 +102,9 @@ class TokenizerRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that already contains its special tokens."""
+        known = self._words.encode(text) if self._words is not None else None
+        if known is not None:
+            return known
         if self._backend is not None:
             # The fast variant leaves out character offsets, which nobody here reads; it takes half the time.
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids

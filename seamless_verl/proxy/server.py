@@ -63,6 +63,7 @@ class ProxyServer:
             access_log=False,
             lifespan="off",
             ws="none",
+            proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(self._drain_s)),
         )
         self._server = _Server(config)

@@ -45,10 +45,12 @@ class ProxyShard:
         self.server = server
         self.admin = admin
         self.runner = runner
+        self.places = asyncio.Semaphore(seamless.agent.max_concurrent)
 
     @classmethod
     async def get(cls, config: Any, client: Any, tokenizer: Any, template_args: dict[str, Any]) -> ProxyShard:
-        if cls._current is None:
+        task = cls._current
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):  # a failed start too
             cls._current = asyncio.ensure_future(cls._start(config, client, tokenizer, template_args))
         return await asyncio.shield(cls._current)
 
@@ -87,7 +89,7 @@ class ProxyShard:
             )
         )
         server = ProxyServer(app, seamless.proxy.host, seamless.proxy.port)
-        return cls(seamless, server, ProxyAdmin(await server.start(), admin_key), runner)
+        return cls(seamless, server, ProxyAdmin(await server.start(), admin_key, app=app), runner)
 
 
 def _stop_token_ids(config: Any, tokenizer: Any) -> list[int]:
@@ -116,9 +118,25 @@ class ProxyAgentLoop(AgentLoopBase):
         extra_info = kwargs.get("extra_info") or {}
         task = extra_info.get("task")
         task = json.loads(task) if isinstance(task, str) else dict(task or {})
-        session = await shard.admin.open_session(self._spec(shard.seamless, sampling_params, kwargs))
         timing: dict[str, float] = {}
-        recorder = recorder_of_process(shard.seamless.run_dir, "rollout")
+        async with shard.places:
+            result, report = await self._attempt(
+                shard, task, self._spec(shard.seamless, sampling_params, kwargs), timing
+            )
+        task_id = f"{extra_info.get('split', '')}/{extra_info.get('index', kwargs.get('index', ''))}"
+        outputs = [
+            self._output(row, result, report, task_id, AgentLoopMetrics(**timing))
+            for row in reversed(result.rows)  # verl scores a session by its last row; ours with the most tokens
+            if row.num_trained
+        ]
+        if not outputs:
+            raise RuntimeError(f"session {result.id} has no generated token: {report.status.value}, {report.detail}")
+        return outputs
+
+    async def _attempt(
+        self, shard: ProxyShard, task: dict[str, Any], spec: SessionSpec, timing: dict[str, float]
+    ) -> tuple[SessionResult, AgentReport]:
+        session = await shard.admin.open_session(spec)
         try:
             with simple_timer("generate_sequences", timing):
                 report = await shard.runner.run(
@@ -134,16 +152,9 @@ class ProxyAgentLoop(AgentLoopBase):
             await shard.admin.delete_session(session.id)
             raise
         result = await shard.admin.close_session(session.id, report.reward, report.rewards)
+        recorder = recorder_of_process(shard.seamless.run_dir, "rollout")
         recorder.record(_session_ended(recorder.now(), result, report, timing["generate_sequences"]))
-        task_id = f"{extra_info.get('split', '')}/{extra_info.get('index', kwargs.get('index', ''))}"
-        outputs = [
-            self._output(row, result, report, task_id, AgentLoopMetrics(**timing))
-            for row in reversed(result.rows)  # verl scores a session by its last row; ours with the most tokens
-            if row.num_trained
-        ]
-        if not outputs:
-            raise RuntimeError(f"session {session.id} has no generated token: {report.status.value}, {report.detail}")
-        return outputs
+        return result, report
 
     def _spec(self, seamless: SeamlessConfig, sampling_params: dict[str, Any], kwargs: dict[str, Any]) -> SessionSpec:
         """The trainer decides how tokens are sampled; agents may ask, but are overridden."""

@@ -11,9 +11,9 @@ import transfer_queue as tq
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from seamless_verl.config import CurriculumConfig
-from seamless_verl.curriculum.curriculum import Curriculum, Draw, EpochEnded, StageEntered
-from seamless_verl.curriculum.pool import Outcome, Resampling
-from seamless_verl.curriculum.stages import Plateau, Stage
+from seamless_verl.curriculum.configured import configured
+from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered
+from seamless_verl.curriculum.pool import Outcome
 from seamless_verl.errors import ConfigError, SeamlessError
 
 
@@ -38,17 +38,13 @@ class CurriculumLoader:
         say: Callable[[str], None],
     ) -> None:
         sources = _column(dataset, "data_source")
-        resampling = None
-        if config.history_resampling:
-            floor = min(train_batch_size, len(sources)) if config.pool_floor is None else config.pool_floor
-            resampling = Resampling(floor=floor, readmit_after=config.readmit_after_epochs)
         self._dataset = dataset
         self._accuracy_key = config.accuracy_key
         self._say = say
-        self.curriculum = Curriculum(
+        self.curriculum = configured(
+            config,
             sources=sources,
-            stages=[_stage(stage) for stage in config.stages],
-            resampling=resampling,
+            train_batch_size=train_batch_size,
             seed=(seed or 0) if shuffle else None,
             dataset=_fingerprint(dataset, sources),
         )
@@ -148,17 +144,6 @@ class CurriculumLoader:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.curriculum.restore(state["curriculum"])
         self._draws = {uid: Draw(prompt=prompt, epoch=epoch) for uid, (prompt, epoch) in state["draws"].items()}
-
-
-def _stage(config: Any) -> Stage:
-    rule = config.until_plateau
-    return Stage(
-        name=config.name,
-        sources=tuple(config.sources),
-        until_step=config.until_step,
-        until_epoch=config.until_epoch,
-        until_plateau=Plateau(epochs=rule.epochs, min_gain=rule.min_gain) if rule is not None else None,
-    )
 
 
 def _column(dataset: Any, name: str) -> list[str]:

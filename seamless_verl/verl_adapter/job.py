@@ -105,6 +105,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
         )
         start_up.lap("start_agent_loops")
         with Watchdog(_actors(trainer, manager)) as watchdog:
+            if isinstance(trainer, SeamlessTrainer):
+                trainer.flight.blame = lambda: watchdog.story
             try:
                 trainer.fit(manager)
             except KeyboardInterrupt:

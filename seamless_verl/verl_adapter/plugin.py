@@ -26,6 +26,10 @@ def _register_trainer(_: ModuleType) -> None:
     import seamless_verl.verl_adapter.trainer  # noqa: F401  (registers itself under TRAINER_MODE)
 
 
+def _register_policy_loss(_: ModuleType) -> None:
+    import seamless_verl.verl_adapter.a3po  # noqa: F401  (registers itself)
+
+
 def _scope_weight_sockets(rollout: ModuleType) -> None:
     """Keep two runs on one machine apart: verl names its weight sockets after the Ray job id.
 
@@ -60,6 +64,7 @@ def _load() -> None:
         import seamless_verl.verl_adapter.cpu_platform  # noqa: F401  (registers the platform)
     wrapt.register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
     wrapt.register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
+    wrapt.register_post_import_hook(_register_policy_loss, "verl.trainer.ppo.core_algos")
     for module in ("vllm_rollout", "utils"):
         wrapt.register_post_import_hook(_scope_weight_sockets, f"verl.workers.rollout.vllm_rollout.{module}")
 

@@ -50,6 +50,8 @@ class TrainerFlight:
         self._ledger = Ledger()
         self._trainers: list[SliceAdded] = []
         self._rollouts: list[SliceAdded] = []
+        # Why the run was interrupted, where the user did not do it; set by whoever watches over the run.
+        self.blame: Callable[[], str | None] = lambda: None
 
     def begin(self, start: RunStarted, trainers: list[SliceAdded], rollouts: list[SliceAdded]) -> None:
         self._trainers, self._rollouts = trainers, rollouts
@@ -61,6 +63,13 @@ class TrainerFlight:
 
     def end(self, outcome: str) -> None:
         self._note(RunEnded(at=self.recorder.now(), outcome=outcome))
+        self.recorder.close()
+
+    def broke(self, error: BaseException) -> None:
+        story = self.blame()
+        lines = (story or str(error)).strip().splitlines()  # the end of a remote traceback is what tells
+        outcome = "RunBroken" if story else type(error).__name__
+        self._note(RunEnded(at=self.recorder.now(), outcome=outcome, detail=lines[-1] if lines else ""))
         self.recorder.close()
 
     @contextmanager
@@ -166,7 +175,7 @@ class RecordedTrainer(_BASE):
         try:
             super().fit(agent_loop_manager)
         except BaseException as error:
-            self.flight.end(type(error).__name__)
+            self.flight.broke(error)
             raise
         self.flight.end("finished")
 

@@ -7,6 +7,7 @@ order in which conversations began. A conversation stays on its replica (prefix 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from cachetools import LRUCache
@@ -22,6 +23,15 @@ _MOST_HELD = 500
 _UNBOUNDED = 1 << 30
 
 
+@dataclass(slots=True)
+class _Held:
+    """A request that waits; ``place`` becomes the replica where it is to go."""
+
+    conversation: str
+    tokens: int
+    place: asyncio.Future[str]
+
+
 class MarginalGainBalancer(MeteredLoadBalancer):
     """See the module; made by `balancer_class`, since verl hands a balancer nothing but its replicas."""
 
@@ -31,10 +41,11 @@ class MarginalGainBalancer(MeteredLoadBalancer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._policy = MarginalGain(cost=PUBLISHED[self.settings.cost], mu=self.settings.mu)
-        self._held: dict[str, tuple[int, asyncio.Future[None]]] = {}  # request -> prompt tokens, its waiter
+        self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
+        self._asked = 0
         self._begun: LRUCache = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
         self._conversations = 0
-        self._tokens: dict[tuple[str, str], int] = {}  # (replica, request) -> prompt tokens while it runs
+        self._tokens: dict[tuple[str, str], list[int]] = {}  # (replica, conversation) -> prompt tokens of what runs
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
 
     def require_acquire_fields(self) -> list[str]:
@@ -50,22 +61,29 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             self._conversations += 1
         known = self._request_id_to_server.get(request_id) in self._inflight_requests
         if self._inflight_requests and not known and len(self._held) < _MOST_HELD:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._held[request_id] = (len(prompt_ids), waiter)
+            self._asked += 1
+            number, held = (
+                str(self._asked),
+                _Held(request_id, len(prompt_ids), asyncio.get_running_loop().create_future()),
+            )
+            self._held[number] = held
             self._route()
             try:
-                await waiter
+                await held.place
             finally:
-                self._held.pop(request_id, None)
+                del self._held[number]
         server_id, handle = super().acquire_server(request_id)
-        self._tokens[server_id, request_id] = len(prompt_ids)
+        self._tokens.setdefault((server_id, request_id), []).append(len(prompt_ids))
         self._kv[server_id] = self._kv.get(server_id, 0) + len(prompt_ids)
         return server_id, handle
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         super().release_server(server_id, request_id)
-        if server_id in self._kv:
-            self._kv[server_id] -= self._tokens.pop((server_id, request_id or ""), 0)
+        running = self._tokens.get((server_id, request_id or ""))
+        if running:
+            self._kv[server_id] -= running.pop()
+            if not running:
+                del self._tokens[server_id, request_id or ""]
         self._route()
 
     def add_servers(self, servers: dict[str, Any]) -> None:
@@ -82,27 +100,28 @@ class MarginalGainBalancer(MeteredLoadBalancer):
 
     def _route(self) -> None:
         """Wake those that have a place now; each takes it when it runs, which `super().acquire_server` counts."""
-        waiting = [request for request, (_, waiter) in self._held.items() if not waiter.done()]
+        waiting = {number: held for number, held in self._held.items() if not held.place.done()}
         if not waiting:
             return
         if not self._inflight_requests:
-            for request in waiting:
-                self._held[request][1].set_result(None)  # to be refused there, as verl expects
+            for held in waiting.values():
+                held.place.set_result("")  # to be refused there, as verl expects
             return
-        waiting.sort(key=lambda request: self._begun.get(request, 0))
-        requests = [PendingRequest(request=request, version=0, tokens=self._held[request][0]) for request in waiting]
+        order = sorted(waiting, key=lambda number: self._begun.get(waiting[number].conversation, 0))
+        requests = [PendingRequest(request=number, version=0, tokens=waiting[number].tokens) for number in order]
         for decision in self._policy.route(requests, self._loads()):
-            if isinstance(decision, Route):
-                self._request_id_to_server[decision.request] = decision.replica
-                self._held[decision.request][1].set_result(None)
+            if not isinstance(decision, Route) or waiting[decision.request].place.done():
+                continue
+            conversation = waiting[decision.request].conversation
+            self._request_id_to_server[conversation] = decision.replica
+            for held in waiting.values():  # what else it asked for at the same time goes to the same prefix cache
+                if held.conversation == conversation and not held.place.done():
+                    held.place.set_result(decision.replica)
 
     def _loads(self) -> list[ReplicaLoad]:
         """Requests in flight, and those that were told their place and have not taken it yet."""
-        promised = [
-            (self._request_id_to_server[request], tokens)
-            for request, (tokens, waiter) in self._held.items()
-            if waiter.done()
-        ]
+        told = (held for held in self._held.values() if held.place.done() and not held.place.cancelled())
+        promised = [(held.place.result(), held.tokens) for held in told]
         loads = []
         for server_id, in_flight in self._inflight_requests.items():
             coming = [tokens for place, tokens in promised if place == server_id]

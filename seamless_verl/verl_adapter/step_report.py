@@ -27,6 +27,15 @@ class AuditFailed(SeamlessError):
     """What is about to be trained is not what was generated."""
 
 
+def on_policy_keys(batch: KVBatchMeta, current_version: int) -> list[str]:
+    """Rows whose every token was sampled from the weights that they are about to change."""
+    return [
+        key
+        for key, tag in zip(batch.keys, batch.tags, strict=True)
+        if not tag.get("is_padding", False) and tag["min_global_steps"] == tag["max_global_steps"] == current_version
+    ]
+
+
 class StepMeter:
     """Collects over the mini-batches of a step; `finish` closes the step and starts the next."""
 
@@ -80,17 +89,15 @@ class StepMeter:
             info = (row["extra_fields"] or {}).get("reward_extra_info") or {}
             self._sessions[session] = (int(index), float(row["rm_scores"].sum()), info.get("passed"))
 
-    def compare_log_probs(self, batch: KVBatchMeta, current_version: int) -> None:
-        """Largest |trainer - rollout| log-prob over rows generated wholly by the version being trained."""
+    def count_staleness(self, batch: KVBatchMeta, current_version: int) -> None:
+        """Versions between the first token of every row and the weights that it is about to change."""
         self._staleness += [
             current_version - tag["min_global_steps"] for tag in batch.tags if not tag.get("is_padding", False)
         ]
-        on_policy = [
-            key
-            for key, tag in zip(batch.keys, batch.tags, strict=True)
-            if not tag.get("is_padding", False)
-            and tag["min_global_steps"] == tag["max_global_steps"] == current_version
-        ]
+
+    def compare_log_probs(self, batch: KVBatchMeta, current_version: int) -> None:
+        """Largest |trainer - rollout| log-prob over rows generated wholly by the version being trained."""
+        on_policy = on_policy_keys(batch, current_version)
         if not on_policy:
             return
         fields = ["old_log_probs", "rollout_log_probs", "response_mask"]

@@ -24,17 +24,19 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.utils import update_prometheus_config
 
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe.ledger import SliceSeconds
 from seamless_verl.observe.reporter import Reporter
+from seamless_verl.verl_adapter.a3po import LOSS_MODE
+from seamless_verl.verl_adapter.corrections import write_interpolation_weights, zero_overlong_advantages
 from seamless_verl.verl_adapter.curriculum import CurriculumLoader
 from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.recorded_trainer import RecordedTrainer
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.router import balancer_class
-from seamless_verl.verl_adapter.step_report import StepMeter, validation_report
+from seamless_verl.verl_adapter.step_report import StepMeter, on_policy_keys, validation_report
 
 _STREAMING_STATE = "streaming.json"
 
@@ -45,6 +47,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
     * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
     * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
+    * `_correct_lag`: what is done about log-probs of older weights.
     * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
     """
     section = OmegaConf.select(config, "seamless")
@@ -68,7 +71,24 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
                 engine.custom_backend_module = "seamless_verl.verl_adapter.cpu_weights"
             else:
                 engine.backend = "nccl"
+        _correct_lag(config, seamless.staleness)
     return seamless
+
+
+def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
+    correction = config.algorithm.get("rollout_correction")
+    has_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs
+    if staleness.correction == "a3po":
+        if not has_log_probs or correction is None:
+            key = "actor_rollout_ref.rollout.calculate_log_probs"
+            raise ConfigError(key, has_log_probs, "a3po needs the log-probs of the rollout", "write true")
+        correction.bypass_mode = True
+        config.actor_rollout_ref.actor.policy_loss.loss_mode = LOSS_MODE
+        return
+    if staleness.correction != "token" or not staleness.eta or not has_log_probs or correction is None:
+        return
+    if correction.rollout_is is None and correction.rollout_rs is None and not correction.bypass_mode:
+        correction.rollout_is = "token"
 
 
 @register_trainer(TRAINER_MODE)
@@ -223,11 +243,29 @@ class SeamlessTrainer(RecordedTrainer):
         return batch
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        version = self.global_steps - 1
         self._meter.audit(batch)
-        batch = super()._compute_old_log_prob(batch, metrics)
-        correction = self.config.algorithm.get("rollout_correction") or {}
-        if not correction.get("bypass_mode", False):  # there verl copies the rollout's log-probs: nothing to compare
-            self._meter.compare_log_probs(batch, current_version=self.global_steps - 1)
+        self._meter.count_staleness(batch, version)
+        correction = self.config.algorithm.get("rollout_correction")
+        if correction is None or not correction.bypass_mode:
+            batch = super()._compute_old_log_prob(batch, metrics)
+            self._meter.compare_log_probs(batch, version)
+            return batch
+        if self.local_trigger_step == 0 and on_policy_keys(batch, version):
+            # verl would copy the rollout's log-probs; a first mini-batch that can be compared pays one forward pass.
+            correction.bypass_mode = False
+            PPOTrainer._compute_old_log_prob(self, batch, metrics)
+            correction.bypass_mode = True
+            self._meter.compare_log_probs(batch, version)
+        return super()._compute_old_log_prob(batch, metrics)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics)
+        if self.seamless.curriculum.zero_overlong_advantage:
+            share = zero_overlong_advantages(batch, self.config.data.max_response_length)
+            metrics["training/overlong_share"] = share
+        if self.seamless.staleness.correction == "a3po":
+            write_interpolation_weights(batch, self.global_steps - 1)
         return batch
 
     def _compute_metrics(

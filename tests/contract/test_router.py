@@ -70,14 +70,37 @@ async def test_everybody_is_answered_in_the_end():
     assert not balancer._tokens
 
 
+async def test_a_conversation_with_several_requests_at_once_is_served_in_full():
+    """Sub-agents and parallel calls: verl names them by their conversation alone."""
+    balancer = router(servers=("a", "b"), max_running=1)
+    taken = {name: (await balancer.acquire_server(name, prompt_ids=[0]))[0] for name in ("first", "second")}
+    calls = [asyncio.ensure_future(balancer.acquire_server("family", prompt_ids=[0] * n)) for n in (10, 20, 30)]
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in calls), "both replicas are taken"
+    balancer.release_server(taken["first"], "first")
+    places = await asyncio.wait_for(asyncio.gather(*calls), 5)
+    assert {place for place, _ in places} == {taken["first"]}
+    for place, _ in places:
+        balancer.release_server(place, "family")
+    balancer.release_server(taken["second"], "second")
+    assert balancer.get_total_inflight() == 0
+    assert set(balancer._kv.values()) == {0}
+    assert not balancer._held
+    assert not balancer._tokens
+
+
 async def test_a_client_that_gives_up_is_forgotten():
     balancer = router(servers=("a",), max_running=1)
     await balancer.acquire_server("first", prompt_ids=[0])
     call = asyncio.ensure_future(balancer.acquire_server("gone", prompt_ids=[0]))
     await asyncio.sleep(0)
+    other = asyncio.ensure_future(balancer.acquire_server("other", prompt_ids=[0]))
+    await asyncio.sleep(0)
     call.cancel()
+    balancer.release_server("a", "first")  # before the one that gave up could clean up
     with pytest.raises(asyncio.CancelledError):
         await call
+    assert (await asyncio.wait_for(other, 5))[0] == "a"
     assert not balancer._held
 
 

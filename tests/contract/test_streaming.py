@@ -89,9 +89,7 @@ class Rollout:
 
 @pytest.fixture(scope="module", autouse=True)
 def plug_in():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VERL_PLATFORM", "cpu")
-        yield importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
+    return importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
 
 
 @pytest.fixture

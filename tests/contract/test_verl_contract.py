@@ -87,13 +87,6 @@ NAMES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cpu_platform():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VERL_PLATFORM", "cpu")
-        yield
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_exists(name):
     module, _, path = name.partition(":")

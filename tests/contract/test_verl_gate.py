@@ -209,10 +209,10 @@ def test_the_same_decisions_as_the_installed_verl(monkeypatch: pytest.MonkeyPatc
         ended = ev.StepEnded(at=ours.now, step=step, waited_s=waited_s, waited_groups=waited_groups, last=last)
         ours.tell(ended)
         given = ours.tell(ev.Released(at=ours.now, request=request))
-        decision = next(c.decision for c in given if isinstance(c, cm.RecordDecision))
-        lend = decision.verb is Verb.LEND
-        assert lend == bool(shown["separate_async/decision/should_switch_to_rollout"]), (step, decision)
-        assert lend == any(isinstance(c, cm.LendSlice) for c in given)
+        lend = any(isinstance(c, cm.LendSlice) for c in given)
+        assert lend == bool(shown["separate_async/decision/should_switch_to_rollout"]), step
+        # a decision to go on holding is recorded once, not at every step
+        assert all((c.decision.verb is Verb.LEND) == lend for c in given if isinstance(c, cm.RecordDecision)), step
         lent_steps += lend
         ours.answer(given, cost.wake_s)
         theirs._pending_sync_metrics = {}

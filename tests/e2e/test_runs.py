@@ -18,6 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from seamless_verl.cli import main
+from seamless_verl.observe.flight import Phase
+from seamless_verl.observe.ledger import Category
+from seamless_verl.observe.run_folder import load_digest
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MARK = "SEAMLESS_TEST_MARK"
@@ -101,6 +106,29 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def assert_the_report_accounts_for_the_run(folder: Path, devices: dict[str, int]) -> None:
+    """Wall time is read from the raw recording, phases are compared with what verl itself measured."""
+    (trainer,) = (folder / "flight").glob("trainer-*.jsonl")
+    events = [json.loads(line) for line in trainer.read_text().splitlines()[1:]]
+    (start,) = [event["at"] for event in events if event["event"] == "RunStarted"]
+    (end,) = [event["at"] for event in events if event["event"] == "RunEnded"]
+    found = load_digest(folder)
+    assert (found.outcome, found.lost, found.recording.torn) == ("finished", 0, ())
+    spent = {pool: sum(seconds.values()) for pool, seconds in found.pools().items()}
+    assert spent == pytest.approx({pool: (end - start) * count for pool, count in devices.items()}, rel=0.005)
+    measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    phases = {"timing_s/update_actor": Phase.UPDATE_ACTOR, "timing_s/gen": Phase.WAIT_FOR_BATCH}
+    for key, phase in phases.items():
+        assert found.phases[phase] == pytest.approx(sum(step[key] for step in measured), rel=0.02, abs=0.2)
+    assert found.pools()["rollout"][Category.GENERATE] > 0
+    assert found.requests.failed == 0
+    assert found.requests.tokens >= sum(step["tokens_per_s"] * step["step_s"] for step in found.steps) > 0
+    command = [sys.executable, "-m", "seamless_verl.cli", "report", str(folder)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert answer.stdout.strip() == str(folder / "report.html")
+    assert ">finished<" in (folder / "report.html").read_text()
+
+
 def test_agents_train_a_model_end_to_end(machine):
     code, output = machine.run("+recipe=swe", "trainer.total_training_steps=3", "data.val_max_samples=24")
     assert code == 0, output
@@ -122,6 +150,8 @@ def test_agents_train_a_model_end_to_end(machine):
     rows = [json.loads(line) for line in (folder / "rows" / "1.jsonl").read_text().splitlines()]
     assert len(rows) >= 128
     assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints"} <= set(os.listdir(folder))
+    assert f"seamless-verl report {folder}" in output
+    assert_the_report_accounts_for_the_run(folder, {"trainer": 1, "rollout": 1})
     machine.assert_nothing_left()
 
 
@@ -170,9 +200,16 @@ def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     code, output = finish(process)
     assert code == 137, output
     machine.assert_nothing_left()
+    (folder,) = machine.runs()
+    assert f"seamless-verl report {folder}" in output
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert ">no end recorded<" in page
+    assert "step 3: the run was killed" in page or "step 2: the run was killed" in page
     code, output = machine.run(*arguments)
     assert code == 0, output
-    (folder,) = machine.runs()
+    assert main(["report", str(folder)]) == 0
+    assert ">finished<" in (folder / "report.html").read_text()
     assert "step 3/4" in output
     assert "step 1/4" not in output
     figures = summary(folder)

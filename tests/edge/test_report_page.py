@@ -6,6 +6,7 @@ Needs a Chromium (or Chrome) on the PATH; skipped without one. Where CI installs
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from seamless_verl.cli import main
 from seamless_verl.observe.run_folder import write_report
+from seamless_verl.supervisor import identity
 from tests.kernel.observe.made_up import write_made_up_run
 
 BROWSER = next(
@@ -142,9 +144,9 @@ def test_a_click_on_the_legend_fades_its_category(seen):
 
 
 @in_browser
-@pytest.mark.parametrize("width", [1100, 1366, 1920])
-def test_nothing_sticks_out_sideways(page, tmp_path, width):
-    assert probe(tmp_path, page, width)["wide"] <= 0
+def test_nothing_sticks_out_sideways(page, tmp_path, seen):
+    assert seen["wide"] <= 0
+    assert probe(tmp_path, page, 1000)["wide"] <= 0
 
 
 @in_browser
@@ -181,7 +183,69 @@ def test_a_folder_that_is_none_of_a_run_is_refused_in_one_line(tmp_path, capsys,
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
-    assert "flight/" in error
+    assert "no run folder: it has neither flight/" in error
+
+
+def started(run: Path) -> Path:
+    """As the main job leaves it before anything is recorded."""
+    (run / "logs").mkdir(parents=True)
+    (run / "config.yaml").write_text("{}")
+    return run
+
+
+def test_without_a_folder_the_newest_run_is_taken_also_a_point_of_a_sweep(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SEAMLESS_RUNS", str(tmp_path))
+    assert main(["report"]) == 2
+    assert "there is no run under" in capsys.readouterr().err
+    for age, name in ((30, "swe-1"), (10, "sweep/0"), (20, "sweep/1")):
+        run = write_made_up_run(started(tmp_path / name))
+        moment = run.stat().st_mtime - age
+        os.utime(run / "config.yaml", (moment, moment))
+    (tmp_path / "a file").touch()
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "sweep" / "0" / "report.html")
+    assert main(["report", str(tmp_path / "sweep")]) == 2
+    assert f"is a sweep; choose one of its points: {tmp_path / 'sweep' / '0'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--perfetto", "trace.json"]])
+def test_a_run_that_has_recorded_nothing_is_told_from_a_folder_of_something_else(tmp_path, capsys, options):
+    run = started(tmp_path / "run")
+    assert main(["report", str(run), *options]) == 2
+    assert f"the run ended before its first step; {run / 'logs'} has the reason" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "no"), *options]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_whether_a_recording_without_an_end_goes_on_is_seen_from_its_process(tmp_path, capsys):
+    run = started(tmp_path / "run")
+    owner = subprocess.Popen(["sleep", "60"])
+    (run / "pid").write_text(identity(owner.pid))
+    assert main(["report", str(run)]) == 2
+    assert "its first step has not begun" in capsys.readouterr().err
+    write_made_up_run(run)
+    file = run / "flight" / "made-up.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[: len(lines) // 2]) + "\n" + lines[len(lines) // 2][:30])
+    main(["report", str(run)])
+    text = (run / "report.html").read_text()
+    assert ">running<" in text
+    owner.kill()
+    owner.wait()
+    main(["report", str(run)])
+    text = (run / "report.html").read_text()
+    assert ">no end recorded<" in text
+    assert "the run was killed" in text
+    assert "last line cut short in" in text
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+    run = write_made_up_run(tmp_path / "run")
+    (run / "report.html").mkdir()
+    assert main(["report", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "report.html" in error
 
 
 def test_a_broken_recording_is_named_with_its_line(tmp_path, capsys):

@@ -59,6 +59,8 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
         ({"router": {"mu": 1.5}}, "seamless.router.mu"),
         ({"router": {"cost": "70b"}}, "seamless.router.cost"),
         ({"staleness": {"redundancy": 0.5}}, "seamless.staleness.redundancy"),
+        ({"staleness": {"correction": "sequence"}}, "seamless.staleness.correction"),
+        ({"curriculum": {"zero_overlong_advantage": 1}}, "seamless.curriculum.zero_overlong_advantage"),
         ({"curriculum": {"history_resampling": True}}, "seamless.curriculum.accuracy_key"),
         ({"curriculum": {"history_resampling": "yes"}}, "seamless.curriculum.history_resampling"),
         ({"curriculum": {"pool_floor": 0}}, "seamless.curriculum.pool_floor"),

@@ -161,3 +161,17 @@ def test_accelerators_are_counted_by_their_device_files(tmp_path, monkeypatch):
     assert count_accelerators(tmp_path) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert count_accelerators(tmp_path) == 0
+
+
+def test_a_stage_over_a_source_that_the_data_does_not_have_is_refused_before_anything_starts(tmp_path):
+    file = tmp_path / "train.parquet"
+    parquet.write_table(pa.Table.from_pylist([{"data_source": "math"}, {"data_source": "code"}]), file)
+    stages = [{"name": "first", "sources": ["maths"]}]
+    with pytest.raises(ConfigError, match=r"stages\[0\]\.sources=maths.*did you mean math\?"):
+        check(config(data__train_files=str(file)), curriculum={"accuracy_key": "acc", "stages": stages})
+    resampling = {"accuracy_key": "acc", "history_resampling": True, "pool_floor": 3}
+    with pytest.raises(ConfigError, match=r"pool_floor=3.*only 2 prompts"):
+        check(config(data__train_files=str(file)), curriculum=resampling)
+    parquet.write_table(pa.Table.from_pylist([{"prompt": "x"}]), file)
+    with pytest.raises(ConfigError, match="no column data_source"):
+        check(config(data__train_files=str(file)), curriculum={"accuracy_key": "acc", "stages": stages})

@@ -5,14 +5,16 @@ Each rule has a threshold that stands beside it; a rule that does not apply says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.ledger import IDLE, Category
 from seamless_verl.observe.numbers import duration, quantile, share
-from seamless_verl.observe.page.labels import LABELS
+from seamless_verl.observe.page.labels import LABELS, REALIGNED
+from seamless_verl.trajectory.segments import DriftReason
 
 
 class Weight(Enum):
@@ -48,21 +50,28 @@ def _ended_badly(run: RunDigest) -> Iterator[Finding]:
     if run.start is None or run.outcome == "finished":
         return
     last = run.step_spans[-1].step if run.step_spans else 0
-    if run.outcome is None:
+    where = f"in step {last}" if last else "before the first step"
+    again = "The same command with hydra.run.dir set to the folder continues from the last checkpoint."
+    if run.running:
+        title, advice = f"The run goes on; the recording is {where}", "Write the report again later to see more."
+        yield Finding(weight=Weight.NOTE, title=title, advice=advice, anchor="lanes")
+    elif run.outcome == "KeyboardInterrupt":
+        yield Finding(weight=Weight.NOTE, title=f"The run was interrupted {where}", advice=again, anchor="lanes")
+    elif run.end is None:
         yield Finding(
-            weight=Weight.NOTE,
-            title=f"The recording stops in step {last} without an end",
-            advice="The run goes on, or it was killed. In the first case write the report again later; in the second "
-            "the same command with hydra.run.dir set to the folder continues from the last checkpoint.",
+            weight=Weight.BROKEN,
+            title=f"The recording stops {where}: the run was killed, or its machine went away",
+            advice=f"Up to a fifth of a second is missing at its end; the rest is complete. {again}",
             anchor="lanes",
         )
-        return
-    yield Finding(
-        weight=Weight.BROKEN,
-        title=f"The run ended in step {last} with {run.outcome}",
-        advice="logs/trainer.log has the full story; the right end of the lanes shows what each slice did then.",
-        anchor="lanes",
-    )
+    else:
+        detail = f": {run.end.detail}" if run.end.detail else ""
+        yield Finding(
+            weight=Weight.BROKEN,
+            title=f"The run ended {where} with {run.outcome}{detail}",
+            advice=f"logs/trainer.log has the whole story, the right end of the lanes what each slice did. {again}",
+            anchor="lanes",
+        )
 
 
 def _audit(run: RunDigest) -> Iterator[Finding]:
@@ -106,28 +115,49 @@ def _idle(run: RunDigest) -> Iterator[Finding]:
         idle = sum(seconds[category] for category in IDLE)
         if total <= 0 or idle / total < 0.2:
             continue
-        trains = seconds[Category.TRAIN] > seconds[Category.GENERATE]
-        straggling = seconds[Category.WAIT_STRAGGLER] > 0.5 * idle
-        if trains and straggling:
-            advice = (
-                "It waits for the last rollouts of each batch. Shorter limits for agents (seamless.agent.deadline_s, "
-                "max_turns) or a larger eta let the batch close earlier."
-            )
-        elif trains:
-            advice = (
-                "Rollout is the bottleneck: more rollout devices, or lending these slices to rollout while they wait."
-            )
-        else:
-            advice = (
-                "It had no requests to serve: prompts are held back by the staleness bound while the trainer works, or "
-                "agents spend their time elsewhere. Fewer rollout devices or more for training would cost no time."
-            )
         yield Finding(
             weight=Weight.COSTLY,
             title=f"Pool {pool} was idle for {share(idle / total)} of its time in steps ({duration(idle)})",
-            advice=advice,
+            advice=_idle_trainer(run, seconds)
+            if seconds[Category.TRAIN] > seconds[Category.GENERATE]
+            else _idle_rollout(run, pool),
             anchor="ledger",
         )
+
+
+def _idle_trainer(run: RunDigest, seconds: Mapping[Category, float]) -> str:
+    if seconds[Category.WAIT_STRAGGLER] > seconds[Category.WAIT_DATA]:
+        return (
+            "It waits for the last rollouts of each batch. Shorter limits for agents (seamless.agent.deadline_s, "
+            "max_turns) or a larger seamless.staleness.eta let the batch close earlier."
+        )
+    if run.decisions:
+        return (
+            "Rollout is the bottleneck: more rollout devices help. The decisions say when these were lent, and why not."
+        )
+    return (
+        "Rollout is the bottleneck: more rollout devices, or lending these slices to rollout while they wait "
+        "(seamless.scheduler.policy)."
+    )
+
+
+def _idle_rollout(run: RunDigest, pool: str) -> str:
+    """No requests to serve: agents do something else, or there are none because the bound admits no more prompts."""
+    shrink = sum(entry.devices for entry in run.books if entry.pool == pool) > 1
+    if not run.sessions.ended:
+        return "It had no requests to serve: prompts are held back by the staleness bound while the trainer works."
+    busy = run.idle_with_agents(pool)
+    if busy > 0.5:
+        return (
+            f"In {share(busy)} of that time agents were at work, but not with the model: they ran tools and tests, or "
+            "started. Faster tools, or more attempts at a time (a larger batch or rollout.n), keep replicas busy."
+        )
+    return (
+        f"In {share(1 - busy)} of that time no attempt was under way: the staleness bound holds prompts back until the "
+        "trainer has caught up. Training is the bottleneck; "
+        + ("devices taken from rollout and given to it" if shrink else "more devices for it")
+        + " would shorten the steps."
+    )
 
 
 def _overheads(run: RunDigest) -> Iterator[Finding]:
@@ -180,15 +210,17 @@ def _slow_sessions(run: RunDigest) -> Iterator[Finding]:
 
 
 def _drift(run: RunDigest) -> Iterator[Finding]:
-    """More than one turn in twenty does not continue its session cleanly."""
-    unclean = sum(run.sessions.drift.values())
-    if run.sessions.turns and unclean / run.sessions.turns > 0.05:
-        reason, count = run.sessions.drift.most_common(1)[0]
+    """More than one turn in twenty starts a branch for a reason that is not how agents work by design."""
+    harmless = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
+    forks = Counter({reason: count for reason, count in run.sessions.drift.items() if reason not in harmless})
+    if run.sessions.turns and forks.total() / run.sessions.turns > 0.05:
+        reason, count = forks.most_common(1)[0]
         yield Finding(
             weight=Weight.NOTE,
-            title=f"{unclean} reasons for drift in {run.sessions.turns} turns; the most frequent is {reason} ({count})",
-            advice="The agent sends its history back in another spelling. Each fork becomes a row of its own and is "
-            "prefilled again.",
+            title=f"{forks.total()} of {run.sessions.turns} turns did not continue their session, most often for "
+            f"{reason.replace('_', ' ')} ({count})",
+            advice="Each such turn becomes a row of its own and is prefilled from there. If the agent does not mean to "
+            "rewrite its history, let it send back what it was given.",
             anchor="data",
         )
 

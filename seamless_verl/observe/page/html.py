@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.numbers import duration
-from seamless_verl.observe.page import sections
+from seamless_verl.observe.page import data_section, headline, sections
 from seamless_verl.observe.page.lane_data import as_script, lane_data
 
 # Nothing may be fetched, whatever a task's name or an agent's text contains.
@@ -26,7 +26,7 @@ def render(run: RunDigest) -> str:
     title = run.start.name if run.start is not None else "run without a recording"
     body = [
         _header(run, title),
-        _section("next", "Look at this next", "", sections.next_steps(run)),
+        _section("next", "Look at this next", "", headline.next_steps(run)),
         _section("lanes", "What every slice did", "", _lanes(run)),
         _section(
             "ledger",
@@ -37,7 +37,7 @@ def render(run: RunDigest) -> str:
         _section("steps", "Step by step", "", sections.steps(run)),
         _section("decisions", "Decisions of the scheduler", "", sections.decisions(run)),
         _section("learning", "Learning", "", sections.learning(run)),
-        _section("data", "What was generated and trained", "", sections.data(run)),
+        _section("data", "What was generated and trained", "", data_section.data(run)),
         _section("about", "About this recording", "", sections.about(run)),
     ]
     here = files("seamless_verl.observe.page")
@@ -60,6 +60,8 @@ def _header(run: RunDigest, title: str) -> str:
     elif run.recording.events:
         facts.append(datetime.fromtimestamp(run.recording.origin_s, timezone.utc).strftime("%d %B %Y, %H:%M UTC"))
     facts.append(duration(run.span_s))
+    if run.start_up_s:
+        facts[-1] += f" after {duration(sum(run.start_up_s.values()))} of start-up"
     if run.start is not None:
         facts.append(f"{len(run.step_spans)} of {run.start.total_steps} steps")
         devices = sum({entry.slice: entry.devices for entry in run.books}.values())
@@ -68,15 +70,19 @@ def _header(run: RunDigest, title: str) -> str:
         facts.append(f"staleness bound {run.start.eta}")
     return (
         f'<header><h1>{escape(title)} <span class="badge {style}">{escape(state)}</span></h1>'
-        f"<p>{escape(' · '.join(facts))}</p>{sections.headline(run)}</header>"
+        f"<p>{escape(' · '.join(facts))}</p>{headline.headline(run)}</header>"
     )
 
 
 def _state(run: RunDigest) -> tuple[str, str]:
     if run.start is None:
         return "no recording", "open"
+    if run.running:
+        return "running", "open"
     if run.outcome is None:
-        return "no end recorded", "open"
+        return "no end recorded", "bad"
+    if run.outcome == "KeyboardInterrupt":
+        return "interrupted", "open"
     return (run.outcome, "good") if run.outcome == "finished" else (f"ended by {run.outcome}", "bad")
 
 

@@ -1,10 +1,11 @@
-"""What categories and tags are called on the page, and their classes in its style sheet."""
+"""What categories and drift reasons are called on the page, and their classes in its style sheet."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from seamless_verl.observe.ledger import Category
+from seamless_verl.trajectory.segments import DriftReason
 
 LABELS: Mapping[Category, str] = {
     Category.TRAIN: "training",
@@ -18,6 +19,30 @@ LABELS: Mapping[Category, str] = {
     Category.VALIDATION: "waiting for validation",
     Category.CHECKPOINT: "checkpoint",
     Category.OTHER: "other",
+}
+
+# The first four keep the session in one row, with the tokens that were generated; each of the others starts a branch.
+REALIGNED = frozenset(
+    [
+        DriftReason.ARGUMENTS_RESPELLED,
+        DriftReason.CALL_IDS_CHANGED,
+        DriftReason.CONTENT_WHITESPACE,
+        DriftReason.REASONING_DROPPED,
+    ]
+)
+DRIFT: Mapping[DriftReason, str] = {
+    DriftReason.ARGUMENTS_RESPELLED: "the arguments of a tool call came back as other JSON of the same value",
+    DriftReason.CALL_IDS_CHANGED: "the ids of tool calls came back changed",
+    DriftReason.CONTENT_WHITESPACE: "the text of an answer came back with other white space",
+    DriftReason.REASONING_DROPPED: "the reasoning of an answer did not come back",
+    DriftReason.BRANCHED: "a history that had gone on already went on once more: parallel calls, sub-agents",
+    DriftReason.RESAMPLED: "the same request was sent again for another answer",
+    DriftReason.HISTORY_REWRITTEN: "an earlier message was changed, as when an agent compacts its history",
+    DriftReason.ROOT_CHANGED: "a history that shares nothing with the session's",
+    DriftReason.SYSTEM_CHANGED: "another system prompt",
+    DriftReason.TOOLS_CHANGED: "another list of tools",
+    DriftReason.TEMPLATE_MISMATCH: "the chat template renders the history otherwise than it was generated",
+    DriftReason.BOUNDARY_TRIMMED: "tokens at the end of an answer do not fit what follows in the chat template",
 }
 
 

@@ -95,7 +95,7 @@ def _wait(
         yield flight.SliceMoved(at=now + wait_s, slice=name, state=SliceState.TRAINING, tag="train")
     for name in standing:
         yield from _requests(name, now, wait_s * rng.uniform(0.7, 1.0), requests, f"s{step}", rng)
-    reasons = ("tool_call_spelling", "whitespace", "history_rewritten")
+    reasons = ("arguments_respelled", "content_whitespace", "history_rewritten")
     for index in range(12):
         yield flight.SessionEnded(
             at=now + wait_s * index / 12, session=f"{step}-{index}", group=str(index), seconds=rng.expovariate(0.05),

@@ -7,7 +7,9 @@ from seamless_verl.observe.digest import digest
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.ledger import Category
 from seamless_verl.observe.page.findings import Weight, findings
+from seamless_verl.observe.page.labels import DRIFT, REALIGNED
 from seamless_verl.observe.recording import Recording
+from seamless_verl.trajectory.segments import DriftReason
 from tests.kernel.observe.made_up import made_up_run
 
 
@@ -116,6 +118,55 @@ def test_a_step_that_was_cut_off_counts_until_the_end_and_one_of_a_killed_run_do
     assert [(span.start, span.stop) for span in run_of(again).step_spans] == [(11.0, 12.0)]
 
 
+def test_phases_inside_of_others_are_charged_once_and_those_of_a_killed_run_until_its_last_event():
+    def began(at: float, phase: Phase) -> flight.PhaseBegan:
+        return flight.PhaseBegan(at=at, phase=phase, step=1)
+
+    def ended(at: float, phase: Phase) -> flight.PhaseEnded:
+        return flight.PhaseEnded(at=at, phase=phase, step=1)
+
+    events = [
+        start(), began(1.0, Phase.SYNC_WEIGHTS), began(2.0, Phase.SWITCH), ended(4.0, Phase.SWITCH),
+        ended(7.0, Phase.SYNC_WEIGHTS), began(8.0, Phase.VALUES), flight.StepEnded(at=10.0, step=1),
+        start(20.0), began(21.0, Phase.VALUES), flight.StepBegan(at=24.0, step=1),
+    ]  # fmt: skip
+    assert dict(run_of(events).phases) == {Phase.SYNC_WEIGHTS: 4.0, Phase.SWITCH: 2.0, Phase.VALUES: 5.0}
+
+
+def session(at: float, seconds: float) -> flight.SessionEnded:
+    return flight.SessionEnded(
+        at=at, session="s", group="g", seconds=seconds, turns=1, rows=1, reward=0.0, status="finished"
+    )
+
+
+def test_idle_time_is_told_apart_by_whether_agents_were_at_work():
+    """Idle from 2 to 10, and twice an agent was at work meanwhile: from 3 to 6, and from 9 on."""
+    events = [
+        start(), rollout(0.0), request(0.0, "a"), done(2.0, "a"), session(5.0, 2.0), session(6.0, 2.0),
+        request(10.0, "b"), done(11.0, "b"), session(11.0, 2.0),
+    ]  # fmt: skip
+    run = run_of(events)
+    assert run.idle_with_agents("rollout") == pytest.approx((3.0 + 1.0) / 8.0)
+    assert run.idle_with_agents("trainer") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "running", "said", "weight"),
+    [
+        (None, True, "The run goes on", Weight.NOTE),
+        (None, False, "the run was killed", Weight.BROKEN),
+        ("KeyboardInterrupt", False, "The run was interrupted in step 1", Weight.NOTE),
+        ("RunBroken", False, "ended in step 1 with RunBroken: replica 0 died", Weight.BROKEN),
+    ],
+)
+def test_it_is_said_how_a_run_ended(outcome, running, said, weight):
+    events = [start(), trainer(0.0), flight.StepBegan(at=0.0, step=1), flight.StepBegan(at=1.0, step=1)]
+    if outcome is not None:
+        events.append(flight.RunEnded(at=2.0, outcome=outcome, detail="replica 0 died"))
+    found = findings(digest(Recording(events=tuple(events)), [], [], running=running))
+    assert [finding.weight for finding in found if said in finding.title] == [weight]
+
+
 def titles(events, steps=()) -> dict[str, Weight]:
     return {finding.title: finding.weight for finding in findings(run_of(events, steps))}
 
@@ -151,3 +202,20 @@ def test_a_healthy_run_is_called_one():
         flight.RunEnded(at=10.0, outcome="finished"),
     ]  # fmt: skip
     assert list(titles(events).values()) == [Weight.GOOD]
+
+
+def test_drift_by_design_is_no_finding_and_rewritten_history_is():
+    def drifted(**drift: int) -> flight.SessionEnded:
+        return flight.SessionEnded(
+            at=1.0, session="s", group="g", seconds=1.0, turns=10, rows=1, reward=0.0, status="finished", drift=drift
+        )
+
+    ended = flight.RunEnded(at=2.0, outcome="finished")
+    assert titles([start(), drifted(arguments_respelled=9, branched=5), ended]) == {}
+    (found,) = titles([start(), drifted(branched=5, history_rewritten=2), ended])
+    assert found == "2 of 10 turns did not continue their session, most often for history rewritten (2)"
+
+
+def test_every_drift_reason_is_explained_on_the_page():
+    assert set(DRIFT) == set(DriftReason)
+    assert set(DRIFT) > REALIGNED

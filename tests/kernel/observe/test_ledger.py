@@ -210,7 +210,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.lists(EVENTS, max_size=40))
 def test_the_books_add_up_and_no_second_is_counted_twice(events):
     """Also for events out of order, of slices never added, and for phases that end twice."""
@@ -232,7 +232,7 @@ def test_the_books_add_up_and_no_second_is_counted_twice(events):
     assert {name: seconds for name, seconds in wall.items() if seconds} == pytest.approx(drawn)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.lists(EVENTS, max_size=40))
 def test_the_total_is_wall_times_devices(events):
     """Counted here from additions and removals alone, for events in order."""
@@ -253,7 +253,7 @@ def test_the_total_is_wall_times_devices(events):
     assert sum(b.devices * sum(b.seconds.values()) for b in ledger.books(10.0)) == pytest.approx(total)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.lists(EVENTS, max_size=30))
 def test_each_moment_has_the_category_that_a_look_at_all_events_before_it_gives(events):
     """An oracle that remembers nothing: for each quarter second it replays everything up to then."""

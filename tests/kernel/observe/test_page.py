@@ -126,7 +126,7 @@ def test_what_a_reader_wants_to_know_is_said(made_up):
     text = " ".join(page.text)
     for part in (
         "made up", "finished", "4 of 4 steps", "48 devices in 6 slices", "policy predictive", "device time at work",
-        "4 × lend, 4 × reclaim", "benefit", "tool_call_spelling", "0.200 at step 0, 0.400 at step 3",
+        "4 × lend, 4 × reclaim", "benefit", "arguments respelled", "0.200 at step 0, 0.400 at step 3",
     ):  # fmt: skip
         assert part in text, part
 

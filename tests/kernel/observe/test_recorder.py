@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 
-from seamless_verl.observe.flight import EventsLost, StepBegan
+from seamless_verl.observe.flight import EventsLost, RunEnded, StepBegan
 from seamless_verl.observe.recorder import FlightRecorder
 from seamless_verl.observe.recording import FLIGHT, read_recording
 
@@ -108,6 +108,55 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path):
     assert steps == list(range(len(steps)))
     assert len(steps) > 50
     assert recording.torn
+
+
+NO_MORE_THREADS = """
+import resource, sys, threading
+from pathlib import Path
+from seamless_verl.observe.flight import StepBegan
+from seamless_verl.observe.recorder import FlightRecorder
+
+threading.stack_size(1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+recorder = FlightRecorder(Path(sys.argv[1]), "trainer", complain=lambda message: print(message))
+recorder.record(StepBegan(at=0.0, step=1))
+recorder.close()
+print("the run went on")
+"""
+
+
+def test_a_process_that_may_have_no_more_threads_runs_without_a_recording(tmp_path):
+    answer = subprocess.run(
+        [sys.executable, "-c", NO_MORE_THREADS, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    complaint, last = answer.stdout.splitlines()
+    assert "can't start new thread" in complaint
+    assert last == "the run went on"
+
+
+def test_a_disk_that_hangs_holds_up_neither_the_run_nor_its_end(tmp_path, monkeypatch):
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(self, stream) -> None:
+        hangs.set()
+        goes_on.wait(30)
+
+    monkeypatch.setattr(FlightRecorder, "_drain", hang)
+    recorder = FlightRecorder(tmp_path, "trainer", most_waiting=100)
+    assert hangs.wait(10)
+    for number in range(1000):
+        recorder.record(StepBegan(at=0.0, step=number))
+    recorder.close(patience_s=0.05)
+    assert not goes_on.is_set()
+    goes_on.set()
+
+
+def test_text_that_is_no_unicode_is_kept(tmp_path):
+    recorder = FlightRecorder(tmp_path, "trainer")
+    recorder.record(RunEnded(at=0.0, outcome="\ud800 ü"))
+    recorder.close()
+    (event,) = read_recording(tmp_path / FLIGHT).events
+    assert event.outcome == "\ud800 ü"
 
 
 def test_an_event_that_cannot_be_written_ends_the_recording_loudly(tmp_path):

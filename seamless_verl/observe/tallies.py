@@ -1,0 +1,215 @@
+"""What a recording says beside the ledger, counted in one pass: requests, rows, attempts, decisions, phases. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from seamless_verl.observe import flight
+
+_ENDED = ("completed", "stop", "length")
+_INTERRUPTED = ("abort", "aborted")
+_ABANDONED = ("CancelledError",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRow:
+    """A decision, and what came of it as far as that is known."""
+
+    made: flight.DecisionMade
+    outcome: flight.DecisionRealised | None
+
+
+@dataclass(slots=True)
+class Requests:
+    """Generations by replicas.
+
+    Attributes:
+        interrupted: the replica stopped them and their tokens were kept.
+        abandoned: whoever asked had gone, e.g. an agent at its deadline.
+        prefilled_again: prompt tokens of resumed requests that were not in the prefix cache; ``None`` if the engine
+            does not tell.
+        seconds: duration of each that ended.
+    """
+
+    started: int = 0
+    tokens: int = 0
+    interrupted: int = 0
+    abandoned: int = 0
+    failed: int = 0
+    resumed: int = 0
+    prefilled_again: int | None = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Rows:
+    """Of everything trained; one entry per row or per step."""
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    prompt_tokens: list[int] = field(default_factory=list)
+    response_tokens: list[int] = field(default_factory=list)
+    per_rollout: list[tuple[int, float]] = field(default_factory=list)  # (step, rows / rollouts)
+
+
+@dataclass(slots=True)
+class Sessions:
+    """Attempts of agents that ended, validation included.
+
+    Attributes:
+        spans: when each was under way.
+    """
+
+    ended: int = 0
+    turns: int = 0
+    seconds: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+    drift: Counter[str] = field(default_factory=Counter)
+
+
+class Tallies:
+    """What the digest needs beside the ledger, gathered in one pass."""
+
+    def __init__(self) -> None:
+        self.start: flight.RunStarted | None = None
+        self.end: flight.RunEnded | None = None
+        self.phases: defaultdict[flight.Phase, float] = defaultdict(
+            float
+        )  # seconds; those of a phase inside of another are its own only
+        self.load: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        self.decisions: list[tuple[int, flight.DecisionMade]] = []  # with the number of its run in this folder
+        self.outcomes: dict[tuple[int, str], flight.DecisionRealised] = {}
+        self.versions: list[tuple[float, int]] = []
+        self.requests = Requests()
+        self.rows = Rows()
+        self.sessions = Sessions()
+        self.lost = 0
+        self.step_spans: list[tuple[int, float, float]] = []
+        self._run = 0
+        self._open_step: tuple[int, float] | None = None
+        self._names: dict[str, str] = {}
+        self._out: dict[str, flight.RequestStarted] = {}
+        self._levels: Counter[str] = Counter()
+        self._nested: list[flight.Phase] = []
+        self._phase_since = 0.0
+        self._latest = 0.0
+
+    def finish(self, at: float) -> None:
+        """The recording ends; what is open then counts until ``at``."""
+        self._charge_phase(at)
+        if self._open_step is not None:
+            self.step_spans.append((*self._open_step, at))
+            self._open_step = None
+
+    def decided(self) -> tuple[DecisionRow, ...]:
+        return tuple(
+            DecisionRow(made=made, outcome=self.outcomes.get((run, made.decision))) for run, made in self.decisions
+        )
+
+    def handle(self, event: flight.FlightEvent) -> None:
+        match event:
+            case flight.RequestStarted():
+                self._request_started(event)
+            case flight.RequestEnded():
+                self._request_ended(event)
+            case flight.SessionEnded():
+                self._session_ended(event)
+            case flight.RowsTrained():
+                self._rows_trained(event)
+            case flight.StepBegan():
+                self._open_step = event.step, event.at
+            case flight.StepEnded():
+                if self._open_step is not None:
+                    self.step_spans.append((*self._open_step, event.at))
+                self._open_step = None
+            case flight.PhaseBegan():
+                self._charge_phase(event.at)
+                self._nested.append(event.phase)
+            case flight.PhaseEnded():
+                self._phase_ended(event)
+            case flight.DecisionMade():
+                self.decisions.append((self._run, event))
+            case flight.DecisionRealised():
+                self.outcomes[self._run, event.decision] = event
+            case flight.WeightsPublished():
+                self.versions.append((event.at, event.version))
+            case flight.SliceAdded():
+                self._names[event.address or event.slice] = event.slice
+            case flight.RunStarted():
+                self._run_started(event)
+            case flight.RunEnded():
+                self.end = event
+                self._charge_phase(event.at)
+                self._nested.clear()
+                self._close_requests(event.at)
+            case flight.EventsLost():
+                self.lost += event.count
+        self._latest = event.at
+
+    def _run_started(self, event: flight.RunStarted) -> None:
+        self.start, self.end = event, None
+        self._run += 1
+        self._charge_phase(self._latest)  # an earlier run in this folder was killed after its last event
+        self._nested.clear()
+        self._open_step = None  # of a run that was killed; what it had done of the step is done again
+        self._close_requests(event.at)
+
+    def _charge_phase(self, at: float) -> None:
+        if self._nested:
+            self.phases[self._nested[-1]] += at - self._phase_since
+        self._phase_since = at
+
+    def _phase_ended(self, event: flight.PhaseEnded) -> None:
+        self._charge_phase(event.at)
+        if event.phase in self._nested:  # phases inside it have ended with it
+            del self._nested[len(self._nested) - 1 - self._nested[::-1].index(event.phase) :]
+
+    def _close_requests(self, at: float) -> None:
+        self._out.clear()
+        for name in self._levels:
+            self.load[name].append((at, 0))
+        self._levels.clear()
+
+    def _request_started(self, event: flight.RequestStarted) -> None:
+        self._out[event.request] = event
+        self.requests.started += 1
+        self.requests.resumed += event.resumed
+        self._level(event, 1)
+
+    def _request_ended(self, event: flight.RequestEnded) -> None:
+        start = self._out.pop(event.request, None)
+        if start is None:
+            return
+        self._level(event, -1)
+        requests = self.requests
+        requests.tokens += event.tokens
+        requests.seconds.append(event.at - start.at)
+        requests.interrupted += event.finish in _INTERRUPTED
+        requests.abandoned += event.finish in _ABANDONED
+        requests.failed += event.finish not in {*_INTERRUPTED, *_ABANDONED, *_ENDED}
+        if start.resumed and requests.prefilled_again is not None:
+            known = event.cached_tokens is not None
+            requests.prefilled_again = (
+                requests.prefilled_again + start.prompt_tokens - (event.cached_tokens or 0) if known else None
+            )
+
+    def _level(self, event: flight.RequestStarted | flight.RequestEnded, change: int) -> None:
+        name = self._names.get(event.slice, event.slice)
+        self._levels[name] += change
+        self.load[name].append((event.at, self._levels[name]))
+
+    def _session_ended(self, event: flight.SessionEnded) -> None:
+        self.sessions.ended += 1
+        self.sessions.turns += event.turns
+        self.sessions.seconds.append(event.seconds)
+        self.sessions.spans.append((event.at - event.seconds, event.at))
+        self.sessions.statuses[event.status] += 1
+        self.sessions.drift.update(event.drift)
+
+    def _rows_trained(self, event: flight.RowsTrained) -> None:
+        self.rows.staleness.update(event.staleness)
+        self.rows.prompt_tokens += event.prompt_tokens
+        self.rows.response_tokens += event.response_tokens
+        if event.rollouts:
+            self.rows.per_rollout.append((event.step, len(event.response_tokens) / event.rollouts))

@@ -1,0 +1,54 @@
+"""verl's policy loss ``a3po``: decoupled PPO whose proximal policy costs no forward pass (A-3PO, arXiv 2512.06547).
+
+    log pi_prox = a * log pi_behaviour + (1 - a) * log pi_now,    a = 1 / lag in weight versions, at most 1
+    loss        = truncated (pi_prox / pi_behaviour) * clipped PPO loss with pi_now / pi_prox
+
+Registered in every process that computes losses (`plugin`). ``old_log_prob`` holds the behaviour's log-probs (verl's
+``bypass_mode``), and ``rollout_is_weights``, the only per-token input that verl passes on, holds ``a`` (`corrections`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
+
+LOSS_MODE = "a3po"
+_LARGEST_WEIGHT = 2.0
+
+
+@register_policy_loss(LOSS_MODE)
+def compute_policy_loss_a3po(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """All tensors are (rows, response tokens); see the module for what the two with borrowed names hold.
+
+    Raises:
+        ValueError: the interpolation weights did not arrive.
+    """
+    if rollout_is_weights is None:
+        raise ValueError(
+            "policy loss a3po needs the interpolation weights that seamless.staleness.correction=a3po adds"
+        )
+    now, weight = log_prob.detach(), rollout_is_weights
+    proximal = weight * old_log_prob + (1 - weight) * now
+    correction = torch.exp((proximal - old_log_prob).clamp(-20.0, 20.0)).clamp(max=_LARGEST_WEIGHT)
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob=proximal,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        config=config,
+        rollout_is_weights=correction,
+    )
+    truncated = (correction >= _LARGEST_WEIGHT).float() * response_mask
+    metrics["actor/a3po_truncated"] = (truncated.sum() / response_mask.sum().clamp(min=1)).item()
+    return loss, metrics

@@ -1,0 +1,196 @@
+"""What is done about the lag: verl's own keys, A-3PO's loss among verl's, and rows that were cut off."""
+
+import importlib
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plug_in():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_PLATFORM", "cpu")
+        yield importlib.import_module("verl.trainer.ppo.v1")
+
+
+def adopted(*overrides):
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from seamless_verl import compose
+    from seamless_verl.verl_adapter.trainer import adopt_config
+
+    ours = ["hydra.searchpath=[file://" + str(compose.our_config_dir()) + "]", "+seamless=default"]
+    with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
+        config = hydra_compose("ppo_trainer", overrides=[*ours, "seamless.run_dir=/runs/x", *overrides])
+    adopt_config(config)
+    return config
+
+
+FORGOTTEN = "actor_rollout_ref.rollout.calculate_log_probs=false"  # verl 0.9.1 keeps them unless told not to
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rollout_is"),
+    [
+        ([], "token"),
+        ([FORGOTTEN], None),  # there is nothing to correct with
+        (["seamless.staleness.eta=0"], None),
+        (["seamless.staleness.correction=verl"], None),
+        (["algorithm.rollout_correction.rollout_is=sequence"], "sequence"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], None),
+        (["algorithm.rollout_correction.bypass_mode=true"], None),
+    ],
+)
+def test_token_level_truncated_weights_are_the_default_and_the_user_has_the_last_word(overrides, rollout_is):
+    assert adopted(*overrides).algorithm.rollout_correction.rollout_is == rollout_is
+
+
+def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
+    from seamless_verl.errors import ConfigError
+
+    config = adopted("seamless.staleness.correction=a3po")
+    assert config.algorithm.rollout_correction.bypass_mode
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "a3po"
+    with pytest.raises(ConfigError, match=r"calculate_log_probs=False"):
+        adopted(FORGOTTEN, "seamless.staleness.correction=a3po")
+
+
+def tensors(seed=0):
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    old, now, advantages = (torch.randn(4, 6, generator=generator) for _ in range(3))
+    mask = torch.ones(4, 6)
+    mask[0, 4:] = 0
+    return {
+        "old_log_prob": old - 2,
+        "log_prob": (old - 2 + 0.3 * now).requires_grad_(),
+        "advantages": advantages,
+        "response_mask": mask,
+    }
+
+
+def actor():
+    from verl.workers.config import ActorConfig
+
+    return ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+
+
+def loss_of(mode, inputs, weights=None):
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    return get_policy_loss_fn(mode)(**inputs, loss_agg_mode="token-mean", config=actor(), rollout_is_weights=weights)
+
+
+def test_at_a_lag_of_one_it_is_ppo_against_the_behaviour():
+    import torch
+
+    ours, _ = loss_of("a3po", tensors(), torch.ones(4, 6))
+    theirs, _ = loss_of("vanilla", tensors())
+    assert torch.allclose(ours, theirs)
+
+
+def test_at_a_longer_lag_it_is_what_the_formula_says_token_by_token():
+    import math
+
+    import torch
+
+    inputs = tensors(seed=3)
+    weights = torch.full((4, 6), 1 / 3)
+    loss, metrics = loss_of("a3po", inputs, weights)
+    loss.backward()
+    total, truncated, tokens = 0.0, 0, 0
+    for row in range(4):
+        for token in range(6):
+            if not inputs["response_mask"][row, token]:
+                continue
+            behaviour = inputs["old_log_prob"][row, token].item()
+            now, advantage = inputs["log_prob"][row, token].item(), inputs["advantages"][row, token].item()
+            proximal = behaviour / 3 + 2 * now / 3
+            ratio = math.exp(now - proximal)
+            clipped = min(max(ratio, 0.8), 1.2)
+            policy = max(-advantage * ratio, -advantage * clipped)
+            if advantage < 0:
+                policy = min(policy, -advantage * 3.0)
+            total += min(math.exp(proximal - behaviour), 2.0) * policy
+            truncated += math.exp(proximal - behaviour) >= 2.0
+            tokens += 1
+    assert loss.item() == pytest.approx(total / tokens, rel=1e-4)
+    assert metrics["actor/a3po_truncated"] == pytest.approx(truncated / tokens)
+    assert inputs["log_prob"].grad.abs().sum() > 0
+
+
+def test_without_its_weights_the_loss_refuses():
+    with pytest.raises(ValueError, match=r"seamless\.staleness\.correction=a3po"):
+        loss_of("a3po", tensors())
+
+
+def test_the_weight_of_a_token_is_one_over_the_lag_of_the_version_that_generated_it():
+    import torch
+
+    from seamless_verl.verl_adapter.corrections import interpolation_weights
+
+    mask = torch.tensor([1, 1, 0, 1, 1, 1])
+    spans = [(4, 2), (6, 2), (8, 1)]
+    weights = interpolation_weights(mask, {"min_global_steps": 4}, spans, version=8)
+    assert weights.tolist() == [0.25, 0.25, 1.0, 0.5, 0.5, 1.0]
+    whole = interpolation_weights(mask, {"min_global_steps": 6}, None, version=8)
+    assert whole.tolist() == [0.5, 0.5, 1.0, 0.5, 0.5, 0.5]
+    assert interpolation_weights(mask, {"is_padding": True}, None, version=8).tolist() == [1.0] * 6
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """TransferQueue's two functions that are used here, over one dict of jagged columns."""
+    import torch
+    import transfer_queue
+    from tensordict import TensorDict
+
+    rows = {
+        "a": {"advantages": torch.tensor([1.0, 1.0]), "response_mask": torch.tensor([1, 1]), "extra_fields": {}},
+        "b": {"advantages": torch.tensor([-1.0] * 4), "response_mask": torch.tensor([1] * 4), "extra_fields": {}},
+    }
+
+    def get(keys, partition_id, select_fields):
+        def column(name):
+            values = [rows[key][name] for key in keys]
+            tensor = isinstance(values[0], torch.Tensor)
+            return torch.nested.as_nested_tensor(values, layout=torch.jagged) if tensor else values
+
+        return {name: column(name) for name in select_fields}
+
+    def put(keys, partition_id, fields):
+        assert isinstance(fields, TensorDict)
+        for name, column in fields.items():
+            for key, row in zip(keys, column.unbind(), strict=True):
+                rows[key][name] = row
+
+    monkeypatch.setattr(transfer_queue, "kv_batch_get", get)
+    monkeypatch.setattr(transfer_queue, "kv_batch_put", put)
+    return rows
+
+
+def batch():
+    from transfer_queue import KVBatchMeta
+
+    tags = [{"response_len": 2, "min_global_steps": 3}, {"response_len": 4, "min_global_steps": 1}]
+    return KVBatchMeta(partition_id="train", keys=["a", "b"], tags=tags)
+
+
+def test_rows_that_were_cut_off_have_zero_advantage(stored):
+    from seamless_verl.verl_adapter.corrections import zero_overlong_advantages
+
+    assert zero_overlong_advantages(batch(), limit=4) == 0.5
+    assert stored["a"]["advantages"].tolist() == [1.0, 1.0]
+    assert stored["b"]["advantages"].tolist() == [0.0] * 4
+    assert zero_overlong_advantages(batch(), limit=5) == 0.0
+
+
+def test_interpolation_weights_are_stored_where_verl_passes_them_on(stored):
+    from seamless_verl.verl_adapter.corrections import write_interpolation_weights
+
+    write_interpolation_weights(batch(), version=3)
+    assert stored["a"]["rollout_is_weights"].tolist() == [1.0, 1.0]
+    assert stored["b"]["rollout_is_weights"].tolist() == [0.5] * 4

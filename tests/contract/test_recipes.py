@@ -1,0 +1,68 @@
+"""Every recipe composes with verl's configuration, and on the machine it is for nothing in it is refused."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from seamless_verl import compose, preflight
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.machine import Machine
+
+pytestmark = pytest.mark.timeout(180)
+
+GIB = 1 << 30
+RECIPES = sorted(path.stem for path in (compose.our_config_dir() / "recipe").glob("*.yaml"))
+
+
+def composed(recipe, *overrides):
+    # One group after the other as on the command line; an interpolation of Hydra's own has no meaning here.
+    platform = "gpu" if "qwen" in recipe else "cpu"
+    ours = [f"hydra.searchpath=[file://{compose.our_config_dir()}]", "+seamless=default", f"+platform={platform}"]
+    built = [] if platform == "gpu" else ["seamless.assets.dir=/assets"]
+    with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
+        config = hydra_compose(
+            "ppo_trainer", overrides=[*ours, f"+recipe={recipe}", "seamless.run_dir=/runs/x", *built, *overrides]
+        )
+    section = SeamlessConfig.from_mapping(OmegaConf.to_container(config.seamless, resolve=True))
+    return OmegaConf.to_container(config, resolve=True), section
+
+
+def machine(accelerators):
+    return Machine(
+        accelerators=accelerators,
+        cores=2,
+        memory_available=16 * GIB,
+        memory_total=24 * GIB,
+        disk_free=50 * GIB,
+        shared_memory_free=GIB,
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_composes_and_its_settings_are_accepted(recipe):
+    config, seamless = composed(recipe)
+    assert seamless.recipe == recipe
+    preflight.check_settings(config, seamless, machine(16 if "qwen" in recipe else 0))
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    sources = ["math_dapo"] * 300 + ["codecontests"] * 20 + ["apps"] * 20 + ["codeforces"] * 20 + ["taco"] * 20
+    rows = pa.Table.from_pylist([{"data_source": source} for source in sources])
+    for name in ("train", "val"):
+        parquet.write_table(rows, tmp_path / f"{name}.parquet")
+    monkeypatch.setenv("SRPO_DATA", str(tmp_path))
+    return tmp_path
+
+
+def test_srpo_on_real_data_is_checked_down_to_the_sources_of_its_stages(data):
+    preflight.check_files(*composed("srpo_qwen2_5_32b"))
+    parquet.write_table(pa.Table.from_pylist([{"data_source": "math_dapo"}] * 300), Path(data) / "train.parquet")
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.sources=codecontests.*math_dapo"):
+        preflight.check_files(*composed("srpo_qwen2_5_32b"))
