@@ -125,7 +125,11 @@ class Claims:
                 shares.append(watched.stuck_s / watched.now())
             stuck[repair] = mean(shares)
             name = "with" if repair else "without"
-            self.add(f"StaleFlow 2: STUCK share of the time {name} repair", 100 * stuck[repair], "%")
+            self.add(
+                f"StaleFlow 2: STUCK with finished groups behind, share of the time, {name} repair",
+                100 * stuck[repair],
+                "%",
+            )
             self.add(f"StaleFlow 2: staleness {name} repair, eta 2", worst, "", "<= 2", worst <= 2)
         rise = stuck[False] - stuck[True]
         self.add("StaleFlow 2: STUCK time rises without repair", 100 * rise, "%", "> 0", rise > 0)
@@ -158,10 +162,19 @@ class Claims:
             for name, rules in rivals.items():
                 theirs = self.runs(cell("staleflow", work), rules)
                 ratio = mean(r.step_s for r in theirs) / mean(r.step_s for r in ours)
-                bar = ">= 1" if work == "skewed" else "1 +- 0.03 (control)"
-                holds = ratio >= 1 if work == "skewed" else abs(ratio - 1) <= 0.03
+                worst = max(r.max_staleness for r in theirs)
+                self.add(f"StaleFlow 4, {work}: {name}, worst staleness", worst, "")
+                bar = "1 +- 0.03 (control)"
+                holds: bool | None = abs(ratio - 1) <= 0.03
+                if work == "skewed":
+                    bar, holds = ">= 1", ratio >= 1
+                if worst > ours[0].scenario.eta:  # another bound: compared at the age that it really reaches
+                    bar, holds = "older samples, no bar", None
+                    as_old = self.step_s(replace(cell("staleflow", work), eta=worst))
+                    level = mean(r.step_s for r in theirs) / as_old
+                    told = f"StaleFlow 4, {work}: {name} / protocol with eta {worst}, step time"
+                    self.add(told, level, "x", ">= 1", level >= 1)
                 self.add(f"StaleFlow 4, {work}: {name} / protocol, step time", ratio, "x", bar, holds)
-                self.add(f"StaleFlow 4, {work}: {name}, worst staleness", max(r.max_staleness for r in theirs), "")
                 bias = _mean_answer(theirs) / _mean_answer(ours)
                 self.add(f"StaleFlow 4, {work}: {name}, trained length / protocol's", bias, "x")
 
@@ -205,7 +218,8 @@ class _WatchedFeed(Bounded):
         self.most = max(self.most, self.protocol.num_in_flight)
         if self._since is not None:
             self.stuck_s += self.now() - self._since
-        self._since = self.now() if self.protocol.stuck() else None
+        blocked = self.protocol.stuck() and self.protocol.num_ahead > 0  # finished groups wait behind a reservation
+        self._since = self.now() if blocked else None
 
 
 def _watched(scenario: Scenario, *, repair: bool = True) -> tuple[Result, _WatchedFeed]:

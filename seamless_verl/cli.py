@@ -19,6 +19,7 @@ from seamless_verl.machine import port_is_free, survey
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.proxy import command as proxy
+from seamless_verl.simulation import command as simulation
 
 _GIB = 1 << 30
 _TESTED = {
@@ -178,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--perfetto", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev instead")
     command.set_defaults(run=report)
     proxy.add_arguments(commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer"))
+    simulation.add_arguments(commands.add_parser("simulate", help="what other tags, splits and policies would bring"))
     parsed = parser.parse_args(arguments)
     return int(parsed.run(parsed))
 

@@ -146,6 +146,13 @@ class GroupsReady(Event):
     in_flight: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOpened(Event):
+    """Another batch is being filled; it cannot do without the unfinished groups ``awaited`` (bound on staleness)."""
+
+    awaited: frozenset[str]
+
+
 class Ending(Enum):
     COMPLETED = "completed"
     INTERRUPTED = "interrupted"  # tokens kept, continues as a new request

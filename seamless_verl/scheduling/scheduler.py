@@ -63,6 +63,7 @@ class Scheduler:
             ev.WeightsPublished: self._weights_published,
             ev.GroupsSubmitted: self._groups_submitted,
             ev.GroupsReady: self._groups_ready,
+            ev.BatchOpened: lambda event: None,
             ev.RequestStarted: self.cluster.start_request,
             ev.RequestFinished: self.cluster.finish_request,
             ev.SessionFinished: lambda event: None,

@@ -31,6 +31,9 @@ class Feed(Protocol):
     def to_restart(self, version: int) -> list[Group]:
         """Running groups that the system discards and starts again."""
 
+    def awaited(self) -> frozenset[str]:
+        """Unfinished groups that the batch being filled cannot do without."""
+
     @property
     def available(self) -> int: ...
 
@@ -77,6 +80,9 @@ class _Counting:
 
     def to_restart(self, version: int) -> list[Group]:
         return []
+
+    def awaited(self) -> frozenset[str]:
+        return frozenset()
 
 
 class BatchPerStep(_Counting):
@@ -188,3 +194,6 @@ class Bounded:
 
     def to_restart(self, version: int) -> list[Group]:
         return []
+
+    def awaited(self) -> frozenset[str]:
+        return frozenset(self.protocol.awaited())

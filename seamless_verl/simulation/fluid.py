@@ -8,7 +8,11 @@ Bound.    A batch is admitted when weights are published and must be whole eta +
           C(a) tokens generated at age a and n(t) requests in flight, dC/da = 1 / step time(n): a periodic fluid
           equation whose smallest T with C((eta + 1) T) >= longest is found by bisection.
 
-The second is what an ideal system reaches that shares all slices equally among the requests in flight; it is a limit
+Paid.     Each step pays for what no decision avoids: every slice loads the weights once, a slice that is lent wakes up
+          and is drained at least once (the 2 T_switch of PAPERS 1.2), and what is generated last must still be trained
+          and pushed before the next version is out, so the longest trajectory has (eta + 1) T less that.
+
+The last two are what an ideal system reaches that shares all slices equally among the requests in flight; it is a limit
 for policies that decide who uses which slice when, not for clairvoyant ones that would give long requests more.
 """
 
@@ -47,11 +51,13 @@ class WorkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FluidLimit:
-    """Seconds per step: of the gang's training, by work alone, and under the bound on staleness (never smaller)."""
+    """Seconds per step: of the gang's training, by work alone, under the bound on staleness, and with what each step
+    pays; none is smaller than the one before."""
 
     train_s: float
     work_s: float
     bounded_s: float
+    paid_s: float
 
 
 def sample(scenario: Scenario) -> WorkSample:
@@ -99,11 +105,27 @@ def fluid_limit(scenario: Scenario) -> FluidLimit:
         work_s = max(train_s, tokens / rate_standing)
     lent = sum(pool.slices for pool in gang) if rules.lends or rules.colocated else 0
 
-    def fits(step_s: float) -> bool:
-        slices = sum(pool.slices for pool in standing) + lent * (1.0 - min(1.0, train_s / step_s))
-        return slices > 0 and _fits(scenario, work, everybody[0].engine, slices, step_s)
+    always = sum(pool.slices for pool in standing)
 
-    return FluidLimit(train_s=train_s, work_s=work_s, bounded_s=_smallest(fits, work_s))
+    def bounded(step_s: float) -> bool:
+        slices = always + lent * (1.0 - min(1.0, train_s / step_s))
+        return slices > 0 and _fits(scenario, work, everybody[0].engine, slices, step_s, 0.0)
+
+    costs = scenario.costs
+    push_s = 0.0 if rules.colocated or rules.stop_the_world else costs.push
+    last_s = train_s * scenario.mini_batch / scenario.batch if rules.streaming else train_s
+
+    def paid(step_s: float) -> bool:
+        lent_s = max(0.0, step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
+        always_s = max(0.0, step_s - costs.load)
+        made = rate_standing * always_s + (rate_all - rate_standing) * lent_s
+        slices = (always * always_s + lent * lent_s) / step_s
+        if made < tokens or step_s < train_s or slices == 0:
+            return False
+        return _fits(scenario, work, everybody[0].engine, slices, step_s, last_s + push_s)
+
+    bounded_s = _smallest(bounded, work_s)
+    return FluidLimit(train_s=train_s, work_s=work_s, bounded_s=bounded_s, paid_s=_smallest(paid, bounded_s))
 
 
 def _smallest(fits: Callable[[float], bool], low: float) -> float:
@@ -124,8 +146,10 @@ def limit_of(scenario: Scenario) -> float:
     return fluid_limit(scenario).work_s
 
 
-def _fits(scenario: Scenario, work: WorkSample, engine: EnginePhysics, slices: float, step_s: float) -> bool:
-    """Whether all trajectories of a batch end within eta + 1 steps of this length, in the periodic fluid."""
+def _fits(
+    scenario: Scenario, work: WorkSample, engine: EnginePhysics, slices: float, step_s: float, after_s: float
+) -> bool:
+    """Whether a batch's trajectories end ``after_s`` before eta + 1 steps of this length do, in the periodic fluid."""
     lives = scenario.eta + 1
     width = step_s / _CELLS
     scale = scenario.batch * scenario.attempts / len(work.generated)
@@ -144,7 +168,8 @@ def _fits(scenario: Scenario, work: WorkSample, engine: EnginePhysics, slices: f
         if np.abs(now - running).max() < 0.5:
             break
         running = 0.5 * (running + now)
-    return bool(progress[-1] >= work.longest)
+    last = len(progress) - 1 - round(after_s / width)
+    return last >= 0 and bool(progress[last] >= work.longest)
 
 
 def _step_s(engine: EnginePhysics, running: Any, work: WorkSample) -> Any:

@@ -209,6 +209,7 @@ class TrainLoop:
 
     def _end_step(self, step: int) -> Process:
         last = step == self._steps
+        self._driver.tell(ev.BatchOpened(at=self._clock.now, awaited=self._feed.awaited()))
         self._driver.tell(
             ev.StepEnded(
                 at=self._clock.now,

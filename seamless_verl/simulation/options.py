@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -13,6 +14,7 @@ import yaml
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, scenario
+from seamless_verl.simulation.regimes import LIVE_POLICIES
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
 
@@ -29,6 +31,7 @@ _SIMPLE = {
     "steps": ("steps", int),
     "seed": ("seed", int),
 }
+_LEAST = {"eta": 0, "batch": 1, "mini_batch": 1, "attempts": 1, "steps": 1, "seed": 0}
 _NESTED = {"costs": SwitchCosts, "noise": Noise}
 KEYS = (
     *_SIMPLE,
@@ -72,7 +75,11 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
 def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> None:
     if key in _SIMPLE:
         name, kind = _SIMPLE[key]
-        changes[name] = _read(key, text, kind)
+        value = changes[name] = _read(key, text, kind)
+        if name == "system":
+            changes[name] = LIVE_POLICIES.get(text, text)
+        elif value < _LEAST[name]:
+            raise ConfigError(key, text, "is too small", f"write {_LEAST[name]} or more")
     elif key == "resources":
         changes["pools"] = _pools(base, text)
     elif key == "workload":
@@ -93,11 +100,14 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
 
 
 def _read(key: str, text: str, kind: type) -> Any:
+    example = {int: "2", float: "1.5", str: "predictive"}[kind]
     try:
-        return kind(text)
+        value = kind(text)
     except ValueError:
-        example = {int: "2", float: "1.5", str: "predictive"}[kind]
         raise ConfigError(key, text, f"is no {kind.__name__}", f"write e.g. {key}={example}") from None
+    if kind is float and not 0 <= value < 1e12:
+        raise ConfigError(key, text, "must be finite and not negative", f"write e.g. {key}={example}")
+    return value
 
 
 def _yaml(key: str, text: str, fix: str) -> Any:
@@ -121,7 +131,9 @@ def _pools(base: Scenario, text: str) -> tuple[Pool, ...]:
         if unknown or not {"name", "nodes", "gpus_per_node", "capabilities"} <= entry.keys():
             raise ConfigError("resources", entry, "needs name, nodes, gpus_per_node and capabilities only", fix)
         size = base.pools[0].gpus
-        devices = int(entry["nodes"]) * int(entry["gpus_per_node"])
+        if not all(isinstance(entry[name], int) for name in ("nodes", "gpus_per_node")):
+            raise ConfigError("resources", entry, "nodes and gpus_per_node must be whole numbers", fix)
+        devices = entry["nodes"] * entry["gpus_per_node"]
         if devices < size or devices % size:
             raise ConfigError("resources", entry, f"does not split into slices of {size} GPUs", fix)
         trains = "train" in entry["capabilities"]
@@ -137,10 +149,14 @@ def _workload(text: str) -> Any:
         raise ConfigError("workload", text, f"kind must be one of {', '.join(_WORKLOADS)}", fix)
     kind = _WORKLOADS[declared.pop("kind")]
     try:
-        return kind(**declared)
+        workload = kind(**declared)
+        workload.group(random.Random(0), 1)
+    except ValueError as error:
+        raise ConfigError("workload", text, str(error), fix) from None
     except TypeError:
         names = ", ".join(field.name for field in fields(kind))
         raise ConfigError("workload", text, f"takes {names}", fix) from None
+    return workload
 
 
 def _slower(pool: Pool, factor: float) -> Any:

@@ -156,6 +156,17 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
 )
 
 
+# What `seamless.scheduler.policy` of a live run is here; a simulated run already names its system.
+LIVE_POLICIES: Mapping[str, str] = MappingProxyType(
+    {
+        "disaggregated": "disaggregated_streaming",
+        "colocated": "colocated_bounded",
+        "greedy": "greedy_streaming",
+        "verl_gate": "verl_enable_switch",
+    }
+)
+
+
 def regime(name: str) -> Regime:
     """Look a system up.
 

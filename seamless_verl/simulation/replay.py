@@ -6,7 +6,8 @@ as many consecutive requests as it had turns, and the time that sessions spent o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
@@ -17,20 +18,15 @@ from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.loop import TrainPhysics
+from seamless_verl.simulation.regimes import LIVE_POLICIES, REGIMES
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario
 from seamless_verl.simulation.workload import Replay, Trajectory, Turn
 from seamless_verl.staleness.cost_model import DecodeCost, DecodeCostFit
 
 _NOT_TRAINING = (Phase.WAIT_FOR_BATCH, Phase.SYNC_WEIGHTS, Phase.SWITCH)
-_SYSTEM_OF_POLICY = {
-    "disaggregated": "disaggregated_streaming",
-    "colocated": "colocated_bounded",
-    "greedy": "greedy_streaming",
-    "predictive": "predictive",
-    "verl_gate": "verl_enable_switch",
-}
 _UNKNOWN_SWITCH_S = 10.0
+_WAKING, _DRAINING, _SYNCING = SliceState.WAKING, SliceState.DRAINING, SliceState.SYNCING
 
 _Event = TypeVar("_Event", bound=flight.FlightEvent)
 
@@ -55,40 +51,41 @@ class Recorded:
 
 def from_recording(recording: Recording) -> Recorded:
     """Raises:
-    NothingToReplay: no complete step, request or session was recorded.
+    NothingToReplay: no complete step or no request was recorded.
     """
     started = _last(recording, flight.RunStarted)
     rows = _all(recording, flight.RowsTrained)
     apart = _intervals(recording, (Phase.VALIDATE, Phase.CHECKPOINT))
     requests = [r for r in _requests(recording) if not _overlap(apart, r.ended, r.ended)]
     sessions = [s for s in _all(recording, flight.SessionEnded) if not _overlap(apart, s.at, s.at)]
-    for what, found in (("trained rows", rows), ("requests", requests), ("ended sessions", sessions)):
+    for what, found in (("trained rows", rows), ("requests", requests)):
         if not found:
             raise NothingToReplay(f"the recording holds no {what}; record a run of at least one step")
     if started is None:
         raise NothingToReplay("the recording holds no start of a run")
     spent = _phase_seconds(recording, {row.step for row in rows})
-    groups = _groups(sessions, requests)
+    groups = _groups(sessions, requests) if sessions else [[(_turn(request),)] for request in requests]
     attempts = max(1, round(median(len(group) for group in groups)))
     batch = max(1, round(median(row.rollouts for row in rows) / attempts))
-    tokens = sum(sum(row.prompt_tokens) + sum(row.response_tokens) for row in rows[min(1, len(rows) - 1) :])
     step_s = _step_seconds(recording, apart)
     warm = min(1, len(rows) - 1)  # the first step compiles and waits for the first answers
     idle = [sum(spent[row.step].get(phase, 0.0) for phase in _NOT_TRAINING) for row in rows]
     trained = sum(step_s[warm:]) - sum(idle[warm : len(step_s)])
-    load = median([seconds.get(Phase.SYNC_WEIGHTS, 0.0) for seconds in spent.values()])
+    # Of a batch as it is replayed: sessions put together from requests may differ from the rows that were trained.
+    tokens = batch / len(groups) * sum(turn.prompt + turn.answer for g in groups for attempt in g for turn in attempt)
+    publish = median([seconds.get(Phase.SYNC_WEIGHTS, 0.0) for seconds in spent.values()])
     pools = _pools(recording, requests)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
-    asked = [event.needed for event in _all(recording, flight.BatchProgress) if event.ready == 0 and event.needed]
-    mini = round(median(asked)) if asked else batch
+    updates = Counter(e.step for e in _all(recording, flight.PhaseBegan) if e.phase is Phase.UPDATE_ACTOR)
+    mini = max(1, round(batch / median(updates.values()))) if updates else batch
     mini = mini if batch % mini == 0 else batch
-    switches = _switch_costs(recording)
+    costs, seen = _switch_costs(recording, publish)
     scenario = Scenario(
-        system=_SYSTEM_OF_POLICY.get(started.policy, "disaggregated_streaming"),
+        system=_system_of(started.policy),
         pools=pools,
         workload=Replay(groups),
-        train=TrainPhysics(gpu_s_per_token=trained / tokens * gang, update_s=0.0),
-        costs=SwitchCosts(wake=switches[0], drain=switches[1], load=load, push=0.0),
+        train=TrainPhysics(gpu_s_per_token=trained / (len(rows) - warm) / tokens * gang, update_s=0.0),
+        costs=costs,
         batch=batch,
         mini_batch=mini,
         attempts=attempts,
@@ -96,10 +93,12 @@ def from_recording(recording: Recording) -> Recorded:
         steps=len(rows),
         warm=warm,
     )
+    told = f"{len(sessions)} sessions" if sessions else "sessions of one turn each, as none were recorded"
     notes = (
-        f"{len(requests)} requests in {len(sessions)} sessions, groups of {attempts}, {batch} groups per step",
-        f"training {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per token, weights in {load:.2f} s",
-        f"a switch costs {switches[0]:.1f} + {switches[1]:.1f} s, {'as seen' if switches[2] else 'assumed'}",
+        f"{len(requests)} requests in {told}, groups of {attempts}, {batch} groups per step",
+        f"training {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per token",
+        f"weights are pushed in {costs.push:.2f} s and loaded in {costs.load:.2f} s",
+        f"a switch costs {costs.wake:.1f} + {costs.drain:.1f} s, {'as seen' if seen else 'assumed'}",
     )
     return Recorded(scenario=scenario, step_s=step_s, notes=notes)
 
@@ -144,6 +143,10 @@ def _requests(recording: Recording) -> list[_Request]:
                     )
                 )
     return found
+
+
+def _turn(request: _Request) -> Turn:
+    return Turn(prompt=request.prompt, answer=request.tokens)
 
 
 def _groups(sessions: Sequence[flight.SessionEnded], requests: Sequence[_Request]) -> list[list[Trajectory]]:
@@ -255,19 +258,24 @@ def _step_seconds(recording: Recording, apart: Sequence[tuple[float, float]]) ->
     return tuple(ended[step] - began[step] - _overlap(apart, began[step], ended[step]) for step in steps)
 
 
-def _switch_costs(recording: Recording) -> tuple[float, float, bool]:
-    """(wake, drain, whether they were seen): medians of the times in those states."""
-    spans: dict[SliceState, list[float]] = {SliceState.WAKING: [], SliceState.DRAINING: []}
+def _switch_costs(recording: Recording, publish_s: float) -> tuple[SwitchCosts, bool]:
+    """Medians of the times in each state, and whether switches were seen; ``publish_s``: the trainer's part."""
+    spans: dict[SliceState, list[float]] = {state: [] for state in (_WAKING, _DRAINING, _SYNCING)}
     since: dict[str, flight.SliceMoved] = {}
     for event in _all(recording, flight.SliceMoved):
         before = since.get(event.slice)
         if before is not None and before.state in spans:
             spans[before.state].append(event.at - before.at)
         since[event.slice] = event
-    wake, drain = spans[SliceState.WAKING], spans[SliceState.DRAINING]
-    return _median(wake), _median(drain), bool(wake and drain)
+    wake, drain, load = (spans[state] for state in (_WAKING, _DRAINING, _SYNCING))
+    return SwitchCosts(
+        wake=median(wake) if wake else _UNKNOWN_SWITCH_S,
+        drain=median(drain) if drain else _UNKNOWN_SWITCH_S,
+        load=median(load) if load else publish_s,
+        push=publish_s if load else 0.0,  # without states, the trainer's publication is all that is known
+    ), bool(wake and drain)
 
 
-def _median(values: Iterable[float]) -> float:
-    known = list(values)
-    return median(known) if known else _UNKNOWN_SWITCH_S
+def _system_of(policy: str) -> str:
+    """Of a recorded policy; a simulated run names its system, one without a scheduler keeps its pools apart."""
+    return LIVE_POLICIES.get(policy, policy if policy in REGIMES else "disaggregated_streaming")

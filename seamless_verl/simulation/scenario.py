@@ -334,6 +334,19 @@ class Simulation:
 
     def _session_ended(self, attempt: Attempt) -> None:
         self.fleet.forget(attempt)
+        if self._record:
+            self._record(
+                flight.SessionEnded(
+                    at=self.clock.now,
+                    session=attempt.session,
+                    group=attempt.group.name,
+                    seconds=self.clock.now - attempt.group.submitted,
+                    turns=len(attempt.trajectory),
+                    rows=1,
+                    reward=0.0,  # nothing is solved here
+                    status="simulated",
+                )
+            )
         self.driver.tell(ev.SessionFinished(at=self.clock.now, session=attempt.session, group=attempt.group.name))
 
     def _step_ended(self, record: StepRecord) -> None:

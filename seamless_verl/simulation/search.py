@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.options import apply
+from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.scenario import Result, Scenario, simulate
 
 # What is least certain in a prediction, each moved by this factor.
@@ -38,7 +39,7 @@ class Sensitivity:
 
 
 def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Candidate]:
-    """Every split of the budget into slices of the base's size: a quarter, three eighths, half, … for the trainer.
+    """Every split of the budget into slices of the base's size, in eighths; one where all slices do both.
 
     Raises:
         ConfigError: the budget is no multiple of a slice, or too small to be split.
@@ -52,6 +53,11 @@ def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Ca
     splits = sorted({max(1, min(slices - 1, round(slices * part / 8))) for part in range(1, 8)})
     pool = base.pools[0]
     for system in systems:
+        if regime(system).colocated:
+            together = (replace(pool, name="all", slices=slices, trains=True),)
+            scenario = replace(base, system=system, pools=together)
+            yield Candidate(scenario=scenario, label=f"{system}, {slices} slices")
+            continue
         for trainers in splits:
             pools = (
                 replace(pool, name="trainers", slices=trainers, trains=True),

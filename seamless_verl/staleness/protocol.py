@@ -151,6 +151,13 @@ class StalenessProtocol:
         first = self._buffers[0]
         return tuple(group for group, _ in first.reserved()) if first.state is BufferState.STUCK else ()
 
+    def awaited(self) -> Iterator[str]:
+        """Unfinished groups that the step being filled cannot do without: the bound keeps them out of later ones."""
+        for group, version in self._buffers[0].reserved():
+            if version + self.eta > self.version:
+                return
+            yield group
+
     def state_of(self, group: str) -> EntryState | None:
         """``None``: unknown, aborted or consumed."""
         entry = self._entries.get(group)

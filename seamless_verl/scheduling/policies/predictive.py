@@ -28,6 +28,7 @@ from seamless_verl.scheduling.cluster import Cluster, Pending, SliceStatus, ids
 from seamless_verl.scheduling.decisions import Decision, Horizon, LookAgain, Proposal, Verb
 from seamless_verl.scheduling.events import (
     AcquireRequested,
+    BatchOpened,
     Event,
     GroupsSubmitted,
     Released,
@@ -78,6 +79,7 @@ class Predictive:
         self._between_steps = True
         self._submitted: tuple[int, int] = (0, 0)  # groups, sessions per group of the last submission
         self._submitted_since = True  # since the last step ended
+        self._awaited: frozenset[str] = frozenset()
         self._returning = False
         self._was_due = False  # at the last review of a loan
         self._loans = 0
@@ -94,6 +96,8 @@ class Predictive:
         match event:
             case SliceFailed():
                 self.book.lost(event.slice)
+            case BatchOpened():
+                self._awaited = event.awaited
             case GroupsSubmitted():
                 self._submitted = (len(event.groups), event.sessions)
                 self._submitted_since = True
@@ -147,7 +151,7 @@ class Predictive:
             yield Decision(verb=Verb.HOLD, slices=ids(idle), reason=f"{self._loans} loans in this step already")
             return
         trainer = self._trainer(cluster, waiting)
-        work = self._work(cluster)
+        work = self._work(cluster, trainer) if trainer is not None else None
         if trainer is None or work is None:
             self._loans += 1
             yield Decision(verb=Verb.LEND, slices=ids(idle), reason="nothing to predict from yet")
@@ -223,7 +227,8 @@ class Predictive:
             yield LookAgain(at=self._review_at)
             return
         self._was_due = due
-        trainer, work = self._trainer(cluster, waiting), self._work(cluster)
+        trainer = self._trainer(cluster, waiting)
+        work = self._work(cluster, trainer) if trainer is not None else None
         if trainer is None or work is None:
             if due:
                 yield self._reclaim(lent, f"{cluster.ready} groups are ready, nothing to predict from yet")
@@ -276,32 +281,48 @@ class Predictive:
             return None
         return Trainer(ready=cluster.ready, minimum=max(asked.minimum, 1), batch=asked.batch, train_s=self._train_s)
 
-    def _work(self, cluster: Cluster) -> Work | None:
+    def _work(self, cluster: Cluster, trainer: Trainer) -> Work | None:
         """The sessions that are out, and those of the batch that the trainer is about to submit."""
         book = self.book
         if len(book.lengths) < _ENOUGH_LENGTHS or not book.decode.known:
             return None
-        members = self._members(cluster)
-        sessions = sum(len(remaining) for remaining in members)
+        pace_s, context = self._pace(cluster)
+        members = self._members(cluster, pace_s)
+        sessions = sum(len(remaining) for _, remaining in members)
         every = max(1, round(sessions / _SAMPLE))
-        rows = [(tokens, i == len(group) - 1) for group in members[::every] for i, tokens in enumerate(sorted(group))]
+        rows = [
+            (tokens, i == len(group) - 1, awaited)
+            for awaited, group in members[::every]
+            for i, tokens in enumerate(sorted(group))
+        ]
         rows.sort()
+        awaited = sum(awaited for awaited, _ in members)
         duty = 1.0
         if book.sessions:
             duty = min(max(book.running() / len(book.sessions), 0.05), 1.0)
-        context = book.context_per_request()
         return Work(
-            remaining=[tokens for tokens, _ in rows],
-            completes=[last for _, last in rows],
+            remaining=[tokens for tokens, _, _ in rows],
+            completes=[last for _, last, _ in rows],
+            awaited=[awaited for _, _, awaited in rows],
+            others=trainer.batch - trainer.ready - awaited,
             weight=float(every),
             duty=duty,
-            step_s=lambda n: book.decode.step_s(n, n * context),
+            step_s=lambda n, grown: book.decode.step_s(n, n * (context + grown)),
         )
 
-    def _members(self, cluster: Cluster) -> list[list[float]]:
+    def _pace(self, cluster: Cluster) -> tuple[float, float]:
+        """(seconds per token since the running requests began, tokens of cache that one has by now)."""
         book = self.book
+        began = book.context_per_request()
         per_slice = max(book.running(), 1) / max(_speed(cluster, cluster.generating()), 1e-9)
-        step_s = book.decode.step_s(per_slice, per_slice * book.context_per_request())
+        age_s = book.age_s(cluster.now)
+        grown = age_s / book.decode.step_s(per_slice, per_slice * began)
+        step_s = book.decode.step_s(per_slice, per_slice * (began + grown / 2))
+        return step_s, began + age_s / step_s
+
+    def _members(self, cluster: Cluster, step_s: float) -> list[tuple[bool, list[float]]]:
+        """Of each open group, whether the batch waits for it, and the tokens that its sessions still have to make."""
+        book = self.book
         groups: dict[str, list[float]] = {}
         for session in book.sessions.values():
             tokens = book.progress(session, cluster.now, step_s)
@@ -310,10 +331,11 @@ class Predictive:
         for group, count in book.unstarted.items():
             fresh = [book.lengths.remaining(0, u) for u in islice(quantiles, count)]
             groups.setdefault(group, []).extend(fresh)
-        members = list(groups.values())
+        members = [(group in self._awaited, remaining) for group, remaining in groups.items()]
         if self._between_steps and not self._submitted_since:
             count, size = self._submitted
-            members += [[book.lengths.remaining(0, u) for u in islice(quantiles, size)] for _ in range(count)]
+            fresh_groups = [[book.lengths.remaining(0, u) for u in islice(quantiles, size)] for _ in range(count)]
+            members += [(False, remaining) for remaining in fresh_groups]
         return members
 
     def _full_rate(self, cluster: Cluster, work: Work, standing: float) -> float:
@@ -321,7 +343,7 @@ class Predictive:
         lendable = [s for s in cluster if s.slice.lendable and Tag.ROLLOUT in s.usable]
         everyone = standing + _speed(cluster, lendable)
         busy = max(self.book.crowd, len(work.remaining) * work.weight) * work.duty
-        return busy / work.step_s(busy / everyone)
+        return busy / work.step_s(busy / everyone, 0.0)
 
     def _helped(self, cluster: Cluster, work: Work, standing: float, joining: float) -> float:
         """Slices that the work is spread over once ``joining`` are awake."""

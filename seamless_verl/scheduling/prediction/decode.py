@@ -9,7 +9,7 @@ seconds per token against the load that it shared its slice with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 KNEES = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _DISCOUNT = 0.995
@@ -17,24 +17,50 @@ _PRIOR = 1.0  # observations that the prior counts for: half of the mean step ti
 
 
 @dataclass(slots=True)
-class _Fit:
-    """Normal equations of one knee; features (1, max(n, knee), kv)."""
+class _Sums:
+    """Discounted sums that all knees share."""
 
-    knee: float
-    gram: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
-    moment: list[float] = field(default_factory=lambda: [0.0] * 3)
+    one: float = 0.0
+    n: float = 0.0
+    kv: float = 0.0
+    kv_kv: float = 0.0
+    s: float = 0.0
+    kv_s: float = 0.0
+    s_s: float = 0.0
 
     def add(self, n: float, kv: float, seconds: float, weight: float) -> None:
-        x = (1.0, max(n, self.knee), kv)
-        for i in range(3):
-            for j in range(3):
-                self.gram[i][j] = _DISCOUNT * self.gram[i][j] + weight * x[i] * x[j]
-            self.moment[i] = _DISCOUNT * self.moment[i] + weight * x[i] * seconds
+        self.one = _DISCOUNT * self.one + weight
+        self.n = _DISCOUNT * self.n + weight * n
+        self.kv = _DISCOUNT * self.kv + weight * kv
+        self.kv_kv = _DISCOUNT * self.kv_kv + weight * kv * kv
+        self.s = _DISCOUNT * self.s + weight * seconds
+        self.kv_s = _DISCOUNT * self.kv_s + weight * kv * seconds
+        self.s_s = _DISCOUNT * self.s_s + weight * seconds * seconds
 
-    def solve(self, mean_n: float, mean_kv: float, mean_s: float, squares: float) -> tuple[float, list[float]]:
+
+@dataclass(slots=True)
+class _Fit:
+    """The sums of one knee, with x = max(n, knee); the features are (1, x, kv)."""
+
+    knee: float
+    x: float = 0.0
+    x_x: float = 0.0
+    x_kv: float = 0.0
+    x_s: float = 0.0
+
+    def add(self, n: float, kv: float, seconds: float, weight: float) -> None:
+        x = max(n, self.knee)
+        self.x = _DISCOUNT * self.x + weight * x
+        self.x_x = _DISCOUNT * self.x_x + weight * x * x
+        self.x_kv = _DISCOUNT * self.x_kv + weight * x * kv
+        self.x_s = _DISCOUNT * self.x_s + weight * x * seconds
+
+    def solve(self, sums: _Sums) -> tuple[float, list[float]]:
         """(sum of squared errors, non-negative coefficients)."""
-        gram = [row[:] for row in self.gram]
-        moment = self.moment[:]
+        mean_n, mean_kv, mean_s = sums.n / sums.one, sums.kv / sums.one, sums.s / sums.one
+        data = [[sums.one, self.x, sums.kv], [self.x, self.x_x, self.x_kv], [sums.kv, self.x_kv, sums.kv_kv]]
+        target = [sums.s, self.x_s, sums.kv_s]
+        gram, moment = [row[:] for row in data], target[:]
         for n, seconds in ((self.knee, 0.5 * mean_s), (self.knee + 2 * mean_n, 1.5 * mean_s)):
             x = (1.0, n, mean_kv)
             for i in range(3):
@@ -52,8 +78,8 @@ class _Fit:
         w = [0.0, 0.0, 0.0]
         for i, value in zip(active, solution, strict=True):
             w[i] = max(value, 0.0)
-        error = squares - 2 * sum(w[i] * self.moment[i] for i in range(3))
-        error += sum(w[i] * self.gram[i][j] * w[j] for i in range(3) for j in range(3))
+        error = sums.s_s - 2 * sum(w[i] * target[i] for i in range(3))
+        error += sum(w[i] * data[i][j] * w[j] for i in range(3) for j in range(3))
         return error, w
 
 
@@ -61,28 +87,21 @@ class DecodeModel:
     """Seconds per decode step of an average slice."""
 
     def __init__(self) -> None:
+        self._sums = _Sums()
         self._fits = [_Fit(knee) for knee in KNEES]
-        self._weight = self._n = self._kv = self._seconds = self._squares = 0.0
         self._best: tuple[float, list[float]] | None = None
         self._unsolved = 0  # observations since the coefficients were last worked out
 
     @property
     def known(self) -> bool:
-        return self._weight > 0
+        return self._sums.one > 0
 
     def observe(self, *, n: float, kv: float, seconds_per_token: float, tokens: int) -> None:
         """A request of ``tokens`` ran beside ``n - 1`` others over ``kv`` tokens of context in all."""
         weight = min(tokens, 256) / 256  # a longer request is a better average, up to a point
+        self._sums.add(n, kv, seconds_per_token, weight)
         for fit in self._fits:
             fit.add(n, kv, seconds_per_token, weight)
-        for name, value in (
-            ("_weight", 1.0),
-            ("_n", n),
-            ("_kv", kv),
-            ("_seconds", seconds_per_token),
-            ("_squares", seconds_per_token**2),
-        ):
-            setattr(self, name, _DISCOUNT * getattr(self, name) + weight * value)
         self._unsolved += 1
 
     def step_s(self, n: float, kv: float = 0.0) -> float:
@@ -93,10 +112,9 @@ class DecodeModel:
     def _solved(self) -> tuple[float, list[float]]:
         if not self.known:
             raise ValueError("no request was observed yet")
-        if self._best is None or self._unsolved > min(0.1 * self._weight, 32):
+        if self._best is None or self._unsolved > min(0.1 * self._sums.one, 32):
             self._unsolved = 0
-            n, kv, seconds = (total / self._weight for total in (self._n, self._kv, self._seconds))
-            solved = [(fit.solve(n, kv, seconds, self._squares), fit.knee) for fit in self._fits]
+            solved = [(fit.solve(self._sums), fit.knee) for fit in self._fits]
             (_, w), knee = min(solved, key=lambda item: item[0][0])
             self._best = (knee, w)
         return self._best

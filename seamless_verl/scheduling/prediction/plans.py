@@ -25,17 +25,21 @@ class Work:
 
     Attributes:
         remaining: tokens to come, ascending.
-        completes: groups that are ready when this session ends (0 or 1, more with ``weight``), aligned.
+        completes: whether a group is ready when this session ends, aligned.
+        awaited: whether the session's group must be in the batch, aligned.
+        others: groups beside those that the batch has room for; further ones do not make it ready.
         weight: real sessions (and groups) per listed one; > 1 when the list is a sample.
         duty: share of its time that a session generates; the rest is tools and rewards.
-        step_s: seconds per step for a number of requests per slice.
+        step_s: seconds per step for a number of requests per slice, each of which has grown by so many tokens.
     """
 
     remaining: Sequence[float]
     completes: Sequence[bool]
+    awaited: Sequence[bool]
+    others: float
     weight: float
     duty: float
-    step_s: Callable[[float], float]
+    step_s: Callable[[float, float], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +91,17 @@ def play(work: Work, slices: Sequence[tuple[float, float]]) -> Course:
     """
     course = Course()
     now = done = total = credit = 0.0
+    others = work.others
     phase = 0
     n = float(len(work.remaining))
-    for remaining, completes in zip(work.remaining, work.completes, strict=True):
+    for remaining, completes, awaited in zip(work.remaining, work.completes, work.awaited, strict=True):
         while True:
             until = slices[phase + 1][0] if phase + 1 < len(slices) else math.inf
             count = slices[phase][1]
             left = remaining - done
             pace = math.inf
             if count > 0:
-                pace = work.step_s(n * work.weight * work.duty / count) / work.duty
+                pace = work.step_s(n * work.weight * work.duty / count, done + left / 2) / work.duty
             if now + left * pace <= until and pace < math.inf:
                 now += left * pace
                 total += left * n * work.weight
@@ -114,7 +119,8 @@ def play(work: Work, slices: Sequence[tuple[float, float]]) -> Course:
         n -= 1
         course.times.append(now)
         course.tokens.append(total)
-        if completes:
+        if completes and (awaited or others > 0):
+            others -= 0.0 if awaited else work.weight
             credit += work.weight
             while credit >= 1.0 - 1e-9:
                 credit -= 1.0

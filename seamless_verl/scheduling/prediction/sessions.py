@@ -42,24 +42,28 @@ class _Request:
     context: int
     load_before: float
     context_before: float
+    age_before: float
 
 
 @dataclass(slots=True)
 class _Load:
-    """Integrals over time of what runs on a slice."""
+    """Integrals over time of what runs on a slice: requests, tokens they began with, seconds since they began."""
 
     n: int = 0
     context: int = 0
+    age: float = 0.0
     at: float = 0.0
     n_s: float = 0.0
     context_s: float = 0.0
+    age_s: float = 0.0
 
-    def change(self, at: float, n: int, context: int) -> None:
-        self.n_s += self.n * (at - self.at)
-        self.context_s += self.context * (at - self.at)
+    def move_to(self, at: float) -> None:
+        elapsed = at - self.at
+        self.n_s += self.n * elapsed
+        self.context_s += self.context * elapsed
+        self.age_s += (self.age + self.n * elapsed / 2) * elapsed
+        self.age += self.n * elapsed
         self.at = at
-        self.n += n
-        self.context += context
 
 
 @dataclass(slots=True)
@@ -115,8 +119,14 @@ class SessionBook:
             yield (index * _GOLDEN) % 1.0
 
     def context_per_request(self) -> float:
+        """Tokens that a running request began with, on average."""
         contexts = sum(load.context for load in self._loads.values())
         return contexts / len(self._requests) if self._requests else 0.0
+
+    def age_s(self, now: float) -> float:
+        """Mean seconds since the running requests began."""
+        ages = sum(load.age + load.n * (now - load.at) for load in self._loads.values())
+        return ages / len(self._requests) if self._requests else 0.0
 
     def _started(self, event: RequestStarted) -> None:
         if event.session not in self.sessions:
@@ -130,7 +140,9 @@ class SessionBook:
         session = self.sessions[event.session]
         session.request, session.slice = event.request, event.slice
         load = self._loads.setdefault(event.slice, _Load(at=event.at))
-        load.change(event.at, 1, event.context_tokens)
+        load.move_to(event.at)
+        load.n += 1
+        load.context += event.context_tokens
         self._requests[event.request] = _Request(
             session=event.session,
             at=event.at,
@@ -138,6 +150,7 @@ class SessionBook:
             context=event.context_tokens,
             load_before=load.n_s,
             context_before=load.context_s,
+            age_before=load.age_s,
         )
 
     def _awake(self, event: SliceReady) -> None:
@@ -145,26 +158,31 @@ class SessionBook:
         load = self._loads.get(event.slice)
         if load is None:
             return
-        load.change(event.at, 0, 0)
+        load.move_to(event.at)
+        load.age = 0.0
         for request in self._requests.values():
             if request.slice == event.slice:
                 request.at, request.load_before, request.context_before = event.at, load.n_s, load.context_s
+                request.age_before = load.age_s
 
     def _finished(self, event: RequestFinished, roofline: Roofline) -> None:
         request = self._requests.get(event.request)
         if request is None:
             return
         load = self._loads[request.slice]
-        load.change(event.at, 0, 0)
+        load.move_to(event.at)
         took = event.at - request.at
         if event.ending is not Ending.FAILED:
             self.sessions[request.session].tokens += event.tokens
             self.turn_s = took if self.turn_s == 0.0 else 0.9 * self.turn_s + 0.1 * took
             if event.tokens >= _MIN_TOKENS and took > 0:
                 n = (load.n_s - request.load_before) / took
-                kv = (load.context_s - request.context_before) / took + n * event.tokens / 2
+                grown = (load.age_s - request.age_before) / took * event.tokens / took  # decoding is in lock-step
+                kv = (load.context_s - request.context_before) / took + grown
                 self._learn(request.slice, roofline, n=n, kv=kv, seconds=took / event.tokens, tokens=event.tokens)
-        load.change(event.at, -1, -request.context)
+        load.n -= 1
+        load.context -= request.context
+        load.age -= took
         self._drop(event.request)
 
     def _learn(

@@ -29,7 +29,7 @@ from seamless_verl.scheduling.slices import TRANSITIONS, Move, SliceId, SliceSta
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, make_slice
 
 PATIENCE = Patience(wake_s=50, drain_s=20, interrupt_s=30, restart_s=90, stall_s=40)
-EXAMPLES = int(os.environ.get("SCHEDULER_EXAMPLES", "600"))
+EXAMPLES = int(os.environ.get("SCHEDULER_EXAMPLES", "250"))
 SEEN: set[tuple[SliceState, Move]] = set()
 
 

@@ -45,7 +45,7 @@ def rivals(setting: Setting) -> dict[str, float]:
         Setting(lengths=skewed, train_s=8.0),
         Setting(lengths=skewed, eta=0),
         Setting(lengths=lambda rng: min(rng.lognormvariate(4, 1.0), 800), train_s=2.0, wake_s=0.5, back_s=0.3),
-        Setting(lengths=skewed, trainers=8, standing=8, batch=32, members=8, train_s=40, steps=8),
+        Setting(lengths=skewed, trainers=4, standing=4, batch=16, members=8, train_s=20, steps=8),
     ],
     ids=["skewed", "little training", "synchronous", "short steps", "larger"],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -69,7 +70,15 @@ def test_remaining_lengths_are_conditional_quantiles() -> None:
 
 def work(remaining: list[float], completes: list[bool] | None = None) -> Work:
     completes = completes or [True] * len(remaining)
-    return Work(remaining=remaining, completes=completes, weight=1.0, duty=1.0, step_s=lambda n: n)
+    return Work(
+        remaining=remaining,
+        completes=completes,
+        awaited=[False] * len(remaining),
+        others=math.inf,
+        weight=1.0,
+        duty=1.0,
+        step_s=lambda n, grown: n,
+    )
 
 
 def test_a_course_by_hand() -> None:
@@ -131,3 +140,35 @@ def test_the_roofline_ranks_by_facts_and_is_corrected_by_measurement() -> None:
         roofline.measured(h20.id, 2.0)
         roofline.measured(h100.id, 0.67)
     assert roofline.order([h20, h100], Tag.ROLLOUT) == ["h100", "h20"]
+
+
+def test_a_batch_with_room_for_few_others_waits_for_those_it_cannot_do_without() -> None:
+    waits = replace(work([10, 20, 30, 40]), awaited=[False, False, False, True], others=1)
+    alone = play(work([10, 20, 30, 40]), [(0.0, 4.0)])
+    bound = play(waits, [(0.0, 4.0)])
+    assert alone.when_ready(2) < bound.when_ready(2) == alone.when_ready(4)
+    assert bound.when_ready(3) == math.inf
+
+
+def test_the_cache_of_growing_requests_is_seen_though_no_event_names_it() -> None:
+    """Forty requests in lock-step on one slice; steps get slower as their caches grow, and only that."""
+    book, roofline = SessionBook(), Roofline()
+    alone = Slice(id=SliceId("a"), pool="p", gpus=(Gpu(node="n", index=0),), capabilities=frozenset({Tag.ROLLOUT}))
+    roofline.add(alone)
+    now = 0.0
+    for turn in range(6):
+        began, tokens = now, 500 * (1 + turn)
+        for number in range(40):
+            name = f"{turn}/{number}"
+            started = ev.RequestStarted(
+                at=now, request=name, session=name, group="g", slice=SliceId("a"), context_tokens=100
+            )
+            book.observe(started, roofline)
+        now += tokens * (0.01 + 1e-7 * 40 * (100 + tokens / 2))
+        assert book.age_s(now) == pytest.approx(now - began)
+        for number in range(40):
+            ended = ev.RequestFinished(at=now, request=f"{turn}/{number}", tokens=tokens, ending=ev.Ending.COMPLETED)
+            book.observe(ended, roofline)
+    for tokens in (500, 3000):
+        kv = 40 * (100 + tokens / 2)
+        assert book.decode.step_s(40, kv) == pytest.approx(0.01 + 1e-7 * kv, rel=0.1)

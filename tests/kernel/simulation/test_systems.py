@@ -71,7 +71,7 @@ def test_every_group_is_trained_once_and_whole() -> None:
             remaining.remove(length)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     system=st.sampled_from(SYSTEMS),
     seed=st.integers(0, 1000),

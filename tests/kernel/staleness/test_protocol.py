@@ -148,7 +148,7 @@ class Anything(RuleBasedStateMachine):
             self.take(self.protocol.num_available)
 
 
-Anything.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Anything.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestAnything = Anything.TestCase
 
 

@@ -1,0 +1,276 @@
+"""What the predictive policy is worth on clusters that we do not have, beside the systems it is compared with.
+
+``python -m benchmarks.simulator --part NAME``: ``limit``, ``table``, ``idle``, ``scale``, ``shards``. Cells of the
+table are kept in ``--cells`` as they are done; a run that was stopped, by hand or by ``--minutes``, goes on there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import seamless_verl
+from benchmarks.records import Record, arguments, report
+from benchmarks.settings import WORKLOADS, cell
+from seamless_verl.simulation.fluid import fluid_limit
+from seamless_verl.simulation.published import CALIBRATED, MODES, SEPARATE_COSTS, SWITCHING, scenario
+from seamless_verl.simulation.scenario import Scenario, simulate
+
+RIVALS = (
+    "verl_separate_async_wait",
+    "verl_enable_switch_wait",
+    "verl_sync",
+    "verl_colocate_async",
+    "staleflow",
+)
+SIZES = (16, 32, 64, 128)
+SPLITS = (0.25, 0.5, 0.75)
+_LEVEL = 0.98  # a ratio of step times above this is level
+_T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of the table."""
+
+    system: str
+    work: str
+    gpus: int
+    split: float
+    seed: int
+    steps: int
+
+    def scenario(self) -> Scenario:
+        warm = max(2, self.steps // 4)
+        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=self.steps, warm=warm)
+
+
+class Cells:
+    """Finished cells on disk, of this version of the code only."""
+
+    def __init__(self, file: Path, minutes: float) -> None:
+        self._file = file
+        self._until = time.monotonic() + 60 * minutes
+        self._code = _digest_of_code()
+        self._known: dict[str, dict[str, float]] = {}
+        for line in file.read_text().splitlines() if file.exists() else ():
+            entry = json.loads(line)
+            if entry["code"] == self._code:
+                self._known[entry["cell"]] = entry["figures"]
+
+    def get(self, wanted: Cell) -> dict[str, float] | None:
+        """Figures of the cell, run if there is time left; None when there is not."""
+        key = repr(wanted)
+        if key not in self._known and time.monotonic() < self._until:
+            result = simulate(wanted.scenario())
+            figures = {
+                "step_s": result.step_s,
+                "idle": result.books.trainable_idle_share,
+                "staleness": result.max_staleness,
+                "lends": result.lends,
+            }
+            self._known[key] = figures
+            with self._file.open("a") as stream:
+                stream.write(json.dumps({"code": self._code, "cell": key, "figures": figures}) + "\n")
+        return self._known.get(key)
+
+
+def _digest_of_code() -> str:
+    root = Path(seamless_verl.__file__).parent
+    found = hashlib.sha256()
+    for name in ("simulation", "scheduling", "staleness"):
+        for file in sorted((root / name).rglob("*.py")):
+            found.update(file.read_bytes())
+    found.update(Path(__file__).with_name("settings.py").read_bytes())
+    return found.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- parts
+
+
+def limit(options: argparse.Namespace) -> Iterator[Record]:
+    """Share of the fluid limit on the published set-ups and on the agentic workload."""
+    steps = 10 if options.quick else 16
+    for run in (*MODES[2:], *SWITCHING[:1]):
+        base = scenario(run, CALIBRATED, steps=steps)
+        train = replace(base.train, old_log_prob=0.0)
+        yield from _share(f"{run.name} set-up", replace(base, system="predictive", train=train, warm=4))
+    for run in MODES[:1]:  # all nodes train and roll out
+        base = replace(scenario(run, CALIBRATED, steps=steps), system="predictive", costs=SEPARATE_COSTS, warm=4)
+        yield from _share("all nodes {train, rollout}", base)
+    yield from _share("agentic", cell("predictive", "agentic", 16 if options.quick else 32, steps=steps))
+
+
+def _share(name: str, wanted: Scenario) -> Iterator[Record]:
+    result, found = simulate(wanted), fluid_limit(wanted)
+    yield Record(name=f"limit, {name}: step", value=result.step_s, unit="s")
+    yield Record(name=f"limit, {name}: of (W_r+W_t)/(a+b)", value=found.work_s / result.step_s, unit="")
+    yield Record(name=f"limit, {name}: of the limit under eta", value=found.bounded_s / result.step_s, unit="")
+    share = found.paid_s / result.step_s
+    yield Record(
+        name=f"limit, {name}: of the limit under eta, costs paid",
+        value=share,
+        unit="",
+        bar=">= 0.95",
+        holds=share >= 0.95,
+    )
+
+
+def compare(options: argparse.Namespace) -> Iterator[Record]:
+    """Step time of each rival over ours, cell by cell; cells that were not run are left out and counted."""
+    cells = Cells(options.cells, options.minutes)
+    seeds, steps = (1, 8) if options.quick else (options.seeds, 10)
+    places = [(work, gpus, split) for gpus in options.sizes for work in options.workloads for split in SPLITS]
+    for seed in range(seeds):  # all cells with one seed before any with two
+        for work, gpus, split in places:
+            for system in ("predictive", *RIVALS):
+                cells.get(Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps))
+    missing = behind = 0
+    for work, gpus, split in places:
+        name = f"{work}, {gpus} GPUs, {split:.0%} train"
+        for rival in RIVALS:
+            ratios = []
+            for seed in range(seeds):
+                ours, theirs = (
+                    cells.get(Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps))
+                    for system in ("predictive", rival)
+                )
+                if ours and theirs:
+                    ratios.append(theirs["step_s"] / ours["step_s"])
+            if not ratios:
+                missing += 1
+                continue
+            low, high = _interval(ratios)
+            level = high >= _LEVEL if len(ratios) > 1 else mean(ratios) >= _LEVEL
+            behind += not level
+            told = f"ahead or level [{low:.2f}, {high:.2f}]" if len(ratios) > 1 else "ahead or level, one seed"
+            yield Record(name=f"{name}: {rival}", value=mean(ratios), unit="x", bar=told, holds=level)
+    yield Record(name="table: comparisons behind", value=behind, unit="", bar="0", holds=behind == 0)
+    yield Record(name="table: comparisons not run", value=missing, unit="")
+
+
+def idle(options: argparse.Namespace) -> Iterator[Record]:
+    """Idle share of slices that can train, on workloads with skew."""
+    for work in ("lognormal", "skewed", "bimodal"):
+        for split in SPLITS[:1] if options.quick else SPLITS:
+            result = simulate(cell("predictive", work, 32, split, steps=10 if options.quick else 14))
+            share = result.books.trainable_idle_share
+            name = f"idle, {work}, {split:.0%} train: trainable slices"
+            yield Record(name=name, value=100 * share, unit="%", bar="< 5 %", holds=share < 0.05)
+
+
+def scale(options: argparse.Namespace) -> Iterator[Record]:
+    """CPU seconds (one core) of large runs, and how they grow with events."""
+    points = []
+    for gpus in (32, 64, 128, 256):
+        began = time.process_time()
+        result = simulate(cell("predictive", "lognormal", gpus, steps=5, warm=2))
+        points.append((result.events, time.process_time() - began))
+        yield Record(name=f"scale, {gpus} GPUs: events in 5 steps", value=result.events, unit="")
+        yield Record(name=f"scale, {gpus} GPUs: time per event", value=1e6 * points[-1][1] / points[-1][0], unit="us")
+    (first, cheap), (last, dear) = points[0], points[-1]
+    growth = (dear / cheap) / ((last * math.log(last)) / (first * math.log(first)))
+    yield Record(name="scale: time over n log n, 256 / 32 GPUs", value=growth, unit="x", bar="<= 2", holds=growth <= 2)
+    if options.quick:
+        return
+    began = time.process_time()
+    simulate(cell("predictive", "lognormal", 32, steps=150))
+    spent = time.process_time() - began
+    yield Record(name="scale: 32 GPUs x 150 steps x 512", value=spent, unit="s CPU", bar="<= 60", holds=spent <= 60)
+
+
+def large(options: argparse.Namespace) -> Iterator[Record]:
+    """4,096 GPUs with 100,000 trajectories in flight."""
+    gpus, steps = (1024, 2) if options.quick else (4096, 3)
+    batch = 6256 * gpus // 4096
+    began = time.process_time()
+    wanted = cell("predictive", "lognormal", gpus, batch=batch, mini_batch=batch // 4, steps=steps, warm=1)
+    result = simulate(wanted)
+    spent = (time.process_time() - began) / 60
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    name = f"large, {gpus} GPUs, {2 * batch * 8} trajectories in flight, {steps} steps"
+    yield Record(name=f"{name}: time", value=spent, unit="min CPU", bar="<= 15", holds=spent <= 15)
+    yield Record(name=f"{name}: memory", value=peak, unit="GiB", bar="<= 16", holds=peak <= 16)
+    yield Record(name=f"{name}: events", value=result.events, unit="")
+
+
+def shards(options: argparse.Namespace) -> Iterator[Record]:
+    """Proxy shards for 100,000 concurrent agents: queues of sessions hashed to shards, served at the measured cost."""
+    if options.turn_cost_ms is None:
+        print("shards: left out; measure the cost of a turn (benchmarks.many_agents) and give it as --turn-cost-ms")
+        return
+    cost_s = 1e-3 * options.turn_cost_ms
+    turn_s = 500 * 0.014 + 8.0  # the agentic workload: 500 tokens at 14 ms, a tool of 8 s
+    agents = 10_000 if options.quick else 100_000
+    yield Record(name="shards: measured cost of a turn", value=options.turn_cost_ms, unit="ms")
+    yield Record(name="shards: turns per second", value=agents / turn_s, unit="1/s")
+    for busy in (0.9, 0.7, 0.5):
+        count = math.ceil(agents / turn_s * cost_s / busy)
+        waits = _waits(agents, count, turn_s, cost_s, seconds=20.0)
+        yield Record(name=f"shards: needed at {busy:.0%} load", value=count, unit="")
+        waits.sort()
+        for share in (0.5, 0.99):
+            value = 1e3 * waits[int(share * (len(waits) - 1))]
+            yield Record(name=f"shards: wait of a turn at {busy:.0%} load, p{share:.0%}", value=value, unit="ms")
+
+
+def _waits(agents: int, count: int, turn_s: float, cost_s: float, seconds: float) -> list[float]:
+    """Waiting times of turns whose sessions are hashed to shards (not balanced), each shard a queue of its own."""
+    rng = random.Random(11)
+    sizes = [0] * count
+    for _ in range(agents):
+        sizes[rng.randrange(count)] += 1
+    waits = []
+    for size in rng.sample(sizes, min(count, 40)):
+        now = free = 0.0
+        while now < seconds:
+            now += rng.expovariate(size / turn_s)
+            waits.append(max(0.0, free - now))
+            free = max(free, now) + rng.expovariate(1 / cost_s)
+    return waits
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of the mean (Student)."""
+    if len(values) < 2:
+        return values[0], values[0]
+    half = _T_975.get(len(values) - 1, 2.0) * stdev(values) / math.sqrt(len(values))
+    return mean(values) - half, mean(values) + half
+
+
+_PARTS = {"limit": limit, "table": compare, "idle": idle, "scale": scale, "large": large, "shards": shards}
+
+
+def _extend(parser: argparse.ArgumentParser) -> None:
+    kept = Path(tempfile.gettempdir()) / "seamless-verl-simulator-cells.jsonl"
+    parser.add_argument("--part", choices=tuple(_PARTS), action="append", help="only this; may be repeated")
+    parser.add_argument("--cells", type=Path, default=kept, help="finished cells of the table (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no cell of the table later than that")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="GPUS", help="only these clusters")
+    parser.add_argument("--workloads", nargs="+", default=tuple(WORKLOADS), choices=tuple(WORKLOADS))
+    parser.add_argument("--turn-cost-ms", type=float, help="core time of a turn in a shard, as many_agents measures it")
+
+
+def main() -> int:
+    options: Any = arguments(__doc__ or "", _extend)
+    records: list[Record] = []
+    for part in options.part or _PARTS:
+        records += _PARTS[part](options)
+    return report(records, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

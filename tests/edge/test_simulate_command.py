@@ -1,0 +1,126 @@
+"""``seamless-verl simulate``, as a user meets it: tables, run folders, files, and errors that say what to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from seamless_verl.cli import main
+from seamless_verl.observe.run_folder import load_digest, load_recording
+from seamless_verl.simulation.replay import from_recording
+
+_SMALL = (
+    "workload={kind: lognormal, mean: 900, sigma: 0.8, cap: 4000}",
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=2",
+    "rollout.n=4",
+    "steps=6",
+)
+
+
+def simulate(*arguments: object) -> int:
+    settings = [part for setting in _SMALL for part in ("--set", setting)]
+    return main(["simulate", *settings, *map(str, arguments)])
+
+
+def test_what_if_prints_both_and_writes_a_run_folder_that_report_renders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.json"
+    assert simulate("--set", "scheduler.policy=predictive", "--out", tmp_path / "run", "--json", rows) == 0
+    told = capsys.readouterr().out
+    assert "separate_async " in told
+    assert "times as long as before" in told
+    first, second = json.loads(rows.read_text())["settings"]
+    assert (first["system"], second["system"]) == ("verl_separate_async", "predictive")
+    assert 0 < second["limit_share"] < 1.05
+    run = load_digest(tmp_path / "run")
+    assert run.recording.virtual
+    assert len(run.step_spans) == 6
+    assert {lane.pool for lane in run.lanes} == {"trainers", "rollouts"}
+    assert run.decisions
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").read_text() == page
+    assert "predictive" in page
+
+
+def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The simulator's own recording: lengths, speeds and training are recovered from nothing but events."""
+    run = tmp_path / "run"
+    quick = ["--set", "costs.load=0.2", "--set", "costs.push=0.2"]  # requests wait while weights load: seen as decoding
+    assert simulate("--set", "scheduler.policy=disaggregated", "--set", "steps=12", *quick, "--out", run) == 0
+    known = from_recording(load_recording(run))
+    assert known.scenario.batch == 8
+    assert known.scenario.mini_batch == 2
+    assert known.scenario.attempts == 4
+    assert main(["simulate", "--from", str(run), "--set", "scheduler.policy=predictive"]) == 0
+    told = capsys.readouterr().out
+    off = float(told.split(" s (")[1].split("%")[0])
+    assert abs(off) < 35.0  # of ten steps of eight groups; a real run's recording comes within 2 % (docs/simulator.md)
+
+
+def test_search_ranks_splits_and_says_what_moves_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.json"
+    assert simulate("--search", "--gpus", 12, "--systems", "predictive,verl_sync", "--json", rows) == 0
+    found = json.loads(rows.read_text())
+    times = [row["step_s"] for row in found["settings"]]
+    assert times == sorted(times)
+    assert {row["slices"] for row in found["settings"]} == {
+        "trainers 1 + rollouts 2",
+        "trainers 2 + rollouts 1",
+        "all 3",
+    }
+    assert all(row["gpus"] == 12 for row in found["settings"])
+    assert {move["key"] for move in found["sensitivity"]} >= {"decode.slowdown", "train.gpu_s_per_token", "costs.wake"}
+    assert "decode.slowdown" in capsys.readouterr().out
+
+
+def test_parquet_has_one_column_per_figure(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "rows.parquet"
+    assert simulate("--parquet", file) == 0
+    columns = parquet.read_table(file).to_pydict()
+    assert columns["gpus"] == [32, 32]
+    assert columns["step_s"][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--set", "scheduler.polcy=greedy"], "scheduler.polcy=greedy: unknown key. Fix: write scheduler.policy"),
+        (["--set", "scheduler.policy=predictve"], "no such system. Fix: write predictive"),
+        (["--set", "steps"], "--set=steps: is no assignment. Fix: write key=value"),
+        (["--set", "staleness.eta=two"], "staleness.eta=two: is no int. Fix: write e.g. staleness.eta=2"),
+        (["--set", "staleness.eta=-1"], "staleness.eta=-1: is too small. Fix: write 0 or more"),
+        (["--set", "steps=0"], "steps=0: is too small"),
+        (["--set", "costs.wake=nan"], "costs.wake=nan: must be finite"),
+        (["--set", "resources=[{name: a}]"], "needs name, nodes, gpus_per_node and capabilities only"),
+        (
+            ["--set", "resources=[{name: a, nodes: x, gpus_per_node: 8, capabilities: [train]}]"],
+            "must be whole numbers",
+        ),
+        (["--set", "resources=[{name: a, nodes: 1, gpus_per_node: 6, capabilities: [train]}]"], "slices of 4 GPUs"),
+        (["--set", "workload={kind: normal}"], "kind must be one of constant, lognormal, bimodal, agentic"),
+        (["--set", "workload={kind: lognormal, mean: 9000, sigma: 1, cap: 100}"], "needs a cap above it"),
+        (["--preset", "separate"], "no such preset. Fix: write separate_async"),
+        (["--search", "--gpus", "10"], "--gpus=10: does not split into slices of 4. Fix: write 8"),
+        (["--search", "--systems", "greedi"], "no such system"),
+        (["--gpus", "16"], "add --search"),
+        (["--from", "/nonexistent"], "has no flight/"),
+        (["--json", "/nonexistent/rows.json"], "mkdir -p /nonexistent"),
+    ],
+)
+def test_errors_name_key_value_and_fix(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_recording_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "flight").mkdir()
+    assert simulate("--out", tmp_path) == 2
+    assert "name a new folder" in capsys.readouterr().err
