@@ -164,7 +164,7 @@ def make_front(front: Front) -> FastAPI:
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return Response(encoded(error.body()), status_code=error.status, headers=dict(error.headers()))
+        return Response(encoded(error.body(request.url.path)), status_code=error.status, headers=dict(error.headers()))
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
