@@ -11,13 +11,13 @@ READY := $(VENV)/.ready
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(READY) ## install what is pinned, then run the main job on the CPU (15 to 17 minutes on two cores)
+demo: $(READY) ## install what is pinned, then run the main job on the CPU (about 15 minutes on two cores)
 	$(BIN)/python -m seamless_verl.main +recipe=swe
 
 test: $(READY) lint types test-kernel test-edge test-e2e ## every check and every test tier
 
 test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
-	$(BIN)/python -m pytest tests/kernel -q
+	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
 
 test-edge: $(READY) ## proxy over real HTTP, agents, sandbox, contracts with the installed verl
 	$(BIN)/python -m pytest tests/edge tests/contract -q

@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import uvloop
 
+from benchmarks import parts
+from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 from benchmarks.traffic import (
     Tally,
@@ -95,29 +97,37 @@ def _running(scratch: Path, folder: Path, latency_s: float) -> Iterator[tuple[in
 
 
 def main() -> int:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", parts.extend)
     sessions, turns, total = (200, 10, 5_000) if options.quick else (1_000, 50, 100_000)
+    kept = Parts(options)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         folder = model_folder(scratch / "model")
-        with _running(scratch, folder, _LATENCY_S) as (port, _):
-            tally, trained, took = uvloop.run(crowd(port, folder, sessions, turns))
-        print(f"{len(tally.latencies_s)} turns in {took:.0f} s, errors: {tally.errors[:2]}", flush=True)
-        with _running(scratch, folder, 0.0) as (port, pid):
-            steady, memory = uvloop.run(stream(port, pid, folder, total))
-    marks = sorted(memory)
-    growth = memory[marks[-1]] / memory[marks[0]] - 1
-    lost = sessions * turns - trained
-    errors = len(tally.errors) + len(steady.errors)
+        if not kept.of("crowd"):
+            with _running(scratch, folder, _LATENCY_S) as (port, _):
+                tally, trained, took = uvloop.run(crowd(port, folder, sessions, turns))
+            overheads = [(tally.quantile(share) - _LATENCY_S) * 1e3 for share in (0.5, 0.99)]
+            kept.add("crowd", {"errors": tally.errors, "trained": trained, "took": took, "overheads": overheads})
+            print(f"{len(tally.latencies_s)} turns in {took:.0f} s, errors: {tally.errors[:2]}", flush=True)
+        if not kept.of("memory"):
+            if kept.out_of_time:
+                return kept.pause()
+            with _running(scratch, folder, 0.0) as (port, pid):
+                steady, memory = uvloop.run(stream(port, pid, folder, total))
+            kept.add("memory", {"errors": steady.errors, "resident": sorted(memory.items())})
+    seen, resident = kept.of("crowd")[0], kept.of("memory")[0]["resident"]
+    growth = resident[-1][1] / resident[0][1] - 1
+    lost = sessions * turns - seen["trained"]
+    errors = len(seen["errors"]) + len(kept.of("memory")[0]["errors"])
     records = [
-        Record(name=f"{sessions} sessions x {turns} turns: turns/s", value=sessions * turns / took, unit="1/s"),
-        Record(name="overhead p50", value=(tally.quantile(0.5) - _LATENCY_S) * 1e3, unit="ms"),
-        Record(name="overhead p99", value=(tally.quantile(0.99) - _LATENCY_S) * 1e3, unit="ms", bar="stated"),
+        Record(name=f"{sessions} sessions x {turns} turns: turns/s", value=sessions * turns / seen["took"], unit="1/s"),
+        Record(name="overhead p50", value=seen["overheads"][0], unit="ms"),
+        Record(name="overhead p99", value=seen["overheads"][1], unit="ms", bar="stated"),
         Record(name="errors", value=errors, unit="", bar="0", holds=errors == 0),
         Record(name="turns lost", value=lost, unit="", bar="0", holds=lost == 0),
-        *(Record(name=f"resident after {mark} turns", value=memory[mark], unit="MiB") for mark in marks),
+        *(Record(name=f"resident after {mark} turns", value=mib, unit="MiB") for mark, mib in resident),
         Record(
-            name=f"memory growth, {marks[0]} to {marks[-1]} turns",
+            name=f"memory growth, {resident[0][0]} to {resident[-1][0]} turns",
             value=growth * 100,
             unit="%",
             bar="<= 10",

@@ -110,6 +110,8 @@ class Connection(asyncio.Protocol):
             self._reply(self._url, body)
 
     def _reply(self, url: bytes, body: bytes) -> None:
+        if self._transport.is_closing():
+            return  # whoever asked is gone
         if url.endswith(b"/chat/completions"):
             self._send(self._answers.chats[zlib.crc32(body) % NUM_ANSWERS])
         elif url.endswith(b"/completions"):

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from seamless_verl.proxy.app import make_app
+from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
+from seamless_verl.proxy.sessions import SessionSpec
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -77,3 +80,16 @@ async def test_the_view_shows_the_tree_in_every_dialect_and_the_state() -> None:
         late = await proxy.post(handle, {"model": "m", "max_tokens": 9, "messages": HI}, "/v1/messages")
         assert (late.status_code, late.json()["error"]["code"]) == (409, "session_expired")
         assert (await proxy.admin.close_session(handle.id)).audit.is_clean
+
+
+async def test_an_admin_in_the_proxys_own_process_needs_no_socket() -> None:
+    async with serving() as proxy:
+        url = proxy.server.base_url
+        await proxy.server.stop()  # nobody listens any more
+        inside = ProxyAdmin(url, "admin-key", app=make_app(proxy.deps))
+        handle = await inside.open_session(SessionSpec(group="g"))
+        result = await inside.close_session(handle.id, 0.5)
+        assert (handle.base_url, result.group) == (f"{url}/sessions/{handle.id}/v1", "g")
+        with pytest.raises(ProxyRefused, match="session"):
+            await inside.view_session(handle.id)
+        await inside.close()

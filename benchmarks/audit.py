@@ -1,0 +1,256 @@
+"""Agents that do everything agents do, at random, over HTTP: are the rows what the engine said, each answer once?
+
+Each session makes sixteen moves on any conversation that it knows: go on, go on in parallel, rewind, ask the same
+again, repeat a request as an SDK does, leave in the middle of an answer, start a sub-agent, compact the context,
+respell or rewrite the history. The engine keeps a book of its own (`benchmarks.crash`). At the end of a session:
+
+* violations   what the proxy's own audit found between its rows and its record of the engine
+* changed      an answer in a row that the engine never gave to the tokens before it
+* lost         an answer that the agent got, and that no row trains
+* doubled      an answer that is trained twice
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from benchmarks import parts
+from benchmarks.crash import Book, NotedConnection
+from benchmarks.mock_engine import PreparedAnswers
+from benchmarks.parts import Parts
+from benchmarks.records import Record, arguments, report
+from benchmarks.traffic import (
+    Writer,
+    admin_pool,
+    body_of,
+    free_port,
+    message,
+    model_folder,
+    open_ours,
+    our_proxy,
+    until_up,
+)
+from seamless_verl.proxy.http_pool import HttpPool
+
+_AGENTS = 16
+_MOVES = 16
+_CHUNK = 5_000  # turns on one folder
+_GIVEN = ("extend", "extend", "extend", "parallel", "rewind", "again", "retry", "leave")
+_NEW = ("sub_agent", "compact", "respell", "rewrite")
+
+
+class _Said(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    message: _Said
+
+
+class _Answer(msgspec.Struct):
+    id: str
+    choices: list[_Choice]
+
+
+class _Row(msgspec.Struct):
+    token_ids: list[int]
+    mask: list[int]
+    turns: list[tuple[str, int, int, bool, str, int]]
+
+
+class _Audit(msgspec.Struct):
+    violations: list[tuple[str, str]]
+
+
+class _Closed(msgspec.Struct):
+    rows: list[_Row]
+    audit: _Audit
+    kinds: dict[str, int]
+
+
+_answers = msgspec.json.Decoder(_Answer)
+_closed = msgspec.json.Decoder(_Closed)
+
+
+@dataclass(slots=True)
+class Found:
+    """What all sessions came to; ``kinds`` and ``moves`` show that the traffic was as wild as it should be."""
+
+    turns: int = 0
+    violations: int = 0
+    changed: int = 0
+    lost: int = 0
+    doubled: int = 0
+    refused: int = 0
+    stories: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
+
+
+class WildAgent:
+    """One session; every conversation is a list of messages as JSON texts with their roles."""
+
+    def __init__(self, url: str, key: str, writer: Writer, rng: random.Random, found: Found) -> None:
+        headers = {"authorization": f"Bearer {key}"}
+        self._pool = HttpPool(url, headers)
+        self._retries = HttpPool(url, {**headers, "x-stainless-retry-count": "1"})
+        self._writer, self._rng, self._found = writer, rng, found
+        self._known: list[list[tuple[str, str]]] = []
+        self._asked: list[list[tuple[str, str]]] = []
+        self.got: set[str] = set()
+
+    async def run(self) -> None:
+        for _ in range(_MOVES):
+            moves = (*_GIVEN, *_NEW) if self._known else ("sub_agent",)
+            move = self._rng.choice(moves)
+            self._found.moves[move] += 1
+            await self._move(move)
+        self._pool.close()
+        self._retries.close()
+
+    async def _move(self, move: str) -> None:
+        if move in ("again", "retry"):
+            request = self._rng.choice(self._asked)
+            await self._ask(request, self._retries if move == "retry" else self._pool)
+        elif move == "parallel":
+            base = self._rng.choice(self._known)
+            await asyncio.gather(*(self._ask([*base, self._question()]) for _ in range(self._rng.randint(2, 3))))
+        elif move == "leave":
+            await self._leave([*self._rng.choice(self._known), self._question()])
+        else:
+            await self._ask([*self._history(move), self._question()])
+
+    def _question(self) -> tuple[str, str]:
+        return "user", self._writer.text(60)
+
+    def _history(self, move: str) -> list[tuple[str, str]]:
+        if move == "sub_agent":
+            return [("system", f"you are agent {self._rng.randrange(3)}")]
+        known = self._rng.choice(self._known)
+        if move == "compact":
+            return [known[0], ("user", "so far: " + self._writer.text(80))]
+        if move == "rewind":
+            return known[: self._rng.randrange(1, len(known) + 1)]
+        if move == "extend":
+            return known
+        at = self._rng.choice([at for at, (role, _) in enumerate(known) if role == "assistant"])
+        content = f"{known[at][1]}\n" if move == "respell" else "I never said this"
+        return [*known[:at], ("assistant", content), *known[at + 1 :]]
+
+    async def _ask(self, request: list[tuple[str, str]], pool: HttpPool | None = None) -> None:
+        body = body_of([message(role, content) for role, content in request])
+        answer = await (pool or self._pool).request("POST", "/v1/chat/completions", body, timeout_s=60.0)
+        if answer.status != 200:
+            self._found.refused += 1
+            self._found.stories.append(f"{answer.status}: {answer.body[:200]!r}")
+            return
+        said = _answers.decode(answer.body)
+        self.got.add(said.id.removeprefix("chatcmpl-"))
+        self._asked.append(request)
+        self._known.append([*request, ("assistant", said.choices[0].message.content)])
+
+    async def _leave(self, request: list[tuple[str, str]]) -> None:
+        """Cut the connection somewhere between sending and the answer; often come back with the same request."""
+        asking = asyncio.ensure_future(self._ask(request))
+        await asyncio.wait({asking}, timeout=self._rng.uniform(0, 0.02))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        if self._rng.random() < 0.5:
+            await self._ask(request, self._retries)
+
+
+def judge(body: bytes, got: set[str], book: Book, found: Found) -> int:
+    """Hold the rows of a closed session against the agent and the engine; answers in the rows."""
+    closed = _closed.decode(body)
+    found.kinds.update(closed.kinds)
+    found.violations += len(closed.audit.violations)
+    found.stories += [story for _, story in closed.audit.violations]
+    trained: Counter[str] = Counter()
+    for row in closed.rows:
+        for name, start, stop, is_trained, _, _ in row.turns:
+            given = book.answer_to(row.token_ids[:start])
+            same = given is not None and given[: stop - start].tolist() == row.token_ids[start:stop]
+            found.changed += not same or set(row.mask[start:stop]) != {int(is_trained)}
+            trained[name] += is_trained
+    found.lost += len(got - {name for name, times in trained.items() if times})
+    found.doubled += sum(times - 1 for times in trained.values() if times > 1)
+    return sum(1 for times in trained.values() if times)
+
+
+async def wild(turns: int, scratch: Path, seed: int) -> Found:
+    """Sessions until ``turns`` answers stand in rows."""
+    folder, found = model_folder(scratch / "model"), Found()
+    answers = PreparedAnswers(folder)
+    book, engine, port = Book(answers), free_port(), free_port()
+    server = await asyncio.get_running_loop().create_server(lambda: NotedConnection(answers, book), "127.0.0.1", engine)
+    numbers = iter(range(1 << 30))
+
+    async def agent() -> None:
+        admin = admin_pool(port)
+        while found.turns < turns:
+            number = next(numbers)
+            opened = await open_ours(admin, group=str(number))
+            writer, rng = Writer(folder, seed + number), random.Random(seed + number)
+            one = WildAgent(f"http://127.0.0.1:{port}", opened.api_key, writer, rng, found)
+            await one.run()
+            answer = await admin.request("POST", f"/sessions/{opened.id}/close", b"", timeout_s=60.0)
+            if answer.status != 200:
+                raise RuntimeError(f"close: {answer.status}: {answer.body[:300]!r}")
+            found.turns += judge(answer.body, one.got, book, found)
+        admin.close()
+
+    with our_proxy(port, engine, folder, scratch / "record", core=None, log=scratch / "log"):
+        await until_up(f"http://127.0.0.1:{port}")
+        await asyncio.gather(*(agent() for _ in range(_AGENTS)))
+    server.close()
+    return found
+
+
+def _extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--turns", type=int, default=100_000)
+    parts.extend(parser)
+
+
+def main() -> int:
+    options = arguments(__doc__ or "", _extend)
+    total = 2_000 if options.quick else options.turns
+    kept = Parts(options)
+    taken = kept.of("audit")
+    while (done := sum(part["turns"] for part in taken)) < total:
+        if kept.out_of_time:
+            return kept.pause()
+        with tempfile.TemporaryDirectory() as temporary:
+            found = uvloop.run(wild(min(_CHUNK, total - done), Path(temporary), seed=done * 1000))
+        kept.add("audit", asdict(found))
+        print(f"{done + found.turns} turns: {found.kinds}, {found.stories[:2]}", flush=True)
+    kinds: Counter[str] = Counter()
+    for part in taken:
+        kinds.update(part["kinds"])
+    records = [
+        Record(name="turns of randomised agents", value=done, unit="", bar=f">= {total}", holds=done >= total),
+        *(Record(name=f"matched {kind}", value=count, unit="") for kind, count in sorted(kinds.items())),
+    ]
+    for name, what in (
+        ("violations", "audit violations"),
+        ("changed", "answers with other tokens than the engine's"),
+        ("lost", "answers lost"),
+        ("doubled", "answers trained twice"),
+        ("refused", "requests refused"),
+    ):
+        count = sum(part[name] for part in taken)
+        records.append(Record(name=what, value=count, unit="", bar="0", holds=count == 0))
+    return report(records, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
