@@ -8,6 +8,7 @@ route                                     key                          body
 ``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.wire.RewardBody`
 ``DELETE /sessions/{id}``                 admin
 ``GET /stats``                            admin
+``POST /pause``, ``/resume``              admin                        :class:`~.wire.PauseBody`, `ResumeBody`
 ``POST [/sessions/{id}]`` + `DIALECTS`    the session's own            the dialect's
 ``POST … /v1/messages/count_tokens``      the session's own            :class:`~.messages.CountRequest`
 ``GET [/sessions/{id}]/v1/models[/NAME]`` the session's own
@@ -37,7 +38,8 @@ from seamless_verl.proxy.constraints import refuse_unable
 from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
-from seamless_verl.proxy.generating import Gate, Generator
+from seamless_verl.proxy.gate import Gate, GatedEngine
+from seamless_verl.proxy.generating import Generator
 from seamless_verl.proxy.handover import HandOver, RowSink
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
@@ -52,7 +54,7 @@ from seamless_verl.proxy.residency import Residency
 from seamless_verl.proxy.responses import parse_responses
 from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
 from seamless_verl.proxy.turns import TurnService
-from seamless_verl.proxy.wire import OpenBody, RewardBody, view_of
+from seamless_verl.proxy.wire import OpenBody, PauseBody, ResumeBody, RewardBody, view_of
 from seamless_verl.trajectory.rendering import Renderer
 
 _log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class ProxyDeps:
     Attributes:
         admin_key: opens and closes sessions.
         model: name that ``GET /v1/models`` shows; any other name is accepted and echoed, since the session decides.
-        gate: holds requests back while it is closed; None for no gate.
+        gate: holds requests back while weights change; None where somebody else does that, as under the trainer.
         parser: finds reasoning and tool calls in the model's text.
         abilities: what the engine can do beyond plain generation; what it cannot is refused.
         sink: takes the rows of closed sessions; None leaves them to whoever closes.
@@ -116,14 +118,13 @@ class Proxy:
             sink=deps.sink,
         )
         generator = Generator(
-            engine=deps.engine,
+            engine=deps.engine if deps.gate is None else GatedEngine(deps.engine, deps.gate, deps.codec.decode),
             renderer=deps.renderer,
             codec=deps.codec,
             parser=deps.parser,
             journal=deps.journal,
             limits=deps.limits,
             counters=deps.counters,
-            gate=deps.gate,
         )
         self._turns = TurnService(generator=generator, limits=deps.limits, counters=deps.counters)
 
@@ -223,6 +224,29 @@ class Proxy:
         self._require_admin(request)
         return _json(self._deps.counters.snapshot(time.monotonic()))
 
+    async def pause(self, request: Request) -> Response:
+        """Hold requests back; answers when the engine has nothing to do any more, or after ``timeout_s``."""
+        gate = self._require_gate(request)
+        body = _validated(PauseBody, await read_body(request, self._deps.limits))
+        is_quiet = await gate.close(body.timeout_s)
+        return _json({"quiet": is_quiet, "at_engine": gate.num_inside})
+
+    async def resume(self, request: Request) -> Response:
+        gate = self._require_gate(request)
+        body = _validated(ResumeBody, await read_body(request, self._deps.limits))
+        try:
+            gate.open(body.version)
+        except OSError as error:
+            story = f"The weight version could not be recorded, so the gate stays closed: {error}."
+            raise ApiError(503, "version_not_recorded", story, retry_after_s=5.0) from None
+        return Response(status_code=204)
+
+    def _require_gate(self, request: Request) -> Gate:
+        self._require_admin(request)
+        if self._deps.gate is None:
+            raise ApiError(404, "no_gate", "This proxy has no gate; its engine holds requests back by itself.")
+        return self._deps.gate
+
     async def healthz(self, request: Request) -> Response:
         return _json({"status": "ok", "sessions": len(self._deps.sessions)})
 
@@ -267,6 +291,8 @@ def make_app(deps: ProxyDeps) -> FastAPI:
         ("POST", "/sessions/{session_id}/reward", proxy.reward_session),
         ("POST", "/sessions/{session_id}/close", proxy.close_session),
         ("GET", "/stats", proxy.stats),
+        ("POST", "/pause", proxy.pause),
+        ("POST", "/resume", proxy.resume),
         ("GET", "/healthz", proxy.healthz),
         ("GET", "/metrics", proxy.metrics),
         ("GET", "/openapi.json", proxy.openapi),

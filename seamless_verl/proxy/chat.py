@@ -29,6 +29,7 @@ class FunctionSpec(TypedDict, total=False):
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool | None
+    parsed_arguments: Any  # a note of OpenAI's SDKs, as below
 
 
 @with_config(ConfigDict(extra="ignore"))
@@ -63,7 +64,9 @@ class RawMessage(TypedDict, total=False):
     audio: None
     function_call: None
     annotations: list[Any] | None
-    provider_specific_fields: Any  # litellm's own notes, sent back with every answer; no part of the conversation
+    # Notes that SDKs make on answers and send back with them; no part of the conversation.
+    provider_specific_fields: Any
+    parsed: Any
 
 
 class StreamOptions(BaseModel):

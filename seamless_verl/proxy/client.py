@@ -128,6 +128,14 @@ class ProxyAdmin:
         """Forget a session and its rows."""
         await self._call("DELETE", f"/sessions/{session_id}")
 
+    async def pause(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Hold requests back; ``quiet`` says whether the engine has nothing to do any more."""
+        return await self._call("POST", "/pause", {"timeout_s": timeout_s})
+
+    async def resume(self, version: int | None = None) -> None:
+        """Let requests go on, from now on under weight version ``version``, where it changed."""
+        await self._call("POST", "/resume", {"version": version})
+
     async def stats(self) -> dict[str, Any]:
         """The proxy's counters; see :class:`seamless_verl.proxy.metrics.Counters`."""
         return await self._call("GET", "/stats")

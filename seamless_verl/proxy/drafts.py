@@ -35,6 +35,7 @@ class Draft:
         self._cutter = StopCutter(stops)
         # Which tokens a stop string takes with it is only known at the end.
         self._show_tokens = show_tokens and not stops
+        self._has_stops = bool(stops)
         self._ids: list[int] = []
 
     def feed(self, chunk: TokenChunk) -> None:
@@ -56,8 +57,10 @@ class Draft:
         Raises:
             ApiError: 502.
         """
-        shown = self._progress
-        if list(generation.token_ids[: len(self._ids)]) != self._ids:
+        shown, num = self._progress, len(generation.token_ids)
+        # A stop string across an interruption ends the answer before tokens that were streamed; its text was held back.
+        is_cut = num < len(self._ids) and self._has_stops
+        if list(generation.token_ids[: len(self._ids)]) != (self._ids[:num] if is_cut else self._ids):
             raise ApiError(502, "engine_error", "The engine took back tokens that it had streamed.")
         if not message.reasoning.startswith(shown.reasoning) or not message.content.startswith(shown.content):
             raise ApiError(502, "stream_differs", "The whole answer reads differently from what was streamed of it.")

@@ -2,8 +2,8 @@
 
 ::
 
-    render ─▶ prepare ─▶ budget ─▶ gate ─▶ engine ─▶ (does anybody still wait?) ─▶ journal ─▶ commit ─▶ answer
-                                             └─ tokens as they come ─▶ Progress ─▶ streams
+    render ─▶ prepare ─▶ budget ─▶ engine ─▶ (does anybody still wait?) ─▶ journal ─▶ commit ─▶ answer
+                                     └─ tokens as they come ─▶ Progress ─▶ streams
 
 Invariant: the end of an answer leaves only after the answer is in the journal and in the tree. Its beginning may leave
 earlier, to a client that streams; whoever never saw the end was not answered, and no trace of it is kept.
@@ -15,7 +15,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from seamless_verl.proxy.calls import Answer, Call, StreamHead
 from seamless_verl.proxy.constraints import structured_outputs
@@ -49,12 +49,6 @@ _PROMPT_TAIL = 16  # tokens; enough to see that a prompt ends with the opening t
 _T = TypeVar("_T")
 
 
-class Gate(Protocol):
-    """Holds requests back, e.g. while weights change."""
-
-    async def wait_open(self) -> None: ...
-
-
 class Generator:
     """Generates and records the samples of all sessions of one proxy."""
 
@@ -68,7 +62,6 @@ class Generator:
         journal: Journal,
         limits: Limits,
         counters: Counters,
-        gate: Gate | None,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
@@ -77,7 +70,6 @@ class Generator:
         self._journal = journal
         self._limits = limits
         self._counters = counters
-        self._gate = gate
 
     async def run(self, sample: Sample, flight: Flight) -> Served:
         """Generate one sample; its progress shows in ``flight``.
@@ -178,7 +170,7 @@ class Generator:
 
     async def _generate(self, session: Session, request: GenerationRequest) -> Generation:
         try:
-            generation = await _until_deadline(session, self._through_gate(session, request))
+            generation = await _until_deadline(session, session.ledger.generate(self._engine, request))
         except EngineRefused as error:
             raise bad_request(f"The engine refuses this request: {error}.", code="engine_refused") from None
         except EngineUnavailable as error:
@@ -187,11 +179,6 @@ class Generator:
             story = f"The engine gave up after {len(generation.token_ids)} tokens."
             raise ApiError(503, "engine_aborted", story, retry_after_s=1.0)
         return generation
-
-    async def _through_gate(self, session: Session, request: GenerationRequest) -> Generation:
-        if self._gate is not None:
-            await self._gate.wait_open()
-        return await session.ledger.generate(self._engine, request)
 
     def _read(self, head: StreamHead, generation: Generation, call: Call, asked: Asked) -> Answer:
         """Text, reasoning and tool calls of a generation."""
@@ -207,11 +194,12 @@ class Generator:
         tokens = tokens_of(generation, range(len(ids)), self._codec) if call.logprobs is not None else []
         while stop_text and tokens and sum(len(token.text) for token in tokens[:-1]) >= end:
             tokens.pop()
+        ended = FinishReason.STOP if stop_text else generation.finish_reason  # with the budget's last token, too
         return Answer(
             id=head.id,
             created=head.created,
             message=message,
-            finish_reason="tool_calls" if message.tool_calls else generation.finish_reason.value,
+            finish_reason="tool_calls" if message.tool_calls else ended.value,
             prompt_tokens=head.prompt_tokens,
             completion_tokens=len(generation.token_ids),
             cached_tokens=head.cached_tokens,

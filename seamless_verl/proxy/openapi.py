@@ -12,7 +12,7 @@ from seamless_verl.proxy.chat import ChatRequest
 from seamless_verl.proxy.completions import CompletionRequest
 from seamless_verl.proxy.messages import CountRequest, MessagesRequest
 from seamless_verl.proxy.responses import ResponsesRequest
-from seamless_verl.proxy.wire import OpenBody, RewardBody
+from seamless_verl.proxy.wire import OpenBody, PauseBody, ResumeBody, RewardBody
 
 _AGENT: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
@@ -27,7 +27,7 @@ _REFUSAL = {"4XX": {"description": "refused; the body says why"}, "503": {"descr
 
 def describe() -> dict[str, Any]:
     """The description, as ``GET /openapi.json`` answers it."""
-    models: list[type[BaseModel]] = [*_AGENT.values(), OpenBody, RewardBody]
+    models: list[type[BaseModel]] = [*_AGENT.values(), OpenBody, RewardBody, PauseBody, ResumeBody]
     _, shared = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
@@ -44,6 +44,8 @@ def describe() -> dict[str, Any]:
     }
     for name in ("reward", "close"):
         paths[f"/sessions/{{session_id}}/{name}"] = {"post": _operation("admin", [_ID], RewardBody)}
+    for path, body in (("/pause", PauseBody), ("/resume", ResumeBody)):
+        paths[path] = {"post": _operation("admin", [], body)}
     paths["/stats"] = {"get": _operation("admin", [])}
     for path in ("/healthz", "/metrics"):
         paths[path] = {"get": {"responses": {"200": {"description": "no key is needed"}}}}

@@ -9,11 +9,53 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from seamless_verl.errors import ConfigError
+
+_HEAD_S = 20.0
+
+
+class _Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Hangs up on who connects and does not finish the head of a request; uvicorn waits for that for ever.
+
+    Bodies have a limit of their own (:class:`~seamless_verl.proxy.limits.Limits`), idle connections have uvicorn's.
+    """
+
+    head_s = _HEAD_S
+    _hanging_up: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._hanging_up is not None:
+            self._hanging_up.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if not self._waits_for_head():
+            if self._hanging_up is not None:
+                self._hanging_up.cancel()
+                self._hanging_up = None
+        elif self._hanging_up is None:
+            self._hanging_up = self.loop.call_later(self.head_s, self._hang_up)
+
+    def _waits_for_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _hang_up(self) -> None:
+        if self._waits_for_head():
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -62,6 +104,7 @@ class ProxyServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            http=_Impatient,
             ws="none",
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(self._drain_s)),

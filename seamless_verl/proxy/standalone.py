@@ -21,6 +21,7 @@ from pathlib import Path
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.folder_sink import FolderSink
+from seamless_verl.proxy.gate import Gate
 from seamless_verl.proxy.handover import HandOver
 from seamless_verl.proxy.journal import Journal, NullJournal
 from seamless_verl.proxy.limits import Limits
@@ -32,6 +33,8 @@ from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.tokenizer import open_tokenizer
 from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
+
+_VERSION_FILE = "weight_version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,8 @@ class StandaloneConfig:
         record: folder of the journal and the rows; None records nothing.
         admin_key: opens and closes sessions.
         engine_key: the server's own key, "" for none.
-        version: weight version that answers are stamped with.
+        version: weight version that answers are stamped with, until ``POST /resume`` tells another; where a higher one
+            was told to an earlier process on this folder, that one.
         parquet: rows as Parquet instead of JSON lines.
         durable: the journal also survives the loss of power.
         think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
@@ -100,7 +104,8 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
         _watch_stdin(loop, stop)
     tokenizer = open_tokenizer(config.tokenizer)
     renderer = TokenizerRenderer(tokenizer, stop_token_ids=tokenizer.stop_token_ids)
-    engine = VllmHttpEngine(config.engine, config.model, version=config.version, api_key=config.engine_key)
+    version = max(config.version, _last_version(config.record))
+    engine = VllmHttpEngine(config.engine, config.model, version=version, api_key=config.engine_key)
     served = await engine.probe()
     limits = config.limits
     if served.max_model_len is not None:
@@ -125,6 +130,7 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
             sink=sink,
             parser=TagParser(config.think_tags),
             abilities=ABILITIES,
+            gate=Gate(_stamping(engine, config.record)),
             base_url=config.base_url,
         )
     )
@@ -146,6 +152,30 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
         await engine.close()
         if isinstance(journal, SqliteJournal):
             await journal.close()
+
+
+def _stamping(engine: VllmHttpEngine, record: Path | None) -> Callable[[int], None]:
+    """Stamps answers with a new weight version, and writes it down first: a process started after us has to know."""
+
+    def stamp(version: int) -> None:
+        if record is not None:
+            temporary = record / f"{_VERSION_FILE}.part"
+            temporary.write_text(f"{version}\n", encoding="ascii")
+            temporary.replace(record / _VERSION_FILE)
+        engine.stamp(version)
+
+    return stamp
+
+
+def _last_version(record: Path | None) -> int:
+    file = record / _VERSION_FILE if record is not None else None
+    if file is None or not file.exists():
+        return 0
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError) as error:
+        fix = "write the served weights' version into it, or remove it"
+        raise ConfigError("--record", file, f"holds no weight version: {error}", fix) from error
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

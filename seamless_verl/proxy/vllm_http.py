@@ -66,9 +66,14 @@ class VllmHttpEngine:
         self._decoder = msgspec.json.Decoder(Completion)
         self._encoder = msgspec.json.Encoder()
 
+    def stamp(self, version: int) -> None:
+        """From now on, requests that are sent get answers under this weight version."""
+        self._version = version
+
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :class:`~seamless_verl.proxy.engine.Engine`; cancelling closes the connection, which aborts in vLLM."""
         num_alternatives = int(request.sampling.get("logprobs", 0))
+        version = self._version
         reader = EventReader(request.on_tokens, num_alternatives) if request.on_tokens is not None else None
         body = {
             **request.sampling,
@@ -93,10 +98,10 @@ class VllmHttpEngine:
             raise EngineRefused(story) if answer.status in (400, 422) else EngineUnavailable(story)
         try:
             if reader is None:
-                return self._generation(self._decoder.decode(answer.body).choices[0], num_alternatives)
+                return _generation(self._decoder.decode(answer.body).choices[0], num_alternatives, version)
             if reader.failure is not None:
                 raise reader.failure
-            return self._generation(reader.choice, num_alternatives)
+            return _generation(reader.choice, num_alternatives, version)
         except (msgspec.MsgspecError, IndexError, BadAnswer) as error:
             raise EngineUnavailable(f"{where}: no completion with token ids: {error}") from error
 
@@ -133,15 +138,16 @@ class VllmHttpEngine:
             raise ConfigError("--engine", where, str(error), "use a vLLM of 0.24 or later") from error
         return ServedModel(name=card.id, max_model_len=card.max_model_len)
 
-    def _generation(self, choice: Choice, num_alternatives: int) -> Generation:
-        ids, log_probs, alternatives = read_choice(choice, num_alternatives)
-        return Generation(
-            token_ids=ids,
-            log_probs=log_probs,
-            version_spans=(VersionSpan(version=self._version, num_tokens=len(ids)),) if ids else (),
-            finish_reason=_FINISH.get(choice.finish_reason or "", FinishReason.ABORTED),
-            alternatives=alternatives,
-        )
-
     async def close(self) -> None:
         self._pool.close()
+
+
+def _generation(choice: Choice, num_alternatives: int, version: int) -> Generation:
+    ids, log_probs, alternatives = read_choice(choice, num_alternatives)
+    return Generation(
+        token_ids=ids,
+        log_probs=log_probs,
+        version_spans=(VersionSpan(version=version, num_tokens=len(ids)),) if ids else (),
+        finish_reason=_FINISH.get(choice.finish_reason or "", FinishReason.ABORTED),
+        alternatives=alternatives,
+    )

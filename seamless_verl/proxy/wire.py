@@ -59,6 +59,20 @@ class RewardBody(BaseModel):
         session.rewards.update(self.rewards)
 
 
+class PauseBody(BaseModel):
+    """Body of ``POST /pause``; ``timeout_s`` is how long to wait for what is under way."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    timeout_s: float = Field(default=60.0, ge=0, le=3600)
+
+
+class ResumeBody(BaseModel):
+    """Body of ``POST /resume``; ``version`` of the weights that are served now, where they changed."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: int | None = Field(default=None, ge=0, lt=2**31)
+
+
 def row_to_wire(row: Row) -> dict[str, Any]:
     return {
         "token_ids": row.token_ids,

@@ -78,7 +78,12 @@ class ProxyShard:
         admin_key = secrets.token_urlsafe(32)
         app = make_app(
             ProxyDeps(
-                engine=VerlEngine(client, max_model_len=max_model_len, stop_token_ids=renderer.stop_token_ids),
+                engine=VerlEngine(
+                    client,
+                    decode=renderer.decode,
+                    max_model_len=max_model_len,
+                    stop_token_ids=renderer.stop_token_ids,
+                ),
                 renderer=renderer,
                 codec=renderer,
                 parser=parser,

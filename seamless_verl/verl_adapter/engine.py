@@ -16,6 +16,7 @@ from seamless_verl.proxy.engine import (
     GenerationRequest,
     VersionSpan,
 )
+from seamless_verl.trajectory.partial import Decode
 
 # verl's server tells the log-prob of the chosen token only, and answers as a whole: no alternatives, no streaming.
 ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS})
@@ -26,12 +27,16 @@ class VerlEngine:
 
     Args:
         client: as verl hands it to agent loops.
+        decode: token ids to text.
         max_model_len: prompt and answer together, in tokens.
         stop_token_ids: ids that end an answer.
     """
 
-    def __init__(self, client: LLMServerClient, *, max_model_len: int, stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, client: LLMServerClient, *, decode: Decode, max_model_len: int, stop_token_ids: frozenset[int]
+    ) -> None:
         self._client = client
+        self._decode = decode
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids
 
@@ -43,7 +48,7 @@ class VerlEngine:
             params["structured_outputs"] = _constraint(params["structured_outputs"])
         try:
             output = await self._client.generate(
-                request_id=request.session_id, prompt_ids=prompt_ids, sampling_params=params
+                request_id=request.session_id, prompt_ids=prompt_ids, sampling_params=params, decode=self._decode
             )
         except RayTaskError as error:
             if isinstance(error.cause, _client_errors()):

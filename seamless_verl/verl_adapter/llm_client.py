@@ -8,6 +8,10 @@ straight back: the replica holds it until its weights are new.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -15,8 +19,20 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
+from seamless_verl.trajectory.partial import Decode, PartialGeneration
 from seamless_verl.verl_adapter.attempts import RecordedAttempt, recorder_of_process
 
+
+@dataclass(slots=True)
+class _Place:
+    """Where an attempt runs, and under which name."""
+
+    server: Any = None
+    request: str = ""
+
+
+_PLACE: ContextVar[_Place | None] = ContextVar("place_of_attempt", default=None)
 _INTERRUPTED = ("aborted", "abort")
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
 _REFUSED_BACKOFF_S = 0.05
@@ -26,87 +42,124 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     """Adds ``extra_fields["version_spans"]``: ``[(weight version, tokens), …]`` in generation order."""
 
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        decode: Decode | None = None,
+        **kwargs: Any,
     ) -> TokenOutput:
-        """Generate to the end, across any number of interruptions (SeamlessFlow 1.1, partial rollout).
+        """Generate to the end, across any number of interruptions; see `PartialGeneration`.
 
-        ``sampling_params`` is not changed. The token budget is counted over all attempts: verl's server would
-        otherwise derive a fresh one from the grown prompt. An answer that must follow a grammar starts anew after an
-        interruption: vLLM's grammar always begins at the first token that it generates itself.
+        ``sampling_params`` is not changed. A budget is always told: verl's server would otherwise derive a fresh one
+        from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within an attempt
+        only, as under verl's own client.
         """
         prompt_ids = normalize_token_ids(prompt_ids)
         params = dict(sampling_params)
         budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
+        if budget is not None:
+            params["max_tokens"] = budget
+        partial = PartialGeneration(params, decode)
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
-        spans: list[tuple[int, int]] = []
         cached_tokens: int | None = None
         while True:
-            attempt_params = dict(params)
-            if budget is not None:
-                attempt_params["max_tokens"] = budget - len(merged.token_ids)
-            with self._recorded(len(prompt_ids) + len(merged.token_ids), resumed=bool(merged.token_ids)) as attempt:
+            kept = partial.token_ids
+            with self._freed(), self._recorded(len(prompt_ids) + len(kept), resumed=bool(kept)) as attempt:
                 output = await LLMServerClient.generate(
                     self,
                     request_id=request_id,
-                    prompt_ids=prompt_ids + merged.token_ids,
-                    sampling_params=attempt_params,
+                    prompt_ids=prompt_ids + kept,
+                    sampling_params=partial.sampling(),
                     **kwargs,
                 )
                 attempt.answered(output)
             version = output.extra_fields.get("global_steps")
-            if "structured_outputs" in params and output.stop_reason in _INTERRUPTED:
-                output.token_ids, output.log_probs, output.routed_experts = [], None, None
-            _append(merged, output)
-            if output.token_ids:
-                spans = _extended(spans, version, len(output.token_ids))
+            num_kept = len(kept)
+            is_complete = partial.add(_attempt(output, version))
+            _merge(merged, output, len(partial.token_ids) - num_kept)
             if cached_tokens is None:
                 cached_tokens = output.extra_fields.get("num_cached_tokens")
-            if budget is not None and len(merged.token_ids) >= budget:
-                if output.stop_reason in _INTERRUPTED:
-                    merged.stop_reason = "length"
-                break
-            if output.stop_reason not in _INTERRUPTED:
+            if is_complete:
                 break
             if not output.token_ids:
                 await asyncio.sleep(_REFUSED_BACKOFF_S)
-        versions = [span[0] for span in spans] or [version]
-        merged.extra_fields.update(
-            global_steps=version,
-            min_global_steps=versions[0],
-            max_global_steps=versions[-1],
-            num_cached_tokens=cached_tokens,
-            version_spans=spans,
-        )
-        return merged
+        return _output(merged, partial, version, cached_tokens)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         server_id, handle = await super()._acquire_server(request_id, **extra)
         RecordedAttempt.routed(server_id)
+        if (place := _PLACE.get()) is not None:
+            place.server = handle
         return server_id, handle
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        name: str = super()._vllm_request_id(request_id)
+        if (place := _PLACE.get()) is not None:
+            place.request = name
+        return name
+
+    @contextmanager
+    def _freed(self) -> Iterator[None]:
+        """Cancelling an attempt frees its replica; verl leaves it generating for nobody."""
+        place = _Place()
+        token = _PLACE.set(place)
+        try:
+            yield
+        except asyncio.CancelledError:
+            is_vllm = OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm"
+            if is_vllm and place.server is not None and place.request:
+                place.server.abort_request.remote(place.request, reset_prefix_cache=False)
+            raise
+        finally:
+            _PLACE.reset(token)
 
     def _recorded(self, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
         recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
         return RecordedAttempt(recorder, prompt_tokens=prompt_tokens, resumed=resumed)
 
 
-def _append(merged: TokenOutput, output: TokenOutput) -> None:
-    merged.token_ids.extend(output.token_ids)
-    if output.log_probs is not None:
-        merged.log_probs.extend(output.log_probs)
+def _attempt(output: TokenOutput, version: int) -> Generation:
+    is_interrupted = output.stop_reason in _INTERRUPTED
+    num_tokens = len(output.token_ids)
+    return Generation(
+        token_ids=output.token_ids,
+        log_probs=output.log_probs or [],
+        version_spans=(VersionSpan(version=version, num_tokens=num_tokens),) if num_tokens else (),
+        # verl reports "stop" and "length" alike as "completed".
+        finish_reason=FinishReason.ABORTED if is_interrupted else FinishReason.STOP,
+    )
+
+
+def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
+    """What of an attempt is not tokens; ``num_kept`` of its tokens were taken over."""
+    merged.stop_reason = output.stop_reason
     if output.num_preempted is not None:
         merged.num_preempted += output.num_preempted
-    if output.routed_experts is not None and output.token_ids:
-        if merged.routed_experts is None:
-            merged.routed_experts = output.routed_experts
-        else:
-            import numpy as np
+    if output.routed_experts is None or not num_kept:
+        return
+    dropped = len(output.token_ids) - num_kept
+    routed = output.routed_experts[: len(output.routed_experts) - dropped]
+    if merged.routed_experts is None:
+        merged.routed_experts = routed
+    else:
+        import numpy as np
 
-            new = output.routed_experts[-len(output.token_ids) :]
-            merged.routed_experts = np.concatenate([merged.routed_experts, new])
-    merged.stop_reason = output.stop_reason
+        merged.routed_experts = np.concatenate([merged.routed_experts, routed[-num_kept:]])
 
 
-def _extended(spans: list[tuple[int, int]], version: int, tokens: int) -> list[tuple[int, int]]:
-    if spans and spans[-1][0] == version:
-        return [*spans[:-1], (version, spans[-1][1] + tokens)]
-    return [*spans, (version, tokens)]
+def _output(merged: TokenOutput, partial: PartialGeneration, version: int, cached_tokens: int | None) -> TokenOutput:
+    whole = partial.generation()
+    merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
+    if merged.stop_reason in _INTERRUPTED:
+        merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
+    versions = [span.version for span in whole.version_spans] or [version]
+    merged.extra_fields.update(
+        global_steps=version,
+        min_global_steps=versions[0],
+        max_global_steps=versions[-1],
+        num_cached_tokens=cached_tokens,
+        version_spans=[(span.version, span.num_tokens) for span in whole.version_spans],
+    )
+    return merged

@@ -3,8 +3,10 @@
 A failure here after an upgrade tells what moved; the comment of a work-around tells when it may go.
 """
 
+import asyncio
 import importlib
 import inspect
+import types
 
 import pytest
 
@@ -58,6 +60,8 @@ NAMES = [
     "verl.workers.rollout.llm_server:LLMServerManager.get_client",
     "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient._configured_response_length",
     "verl.workers.rollout.llm_server:LLMServerClient.generate",
+    "verl.workers.rollout.llm_server:LLMServerClient._vllm_request_id",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.abort_request",
     "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server",
     "verl.workers.rollout.router:GlobalRequestLoadBalancer.release_server",
     "verl.workers.rollout.replica:TokenOutput",
@@ -373,6 +377,68 @@ async def test_an_interrupted_answer_under_a_grammar_starts_anew(monkeypatch):
     assert [(prompt, asked["max_tokens"]) for prompt, asked in scripted.asked] == [([9], 10), ([9], 10)]
 
 
+async def test_a_stop_string_across_an_interruption_ends_the_answer_where_it_ends(monkeypatch):
+    attempts = [([1, 2, 3], 4, "aborted"), ([4, 5, 6, 7], 5, "aborted")]
+    client, scripted = _client(monkeypatch, attempts)
+    texts = {1: "a", 2: "b", 3: "ST", 4: "O", 5: "P!", 6: "c", 7: "d"}
+    output = await client.generate(
+        "r",
+        prompt_ids=[9],
+        sampling_params={"max_tokens": 10, "stop": ["STOP"], "seed": 3},
+        decode=lambda ids: "".join(texts[token] for token in ids),
+    )
+    assert (output.token_ids, output.stop_reason) == ([1, 2, 3, 4, 5], "completed")
+    assert len(output.log_probs) == 5
+    assert output.extra_fields["version_spans"] == [(4, 3), (5, 2)]
+    assert len({asked["seed"] for _, asked in scripted.asked}) == 2  # the noise of the first attempt is not drawn again
+
+
+class _Handle:
+    """A replica or a balancer as Ray would hand it over: each method is called through ``.remote``."""
+
+    def __init__(self, **methods):
+        for name, method in methods.items():
+            setattr(self, name, types.SimpleNamespace(remote=method))
+
+
+async def test_cancelling_a_generation_frees_its_replica():
+    from omegaconf import OmegaConf
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+
+    started, named, aborted = asyncio.Event(), [], []
+
+    async def generate(*, request_id, **_):
+        named.append(request_id)
+        started.set()
+        await asyncio.Event().wait()
+
+    async def nothing():
+        return []
+
+    async def acquire(*, request_id):
+        return "replica", replica
+
+    replica = _Handle(generate=generate, abort_request=lambda *args, **options: aborted.append((args, options)))
+    balancer = _Handle(
+        require_acquire_fields=nothing,
+        require_release_fields=nothing,
+        acquire_server=acquire,
+        release_server=lambda server_id: None,
+    )
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 50, "name": "vllm"}}})
+    client = VersionedLLMClient(config, balancer)
+    asking = asyncio.create_task(client.generate("r", prompt_ids=[1], sampling_params={}))
+    await started.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    ((args, options),) = aborted
+    assert list(args) == named
+    inspect.signature(vLLMHttpServer.abort_request).bind(None, *args, **options)
+
+
 async def test_grammars_reach_vllm_and_what_vllm_refuses_is_refused():
     import time
 
@@ -389,7 +455,7 @@ async def test_grammars_reach_vllm_and_what_vllm_refuses_is_refused():
             assert isinstance(made.structured_outputs, StructuredOutputsParams)
             raise RayTaskError("generate", "traceback", ValueError("grammar error")).as_instanceof_cause()
 
-    engine = VerlEngine(Client(), max_model_len=100, stop_token_ids=frozenset({0}))
+    engine = VerlEngine(Client(), decode=str, max_model_len=100, stop_token_ids=frozenset({0}))
     for constraint, story in (({"json": {"type": "object"}}, "grammar error"), ({}, "one kind|none are specified")):
         request = GenerationRequest(
             request_id="r",

@@ -269,28 +269,6 @@ async def test_an_engine_that_is_away_is_a_503_that_sdks_retry() -> None:
         assert (await proxy.admin.close_session(handle.id)).audit.is_clean
 
 
-async def test_requests_wait_at_a_closed_gate_and_agents_see_nothing_of_it() -> None:
-    class Gate:
-        def __init__(self) -> None:
-            self.is_open = asyncio.Event()
-
-        async def wait_open(self) -> None:
-            await self.is_open.wait()
-
-    gate = Gate()
-    async with serving(gate=gate) as proxy:
-        handle = await proxy.open()
-        asking = asyncio.create_task(proxy.post(handle, {"model": "m", "messages": HI}))
-        await asyncio.sleep(0.2)
-        assert proxy.engine.requests == []
-        gate.is_open.set()
-        assert (await asking).status_code == 200
-        gate.is_open.clear()
-        hurried = await proxy.open(deadline_s=0.2)
-        late = await proxy.post(hurried, {"model": "m", "messages": HI})
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
-
-
 async def test_long_prompts_are_rendered_beside_the_event_loop_with_the_same_result() -> None:
     async with serving() as proxy:
         handle = await proxy.open()

@@ -69,7 +69,10 @@ async def test_it_records_a_session_to_the_folder_and_forgets_it(mock: Mock, tmp
         assert KEY not in proxy.said
         handle = await admin.open_session(SessionSpec(group="g", index=3, metadata={"a": 1}))
         history = list(HI)
-        for _ in range(3):
+        for turn in range(3):
+            if turn == 2:  # its user's trainer has loaded new weights
+                assert (await admin.pause())["quiet"]
+                await admin.resume(version=5)
             answer = await chat(proxy.url, handle.api_key, history)
             assert answer.status_code == 200, answer.text
             history += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
@@ -82,6 +85,8 @@ async def test_it_records_a_session_to_the_folder_and_forgets_it(mock: Mock, tmp
     assert (row["group"], row["index"], row["reward"], row["session"]) == ("g", 3, 0.5, handle.id)
     assert row["token_ids"] == list(result.rows[0].token_ids)
     assert row["mask"].count(1) == 3 * 256
+    assert [version for _, _, version in row["version_spans"]] == [0, 0, 5]
+    assert (proxy.record / "weight_version").read_text() == "5\n"
     database = sqlite3.connect(proxy.record / "journal.sqlite")
     assert database.execute("SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM turns)").fetchone() == (0, 0)
     database.close()

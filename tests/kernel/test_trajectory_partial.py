@@ -1,0 +1,108 @@
+"""Answers in several attempts: the same tokens as in one, whatever the seams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
+from seamless_verl.trajectory.partial import PartialGeneration
+
+_TEXTS = ["a", "b", "S", "T", "OP", "STO", "P"]  # of token ids 0 to 6
+
+
+def _decode(ids: Sequence[int]) -> str:
+    return "".join(_TEXTS[token] for token in ids)
+
+
+def _attempt(
+    script: Sequence[int], known: int, sampling: dict[str, Any], *, version: int, patience: int | None
+) -> Generation:
+    """What an engine answers that would write ``script`` and has ``known`` tokens of it in its prompt.
+
+    It sees stop strings only in what it generates itself, and is interrupted after ``patience`` tokens.
+    """
+    ids: list[int] = []
+    finish = FinishReason.STOP
+    for token in script[known:]:
+        if patience is not None and len(ids) >= patience:
+            finish = FinishReason.ABORTED
+            break
+        ids.append(token)
+        if any(stop in _decode(ids) for stop in sampling.get("stop", ())):
+            break
+        if len(ids) >= sampling["max_tokens"]:
+            finish = FinishReason.LENGTH
+            break
+    return Generation(
+        token_ids=ids,
+        log_probs=[-0.1 * (known + at) for at in range(len(ids))],
+        version_spans=(VersionSpan(version=version, num_tokens=len(ids)),) if ids else (),
+        finish_reason=finish,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@example(script=[0, 5, 6, 1, 1], cuts=[2], stops=["STOP"], max_tokens=9)  # STO|P and two tokens too many
+@example(script=[2, 3, 4, 0], cuts=[1, 1], stops=["STOP", "a"], max_tokens=3)
+@given(
+    script=st.lists(st.integers(0, 6), min_size=1, max_size=14),
+    cuts=st.lists(st.integers(0, 5), max_size=5),
+    stops=st.lists(st.sampled_from(["STOP", "ab", "PS", "a"]), max_size=2),
+    max_tokens=st.integers(1, 16),
+)
+def test_seams_change_nothing(script: list[int], cuts: list[int], stops: list[str], max_tokens: int) -> None:
+    sampling = {"max_tokens": max_tokens, "stop": stops, "temperature": 0.5}
+    whole = _attempt(script, 0, sampling, version=0, patience=None)
+    partial = PartialGeneration(sampling, _decode)
+    attempts: list[Generation] = []
+    for version, patience in enumerate([*cuts, None]):
+        asked = partial.sampling()
+        assert asked["temperature"] == 0.5
+        assert asked["max_tokens"] == max_tokens - len(partial.token_ids) >= 1
+        attempts.append(_attempt(script, len(partial.token_ids), asked, version=version, patience=patience))
+        if partial.add(attempts[-1]):
+            break
+    merged = partial.generation()
+    merged.check("merged")
+    assert list(merged.token_ids) == list(whole.token_ids)
+    assert list(merged.log_probs) == list(whole.log_probs)
+    assert merged.finish_reason is whole.finish_reason
+    made_by = [version for version, attempt in enumerate(attempts) for _ in attempt.token_ids]
+    told = [span.version for span in merged.version_spans for _ in range(span.num_tokens)]
+    assert told == made_by[: len(told)]
+    versions = [span.version for span in merged.version_spans]
+    assert versions == sorted(set(versions))
+
+
+def test_noise_is_not_drawn_twice_and_is_the_same_every_time() -> None:
+    def seeds() -> list[int]:
+        partial = PartialGeneration({"max_tokens": 9, "seed": 5}, _decode)
+        asked = [partial.sampling()["seed"]]
+        for known in (0, 2):
+            partial.add(_attempt([0] * 9, known, partial.sampling(), version=0, patience=2))
+            asked.append(partial.sampling()["seed"])
+        return asked
+
+    assert seeds() == seeds()
+    assert seeds()[0] == 5
+    assert len(set(seeds())) == 3
+
+
+def test_under_a_grammar_an_interrupted_attempt_is_given_up() -> None:
+    partial = PartialGeneration({"max_tokens": 3, "structured_outputs": {"json": {}}}, _decode)
+    assert not partial.add(_attempt([0, 1, 0], 0, partial.sampling(), version=1, patience=2))
+    assert partial.sampling()["max_tokens"] == 3
+    assert partial.add(_attempt([1, 1], 0, partial.sampling(), version=2, patience=None))
+    assert partial.generation().token_ids == [1, 1]
+    assert partial.generation().version_spans == (VersionSpan(version=2, num_tokens=2),)
+
+
+def test_without_a_decoder_a_stop_across_a_seam_is_not_found() -> None:
+    partial = PartialGeneration({"max_tokens": 9, "stop": ["STOP"]}, None)
+    assert not partial.add(_attempt([5, 6, 0], 0, partial.sampling(), version=1, patience=1))
+    assert partial.add(_attempt([5, 6, 0], 1, partial.sampling(), version=1, patience=None))
+    assert _decode(partial.generation().token_ids) == "STOPa"
