@@ -11,15 +11,18 @@ import asyncio
 from typing import Any
 
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.verl_adapter.attempts import RecordedAttempt, recorder_of_process
+from seamless_verl.verl_adapter.request_log import request_log
 
 _INTERRUPTED = ("aborted", "abort")
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
 _REFUSED_BACKOFF_S = 0.05
+_NOBODY_SERVES_S = 0.5
 
 
 class VersionedLLMClient(FullyAsyncLLMServerClient):
@@ -44,14 +47,23 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             attempt_params = dict(params)
             if budget is not None:
                 attempt_params["max_tokens"] = budget - len(merged.token_ids)
-            with self._recorded(len(prompt_ids) + len(merged.token_ids), resumed=bool(merged.token_ids)) as attempt:
-                output = await LLMServerClient.generate(
-                    self,
-                    request_id=request_id,
-                    prompt_ids=prompt_ids + merged.token_ids,
-                    sampling_params=attempt_params,
-                    **kwargs,
-                )
+            with self._recorded(
+                request_id, len(prompt_ids) + len(merged.token_ids), resumed=bool(merged.token_ids)
+            ) as attempt:
+                try:
+                    output = await LLMServerClient.generate(
+                        self,
+                        request_id=request_id,
+                        prompt_ids=prompt_ids + merged.token_ids,
+                        sampling_params=attempt_params,
+                        **kwargs,
+                    )
+                except RayError as error:
+                    if not self._outlives_replicas or not replica_died(error):
+                        raise
+                    # What the dead replica had not handed over is lost, unseen by anybody, and is sampled afresh.
+                    await self._leave(attempt.server, error)
+                    continue
                 attempt.answered(output)
             version = output.extra_fields.get("global_steps")
             if "structured_outputs" in params and output.stop_reason in _INTERRUPTED:
@@ -80,13 +92,38 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         return merged
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        server_id, handle = await super()._acquire_server(request_id, **extra)
-        RecordedAttempt.routed(server_id)
-        return server_id, handle
+        while True:
+            try:
+                server_id, handle = await super()._acquire_server(request_id, **extra)
+            except RuntimeError as error:
+                if not self._outlives_replicas or "No available servers" not in str(error):
+                    raise
+                # The last replica died; the scheduler lends another, or refuses and ends the run.
+                await asyncio.sleep(_NOBODY_SERVES_S)
+                continue
+            RecordedAttempt.routed(server_id)
+            return server_id, handle
 
-    def _recorded(self, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
+    @property
+    def _outlives_replicas(self) -> bool:
+        """A scheduler that is told of a dead replica goes on without it; verl's own trainer cannot."""
+        return OmegaConf.select(self.config, "seamless.scheduler.policy") is not None
+
+    async def _leave(self, server: str | None, error: RayError) -> None:
+        if server is not None:
+            request_log.died(server, type(error).__name__)
+            await self._load_balancer.remove_servers.remote([server])
+
+    def _recorded(self, request_id: str, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
         recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
-        return RecordedAttempt(recorder, prompt_tokens=prompt_tokens, resumed=resumed)
+        return RecordedAttempt(recorder, request_id, prompt_tokens=prompt_tokens, resumed=resumed)
+
+
+def replica_died(error: RayError) -> bool:
+    """Whether the server's process is gone, or the engine process behind it (vLLM's ``EngineDeadError``)."""
+    if isinstance(error, RayTaskError):
+        return type(error.cause).__name__ == "EngineDeadError"
+    return isinstance(error, RayActorError)
 
 
 def _append(merged: TokenOutput, output: TokenOutput) -> None:
