@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -27,10 +28,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from seamless_verl import compose, preflight
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.config import ResourceConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey
 from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.scheduling.declaration import verl_keys
 from seamless_verl.supervisor import run_trainer
 
 CPU_ENVIRONMENT = {
@@ -145,6 +147,10 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     run_dir = Path(seamless.run_dir or HydraConfig.get().runtime.output_dir).absolute()
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
+    if config.trainer.v1.trainer_mode == "seamless":
+        preflight.check_resources(_plain(config), seamless)
+        for key, value in verl_keys(seamless.resources).items():
+            OmegaConf.update(config, key, value)
     device = config.trainer.device
     if device == "cpu":
         _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
@@ -166,7 +172,8 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
     environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started)}
     if device == "cpu":
-        environment.update({key: os.environ.get(key, value) for key, value in CPU_ENVIRONMENT.items()})
+        cores = _cores(seamless.resources, machine.cores)
+        environment.update({key: os.environ.get(key, value) for key, value in (CPU_ENVIRONMENT | cores).items()})
         environment["CUDA_VISIBLE_DEVICES"] = None  # Ray would count slots against it, and here "GPU" means slots only
     imported = _IMPORTED if device == "cpu" else ()
     code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
@@ -175,6 +182,18 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
     return code
+
+
+def _cores(resources: Sequence[ResourceConfig], cores: int) -> dict[str, str]:
+    """Without accelerators, a declared device is a core, if there are enough (`seamless_verl.verl_adapter.cores`)."""
+    trainers = [r for r in resources if "train" in r.capabilities]
+    trainer = sum(r.nodes * r.gpus_per_node for r in trainers)
+    devices = sum(r.nodes * r.gpus_per_node for r in resources)
+    if not resources or devices > cores:
+        return {}
+    hybrid = any("rollout" in r.capabilities for r in trainers)
+    replica = range(devices) if hybrid else range(trainer, devices)
+    return {"SEAMLESS_CORES": json.dumps({"trainer": list(range(trainer)), "replica": list(replica)})}
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -17,12 +17,19 @@ from typing import Any
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, port_is_free
+from seamless_verl.scheduling.declaration import slices_of
 
 _GIB = 1 << 30
 # A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured; see README).
 _CPU_MEMORY = 8 * _GIB
 _DISK = 2 * _GIB
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_resources(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """Refuse a declaration that no slices can be cut from, before it is written into verl's keys; see `slices_of`."""
+    if seamless.resources:
+        slices_of(seamless.resources, replica_gpus=_replica_size(config["actor_rollout_ref"]["rollout"]))
 
 
 def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> None:

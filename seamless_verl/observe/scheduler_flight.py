@@ -11,7 +11,7 @@ from seamless_verl.observe import flight
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.scheduler import Scheduler
-from seamless_verl.scheduling.slices import ACTIVE_TAG, SliceId, SliceState
+from seamless_verl.scheduling.slices import ACTIVE_TAG, Slice, SliceId, SliceState
 
 # They move no slice, so nobody has to look whether they did.
 _REQUEST_EVENTS = (ev.RequestStarted, ev.RequestFinished, ev.SessionFinished)
@@ -26,7 +26,7 @@ class RecordedScheduler:
     Args:
         record: takes the events; `FlightRecorder.record` in a live run.
         policy: name that decisions are recorded under.
-        addresses: rollout server on each slice, where requests name servers.
+        addresses: rollout server on each slice, where requests name servers; looked up anew when a slice returns.
     """
 
     def __init__(
@@ -48,7 +48,10 @@ class RecordedScheduler:
         given = self._scheduler.handle(event)
         self._record(flight.SchedulerInput(at=event.at, name=type(event).__name__, fields=plain_fields(event)))
         if isinstance(event, ev.SliceAdded):
-            self._added(event)
+            self._announce(event.at, event.slice, event.state)
+        elif isinstance(event, ev.SliceReturned):  # its server may have another address now
+            status = self._scheduler.cluster[event.slice]
+            self._announce(event.at, status.slice, status.state)
         elif isinstance(event, ev.WeightsPublished):
             self._record(flight.WeightsPublished(at=event.at, version=event.version))
         for command in given:
@@ -57,17 +60,17 @@ class RecordedScheduler:
             self._moves(event)
         return given
 
-    def _added(self, event: ev.SliceAdded) -> None:
-        self._states[event.slice.id] = event.state
+    def _announce(self, at: float, slice_: Slice, state: SliceState) -> None:
+        self._states[slice_.id] = state
         self._record(
             flight.SliceAdded(
-                at=event.at,
-                slice=event.slice.id,
-                pool=event.slice.pool,
-                devices=len(event.slice.gpus),
-                capabilities=tuple(sorted(tag.value for tag in event.slice.capabilities)),
-                state=event.state,
-                address=self._addresses.get(event.slice.id, ""),
+                at=at,
+                slice=slice_.id,
+                pool=slice_.pool,
+                devices=len(slice_.gpus),
+                capabilities=tuple(sorted(tag.value for tag in slice_.capabilities)),
+                state=state,
+                address=self._addresses.get(slice_.id, ""),
             )
         )
 

@@ -120,7 +120,7 @@ def _admin_key_file(options: argparse.Namespace) -> Path:
     try:
         options.record.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("--record", options.record, f"cannot be made: {error}", "name a folder to write to") from error
+        raise ConfigError("--record", options.record, f"cannot be made: {error}", "name another folder") from error
     return Path(options.record) / "admin.key"
 
 

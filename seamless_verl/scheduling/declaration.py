@@ -42,6 +42,44 @@ def slices_of(resources: Sequence[ResourceConfig], *, replica_gpus: int) -> tupl
     return tuple(slice_ for resource in resources for slice_ in _cut(resource, replica_gpus))
 
 
+def verl_keys(resources: Sequence[ResourceConfig]) -> dict[str, int | bool]:
+    """What a declaration that `slices_of` accepts says in verl's own keys; empty without one.
+
+    verl knows two places for GPUs: the trainer's pool, whose replicas are *hybrid*, and the standalone replicas.
+    Entries that can train become the first, entries that only roll out the second.
+
+    Raises:
+        ConfigError: what verl's two pools cannot express.
+    """
+    if not resources:
+        return {}
+    trainers = [r for r in resources if Tag.TRAIN.value in r.capabilities]
+    rollouts = [r for r in resources if Tag.TRAIN.value not in r.capabilities]
+    if not rollouts:
+        raise ConfigError(
+            "seamless.resources",
+            ", ".join(r.name for r in resources),
+            "every entry can train, and verl's separate_async trainer needs replicas that only roll out",
+            "give one entry capabilities [rollout]",
+        )
+    for pool in (trainers, rollouts):
+        sizes = sorted({r.gpus_per_node for r in pool})
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"seamless.resources[{pool[-1].name}].gpus_per_node",
+                pool[-1].gpus_per_node,
+                f"verl has one number of GPUs per node for all of {', '.join(r.name for r in pool)}",
+                f"write {sizes[0]} for each of them",
+            )
+    return {
+        "trainer.nnodes": sum(r.nodes for r in trainers),
+        "trainer.n_gpus_per_node": trainers[0].gpus_per_node,
+        "actor_rollout_ref.hybrid_engine": any(Tag.ROLLOUT.value in r.capabilities for r in trainers),
+        "actor_rollout_ref.rollout.nnodes": sum(r.nodes for r in rollouts),
+        "actor_rollout_ref.rollout.n_gpus_per_node": rollouts[0].gpus_per_node,
+    }
+
+
 def _cut(resource: ResourceConfig, replica_gpus: int) -> Iterable[Slice]:
     gpus = [
         Gpu(node=f"{resource.name}/{node}", index=index)

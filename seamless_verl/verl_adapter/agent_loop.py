@@ -32,6 +32,7 @@ from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.attempts import recorder_of_process
 from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
 from seamless_verl.verl_adapter.parsers import VllmParser, make_parser
+from seamless_verl.verl_adapter.request_log import request_log
 from seamless_verl.verl_adapter.rows import row_to_output
 
 
@@ -142,6 +143,7 @@ class ProxyAgentLoop(AgentLoopBase):
         self, shard: ProxyShard, task: dict[str, Any], spec: SessionSpec, timing: dict[str, float]
     ) -> tuple[SessionResult, AgentReport]:
         session = await shard.admin.open_session(spec)
+        request_log.name(session.id)
         try:
             with simple_timer("generate_sequences", timing):
                 report = await shard.runner.run(

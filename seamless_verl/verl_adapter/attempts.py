@@ -12,6 +12,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.observe.flight import RequestEnded, RequestStarted
 from seamless_verl.observe.recorder import FlightRecorder
+from seamless_verl.scheduling.events import Ending
+from seamless_verl.verl_adapter.request_log import request_log
 
 _CURRENT: ContextVar[RecordedAttempt | None] = ContextVar("recorded_attempt", default=None)
 
@@ -26,16 +28,21 @@ class RecordedAttempt:
     """Stands around one ``LLMServerClient.generate``; `routed` is called, in the same task, when a replica is chosen.
 
     Args:
+        request_id: what the caller calls the conversation.
         prompt_tokens: tokens sent, those of earlier attempts included.
         resumed: an earlier attempt was interrupted.
+
+    Attributes:
+        server: address of the replica that was chosen.
     """
 
-    def __init__(self, recorder: FlightRecorder, *, prompt_tokens: int, resumed: bool) -> None:
+    def __init__(self, recorder: FlightRecorder, request_id: str, *, prompt_tokens: int, resumed: bool) -> None:
         self._recorder = recorder
+        self._request_id = request_id
         self._prompt_tokens = prompt_tokens
         self._resumed = resumed
         self._request = uuid.uuid4().hex
-        self._server: str | None = None
+        self.server: str | None = None
         self._output: TokenOutput | None = None
         self._token: Token[RecordedAttempt | None] | None = None
 
@@ -45,7 +52,8 @@ class RecordedAttempt:
         attempt = _CURRENT.get()
         if attempt is None:
             return
-        attempt._server = server
+        attempt.server = server
+        request_log.started(attempt._request, attempt._request_id, server, attempt._prompt_tokens)
         attempt._recorder.record(
             RequestStarted(
                 at=attempt._recorder.now(),
@@ -68,17 +76,31 @@ class RecordedAttempt:
     ) -> None:
         if self._token is not None:
             _CURRENT.reset(self._token)
-        if self._server is None:
+        if self.server is None:
             return
+        tokens = len(self._output.token_ids) if self._output is not None else 0
+        request_log.finished(self._request, tokens, _ending(self._output))
         extra = self._output.extra_fields if self._output is not None else {}
         self._recorder.record(
             RequestEnded(
                 at=self._recorder.now(),
                 request=self._request,
-                slice=self._server,
-                tokens=len(self._output.token_ids) if self._output is not None else 0,
-                finish=kind.__name__ if kind is not None else str(self._output and self._output.stop_reason),
+                slice=self.server,
+                tokens=tokens,
+                finish=_finish(kind, self._output),
                 cached_tokens=extra.get("num_cached_tokens"),
                 version=extra.get("global_steps"),
             )
         )
+
+
+def _finish(kind: type[BaseException] | None, output: TokenOutput | None) -> str:
+    if kind is not None:
+        return kind.__name__
+    return str(output.stop_reason) if output is not None else "replica_died"
+
+
+def _ending(output: TokenOutput | None) -> Ending:
+    if output is None:
+        return Ending.FAILED
+    return Ending.INTERRUPTED if output.stop_reason in ("abort", "aborted") else Ending.COMPLETED

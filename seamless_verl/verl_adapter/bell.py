@@ -16,7 +16,7 @@ class Bell:
     """The trainer's end: one open call per worker."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
-        self._calls = {worker.groups_ended.remote(0): worker for worker in workers}
+        self._calls = {worker.news.remote(0): worker for worker in workers}
 
     def wait(self, timeout_s: float) -> None:
         """Return when a group ended since the last call that returned for one, or after ``timeout_s`` seconds."""
@@ -29,5 +29,5 @@ class Bell:
             answered, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
             for call in answered:
                 worker = self._calls.pop(call)
-                self._calls[worker.groups_ended.remote(ray.get(call))] = worker
+                self._calls[worker.news.remote(ray.get(call))] = worker
             return

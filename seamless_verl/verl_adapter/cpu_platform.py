@@ -19,6 +19,8 @@ import wrapt
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from seamless_verl.verl_adapter.cores import pin_trainer
+
 _ZERO = (
     "memory_allocated",
     "memory_reserved",
@@ -160,6 +162,8 @@ def _use_plain_gloo(distributed: types.ModuleType) -> None:
 
     @functools.wraps(original)
     def initialize(timeout_second: int | None = None, backend: str | None = None) -> Any:
+        if backend is None:  # a trainer's worker; those beside standalone replicas name one
+            pin_trainer()
         return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
 
     distributed.initialize_global_process_group_ray = initialize

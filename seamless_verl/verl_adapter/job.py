@@ -131,7 +131,8 @@ def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
     workers = getattr(manager, "agent_loop_workers", [])
     named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
     if servers is not None:
-        named |= {f"rollout replica {rank}": handle for rank, handle in enumerate(servers.server_handles)}
+        if not getattr(trainer, "outlives_replicas", False):
+            named |= {f"rollout replica {rank}": handle for rank, handle in enumerate(servers.server_handles)}
         named["load balancer"] = servers.global_load_balancer
     return named
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -22,6 +23,7 @@ from verl.workers.rollout.replica import TokenOutput
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 from seamless_verl.trajectory.partial import Decode, PartialGeneration
 from seamless_verl.verl_adapter.attempts import RecordedAttempt, recorder_of_process
+from seamless_verl.verl_adapter.request_log import request_log
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place_of_attempt", default=None)
 _INTERRUPTED = ("aborted", "abort")
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
 _REFUSED_BACKOFF_S = 0.05
+_NOBODY_SERVES_S = 0.5
 
 
 class VersionedLLMClient(FullyAsyncLLMServerClient):
@@ -66,14 +69,24 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         cached_tokens: int | None = None
         while True:
             kept = partial.token_ids
-            with self._freed(), self._recorded(len(prompt_ids) + len(kept), resumed=bool(kept)) as attempt:
-                output = await LLMServerClient.generate(
-                    self,
-                    request_id=request_id,
-                    prompt_ids=prompt_ids + kept,
-                    sampling_params=partial.sampling(),
-                    **kwargs,
-                )
+            with (
+                self._freed(),
+                self._recorded(request_id, len(prompt_ids) + len(kept), resumed=bool(kept)) as attempt,
+            ):
+                try:
+                    output = await LLMServerClient.generate(
+                        self,
+                        request_id=request_id,
+                        prompt_ids=prompt_ids + kept,
+                        sampling_params=partial.sampling(),
+                        **kwargs,
+                    )
+                except RayError as error:
+                    if not self._outlives_replicas or not replica_died(error):
+                        raise
+                    # What the dead replica had not handed over is lost, unseen by anybody, and is sampled afresh.
+                    await self._leave(attempt.server, error)
+                    continue
                 attempt.answered(output)
             version = output.extra_fields.get("global_steps")
             num_kept = len(kept)
@@ -88,11 +101,29 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         return _output(merged, partial, version, cached_tokens)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        server_id, handle = await super()._acquire_server(request_id, **extra)
-        RecordedAttempt.routed(server_id)
-        if (place := _PLACE.get()) is not None:
-            place.server = handle
-        return server_id, handle
+        while True:
+            try:
+                server_id, handle = await super()._acquire_server(request_id, **extra)
+            except RuntimeError as error:
+                if not self._outlives_replicas or "No available servers" not in str(error):
+                    raise
+                # The last replica died; the scheduler lends another, or refuses and ends the run.
+                await asyncio.sleep(_NOBODY_SERVES_S)
+                continue
+            RecordedAttempt.routed(server_id)
+            if (place := _PLACE.get()) is not None:
+                place.server = handle
+            return server_id, handle
+
+    @property
+    def _outlives_replicas(self) -> bool:
+        """A scheduler that is told of a dead replica goes on without it; verl's own trainer cannot."""
+        return OmegaConf.select(self.config, "seamless.scheduler.policy") is not None
+
+    async def _leave(self, server: str | None, error: RayError) -> None:
+        if server is not None:
+            request_log.died(server, type(error).__name__)
+            await self._load_balancer.remove_servers.remote([server])
 
     def _vllm_request_id(self, request_id: str) -> str:
         name: str = super()._vllm_request_id(request_id)
@@ -115,9 +146,16 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         finally:
             _PLACE.reset(token)
 
-    def _recorded(self, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
+    def _recorded(self, request_id: str, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
         recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
-        return RecordedAttempt(recorder, prompt_tokens=prompt_tokens, resumed=resumed)
+        return RecordedAttempt(recorder, request_id, prompt_tokens=prompt_tokens, resumed=resumed)
+
+
+def replica_died(error: RayError) -> bool:
+    """Whether the server's process is gone, or the engine process behind it (vLLM's ``EngineDeadError``)."""
+    if isinstance(error, RayTaskError):
+        return type(error.cause).__name__ == "EngineDeadError"
+    return isinstance(error, RayActorError)
 
 
 def _attempt(output: TokenOutput, version: int) -> Generation:

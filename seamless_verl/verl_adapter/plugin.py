@@ -14,6 +14,7 @@ from typing import Any
 
 AGENT_LOOP_NAME = "seamless_agent"
 TRAINER_MODE = "seamless"
+_TRANSFER_S = float(os.environ.get("SEAMLESS_TRANSFER_TIMEOUT_S", "120"))  # per bucket
 
 
 def _register_agent_loop(agent_loop: ModuleType) -> None:
@@ -57,6 +58,23 @@ def _scope_weight_sockets(rollout: ModuleType) -> None:
         extension._get_zmq_handle = lambda self: scoped(original_handle(self))
 
 
+def _bound_weight_transfer(transfer: ModuleType) -> None:
+    """Make a transfer into a replica that died meanwhile fail instead of waiting for ever.
+
+    verl 0.9.1 waits without a limit for each bucket to be acknowledged (BucketedWeightSender), in a call that blocks
+    the trainer's worker. Remove when it has a timeout of its own.
+    """
+    sender = transfer.BucketedWeightSender
+    original = sender._init_socket
+
+    def init_socket(self: Any) -> None:
+        original(self)
+        self.socket.setsockopt(transfer.zmq.RCVTIMEO, int(1000 * _TRANSFER_S))
+        self.socket.setsockopt(transfer.zmq.LINGER, 0)
+
+    sender._init_socket = init_socket
+
+
 def _load() -> None:
     import wrapt
 
@@ -65,6 +83,9 @@ def _load() -> None:
     wrapt.register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
     wrapt.register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
     wrapt.register_post_import_hook(_register_policy_loss, "verl.trainer.ppo.core_algos")
+    wrapt.register_post_import_hook(
+        _bound_weight_transfer, "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+    )
     for module in ("vllm_rollout", "utils"):
         wrapt.register_post_import_hook(_scope_weight_sockets, f"verl.workers.rollout.vllm_rollout.{module}")
 

@@ -52,6 +52,7 @@ class TrainerFlight:
         self._rollouts: list[SliceAdded] = []
         # Why the run was interrupted, where the user did not do it; set by whoever watches over the run.
         self.blame: Callable[[], str | None] = lambda: None
+        self._lent: set[str] = set()  # followed slices that are in the router's books, not in ours
 
     def begin(self, start: RunStarted, trainers: list[SliceAdded], rollouts: list[SliceAdded]) -> None:
         self._trainers, self._rollouts = trainers, rollouts
@@ -60,6 +61,37 @@ class TrainerFlight:
         for added in trainers:  # while they roll out, their seconds are counted where their requests pass
             if added.state is SliceState.TRAINING:
                 self._ledger.handle(added)
+
+    def follow(self, event: FlightEvent) -> None:
+        """Record what a scheduler says; its slices are those of the step line, too.
+
+        A slice that can train is off the router, and in the trainer's own books, from the time it drains until it is
+        lent again.
+        """
+        self.recorder.record(event)
+        if isinstance(event, SliceAdded):
+            pool = TRAINER if "train" in event.capabilities else ROLLOUT
+            known = self._trainers if pool == TRAINER else self._rollouts
+            known[:] = [other for other in known if other.slice != event.slice] + [replace(event, pool=pool)]
+            if pool == TRAINER and event.state is SliceState.ROLLOUT:
+                self._lent.add(event.slice)
+            elif pool == TRAINER:
+                self._ledger.handle(known[-1])
+        elif isinstance(event, SliceMoved):
+            self._follow_move(event)
+
+    def _follow_move(self, event: SliceMoved) -> None:
+        for added in self._trainers:
+            if added.slice != event.slice:
+                continue
+            if event.state is SliceState.WAKING:
+                self._lent.add(event.slice)
+                self._ledger.handle(SliceRemoved(at=event.at, slice=event.slice))
+            elif event.slice not in self._lent:
+                self._ledger.handle(event)
+            elif event.state not in (SliceState.ROLLOUT, SliceState.SYNCING):
+                self._lent.discard(event.slice)
+                self._ledger.handle(replace(added, at=event.at, state=event.state))
 
     def end(self, outcome: str) -> None:
         self._note(RunEnded(at=self.recorder.now(), outcome=outcome))
@@ -197,14 +229,17 @@ class RecordedTrainer(_BASE):
             _slice(now, ROLLOUT, rank, replica, ("rollout",), SliceState.ROLLOUT, address)
             for rank, address in enumerate(self.standalone_server_manager.server_addresses)
         ]
-        start = RunStarted(
-            at=now,
+        policy = "verl_gate" if self.hybrid_rollout_config.enable_switch else "disaggregated"
+        self.flight.begin(self._run_started(policy), trainers, rollouts)
+
+    def _run_started(self, policy: str) -> RunStarted:
+        return RunStarted(
+            at=self.flight.recorder.now(),
             name=self.seamless.recipe or self.config.trainer.experiment_name,
-            policy="verl_gate" if self.hybrid_rollout_config.enable_switch else "disaggregated",
+            policy=policy,
             eta=self.seamless.staleness.eta,
             total_steps=self.total_training_steps,
         )
-        self.flight.begin(start, trainers, rollouts)
 
     def _is_lent(self) -> bool:
         return self.current_mode == separate_async.HybridEngineMode.ROLLOUT

@@ -61,8 +61,19 @@ class WokenReplayBuffer(ReplayBufferAsync):
 
     def listen(self, workers: Sequence[Any]) -> None:
         """Wait for these rollout workers from now on; workers that cannot ring are polled."""
-        if workers and all(hasattr(worker, "groups_ended") for worker in workers):
+        if workers and all(hasattr(worker, "news") for worker in workers):
             self._bell = Bell(workers)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Return when a group may have ended, after ``timeout_s`` at the latest."""
+        if self._bell is None:
+            time.sleep(min(timeout_s, _POLL_S))
+        else:
+            self._bell.wait(min(timeout_s, _LOOK_S))
+
+    def groups_on_their_way(self) -> int:
+        """Training prompts that are submitted and have not ended, as of the last look."""
+        return len(self.pending_keys["train"]) + len(self.running_keys["train"])
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         if self._bell is None:

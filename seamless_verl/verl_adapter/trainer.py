@@ -31,10 +31,11 @@ from seamless_verl.observe.reporter import Reporter
 from seamless_verl.verl_adapter.a3po import LOSS_MODE
 from seamless_verl.verl_adapter.corrections import write_interpolation_weights, zero_overlong_advantages
 from seamless_verl.verl_adapter.curriculum import CurriculumLoader
+from seamless_verl.verl_adapter.lending import LendingTrainer
 from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
-from seamless_verl.verl_adapter.recorded_trainer import RecordedTrainer
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
+from seamless_verl.verl_adapter.resource_pools import adopt_resources
 from seamless_verl.verl_adapter.router import balancer_class
 from seamless_verl.verl_adapter.step_report import StepMeter, on_policy_keys, validation_report
 
@@ -92,11 +93,12 @@ def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
 
 
 @register_trainer(TRAINER_MODE)
-class SeamlessTrainer(RecordedTrainer):
+class SeamlessTrainer(LendingTrainer):
     """See the module. Under `seamless_verl.main`, bad configuration is refused earlier (`seamless_verl.preflight`)."""
 
     def __init__(self, config: DictConfig) -> None:
         self.seamless = adopt_config(config)
+        self.slices = adopt_resources(config, self.seamless)
         super().__init__(config)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
         self.first_step_at: float | None = None

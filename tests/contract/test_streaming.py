@@ -385,8 +385,8 @@ async def test_a_worker_rings_when_a_group_has_ended(monkeypatch):
 
     monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_prompt", prompt)
     worker = object.__new__(NotifyingWorker)
-    worker._groups_ended, worker._waiting = 0, []
-    call = asyncio.ensure_future(worker.groups_ended(0))
+    worker._news, worker._waiting = 0, []
+    call = asyncio.ensure_future(worker.news(0))
     group = asyncio.ensure_future(worker._run_prompt("good"))
     await asyncio.sleep(0)
     assert not call.done()
@@ -395,7 +395,7 @@ async def test_a_worker_rings_when_a_group_has_ended(monkeypatch):
     assert await call == 1
     with pytest.raises(RuntimeError):
         await worker._run_prompt("bad")
-    assert await worker.groups_ended(1) == 2
+    assert await worker.news(1) == 2
 
 
 def test_the_configuration_names_our_rollout_manager_unless_the_user_did(monkeypatch):

@@ -48,6 +48,11 @@ NAMES = [
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._clear_groups",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.__init__",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._init_resource_pool_mgr",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.on_sample_begin",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.on_step_begin",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.on_step_end",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.on_validate_begin",
     "verl.utils.skip:SkipManager.annotate_tq",
     "verl.utils.dataset.rl_dataset:collate_fn",
     "verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
@@ -64,7 +69,26 @@ NAMES = [
     "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.abort_request",
     "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server",
     "verl.workers.rollout.router:GlobalRequestLoadBalancer.release_server",
+    "verl.workers.rollout.router:GlobalRequestLoadBalancer.add_servers",
+    "verl.workers.rollout.router:GlobalRequestLoadBalancer.remove_servers",
+    "verl.workers.rollout.router:GlobalRequestLoadBalancer.clear_sticky_cache",
+    "verl.workers.rollout.llm_server:LLMServerManager.get_replicas",
     "verl.workers.rollout.replica:TokenOutput",
+    "verl.workers.rollout.replica:RolloutReplica.abort_all_requests",
+    "verl.workers.rollout.replica:RolloutReplica.resume_generation",
+    "verl.workers.rollout.replica:RolloutReplica.sleep",
+    "verl.workers.rollout.replica:RolloutReplica.launch_servers",
+    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender._init_socket",
+    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:zmq.RCVTIMEO",
+    "verl.checkpoint_engine:CheckpointEngineManager.update_weights",
+    "verl.checkpoint_engine:CheckpointEngineManager.add_replicas",
+    "verl.checkpoint_engine:CheckpointEngineManager.remove_replicas",
+    "verl.experimental.separation.engine_workers:DetachActorWorker.save_model_to_cpu",
+    "verl.experimental.separation.engine_workers:DetachActorWorker.restore_model_from_cpu",
+    "verl.experimental.separation.engine_workers:DetachActorWorker.clear_cpu_model",
+    "verl.single_controller.ray.base:ResourcePoolManager.create_resource_pool",
+    "verl.single_controller.ray.base:ResourcePoolManager._check_resource_available",
+    "verl.single_controller.ray.base:RayResourcePool.__init__",
     "verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__",
     "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
     "verl.experimental.agent_loop.agent_loop:AgentLoopBase",
@@ -80,6 +104,7 @@ NAMES = [
     "verl.utils.torch_functional:logprobs_from_logits_v2",
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.prepare_model_inputs",
     # TransferQueue, vLLM
+    "vllm.v1.engine.async_llm:AsyncLLM.errored",
     "transfer_queue:init",
     "transfer_queue:close",
     "transfer_queue:kv_batch_get",
@@ -466,3 +491,73 @@ async def test_grammars_reach_vllm_and_what_vllm_refuses_is_refused():
         )
         with pytest.raises(EngineRefused, match=story):
             await engine.generate(request)
+
+
+class _Router:
+    """In place of the load balancer's actor."""
+
+    def __init__(self):
+        self.removed = []
+        self.remove_servers = self
+
+    async def remote(self, servers):
+        self.removed += servers
+
+
+async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_had(monkeypatch):
+    from omegaconf import OmegaConf, open_dict
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    from seamless_verl.verl_adapter import llm_client
+    from seamless_verl.verl_adapter.attempts import RecordedAttempt
+
+    class EngineDeadError(Exception):
+        pass
+
+    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted"), ([3], 5, "completed")])
+    deaths = {1: ActorDiedError(), 2: RayTaskError("generate", "", EngineDeadError())}
+    calls = []
+
+    async def generate(self, **kwargs):
+        number = len(calls)
+        calls.append(number)
+        RecordedAttempt.routed(f"server-{number}")
+        if number in deaths:
+            raise deaths[number]
+        return await scripted(self, **kwargs)
+
+    monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
+    client._load_balancer = _Router()
+    with open_dict(client.config):
+        client.config.seamless = OmegaConf.create({"scheduler": {"policy": "greedy"}})
+    told = []
+    monkeypatch.setattr(llm_client.request_log, "died", lambda server, reason: told.append(server))
+    output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10})
+    assert output.token_ids == [1, 2, 3]
+    assert output.extra_fields["version_spans"] == [(4, 2), (5, 1)]
+    assert told == client._load_balancer.removed == ["server-1", "server-2"]
+
+    client.config.seamless.scheduler.policy = None  # verl's own trainer cannot go on without a replica
+    calls.clear()
+    deaths[0] = ActorDiedError()
+    with pytest.raises(ActorDiedError):
+        await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10})
+
+
+async def test_an_error_of_the_engine_that_is_no_death_is_not_retried(monkeypatch):
+    from omegaconf import OmegaConf, open_dict
+    from ray.exceptions import RayTaskError
+
+    from seamless_verl.verl_adapter import llm_client
+
+    client, _ = _client(monkeypatch, [])
+
+    async def generate(self, **_):
+        raise RayTaskError("generate", "", ValueError("prompt too long"))
+
+    monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
+    with open_dict(client.config):
+        client.config.seamless = OmegaConf.create({"scheduler": {"policy": "greedy"}})
+    with pytest.raises(RayTaskError) as raised:
+        await client.generate("r", prompt_ids=[9], sampling_params={})
+    assert isinstance(raised.value.cause, ValueError)

@@ -77,6 +77,18 @@ def test_the_ledger_of_a_scheduled_run_adds_up():
     assert a.seconds[Category.OTHER] == 20.0 - 11.0  # training, but nobody said in which phase
 
 
+def test_a_slice_that_returns_is_declared_anew_with_its_new_address():
+    written: list[flight.FlightEvent] = []
+    addresses = {A: "10.0.0.1:1"}
+    scheduler = RecordedScheduler(Scheduler(Greedy()), written.append, policy="greedy", addresses=addresses)
+    scheduler.handle(ev.SliceAdded(at=0.0, slice=make_slice("a", BOTH)))
+    scheduler.handle(ev.SliceFailed(at=1.0, slice=A, reason="gone", lost=frozenset({Tag.ROLLOUT})))
+    addresses[A] = "10.0.0.1:2"
+    scheduler.handle(ev.SliceReturned(at=2.0, slice=A))
+    added = [event for event in written if isinstance(event, flight.SliceAdded)]
+    assert [(event.at, event.address) for event in added] == [(0.0, "10.0.0.1:1"), (2.0, "10.0.0.1:2")]
+
+
 def test_fields_are_plain_data():
     failed = ev.SliceFailed(at=1.0, slice=A, reason="gone", lost=frozenset({Tag.TRAIN, Tag.ROLLOUT}))
     assert plain_fields(failed) == {"slice": "a", "reason": "gone", "lost": ["rollout", "train"], "restartable": True}

@@ -8,7 +8,7 @@ import pytest
 
 from seamless_verl.config import ResourceConfig, SchedulerConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.scheduling.declaration import policy_of, slices_of
+from seamless_verl.scheduling.declaration import policy_of, slices_of, verl_keys
 from seamless_verl.scheduling.policies.greedy import Greedy
 from seamless_verl.scheduling.policies.predictive import Predictive
 from seamless_verl.scheduling.slices import Tag
@@ -98,6 +98,20 @@ def test_facts_about_the_hardware_reach_the_slices() -> None:
     assert slice_.hardware is not None
     assert slice_.hardware.flops == 989e12
     assert slice_.hardware.bandwidth == 3350e9
+
+
+def test_a_declaration_in_verls_own_keys() -> None:
+    assert verl_keys(()) == {}
+    keys = verl_keys(resources(TRAINERS, ROLLOUTS))
+    assert (keys["trainer.nnodes"], keys["actor_rollout_ref.rollout.nnodes"]) == (2, 1)
+    assert keys["actor_rollout_ref.hybrid_engine"] is True
+    apart = verl_keys(resources({**TRAINERS, "capabilities": ["train"]}, ROLLOUTS))
+    assert apart == {**keys, "actor_rollout_ref.hybrid_engine": False}
+    with pytest.raises(ConfigError, match="needs replicas that only roll out"):
+        verl_keys(resources(TRAINERS))
+    with pytest.raises(ConfigError, match="write 8 for each") as refused:
+        verl_keys(resources(TRAINERS, {**TRAINERS, "name": "more", "gpus_per_node": 16}, ROLLOUTS))
+    assert refused.value.key == "seamless.resources[more].gpus_per_node"
 
 
 def test_policies_by_name() -> None:

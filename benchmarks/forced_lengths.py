@@ -1,0 +1,74 @@
+"""A workload whose answers have prescribed lengths: verl's single-turn agent loop, told when to stop by its data row.
+
+Every system under comparison then generates the same number of tokens for the same prompts, whatever it samples. Rows
+carry our stamp, so the trainer audits them: an answer that was interrupted must come back whole.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+from seamless_verl.verl_adapter.rows import ROW_FIELD, RowStamp, row_digest
+
+NAME = "forced_length"
+
+
+class ForcedLengthAgentLoop(SingleTurnAgentLoop):
+    """``extra_info["lengths"]`` has a length in tokens for each session of the prompt."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        lengths = kwargs["extra_info"]["lengths"]
+        length = int(lengths[int(kwargs.get("session_id", 0)) % len(lengths)])
+        output = await super().run({**sampling_params, "max_tokens": length, "ignore_eos": True}, **kwargs)
+        spans = output.extra_fields.get("version_spans")
+        if spans is not None:  # verl's own client does not tell
+            whole = len(output.response_ids) == length == sum(tokens for _, tokens in spans)
+            output.extra_fields[ROW_FIELD] = RowStamp(
+                digest=row_digest(
+                    output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs
+                ),
+                violations=int(not whole),
+                version_spans=spans,
+            )
+        return output
+
+
+def skewed(rng: random.Random, longest: int) -> int:
+    """Log-normal: most answers are short, a few reach the limit."""
+    return max(8, min(longest, round(rng.lognormvariate(4.2, 0.9))))
+
+
+def write_workload(folder: Path, *, lengths: str, prompts: int, sessions: int, longest: int, seed: int = 0) -> Path:
+    """Data and agent loop for a run; returns the data file.
+
+    Args:
+        lengths: ``skewed``, or ``constant`` with the same mean.
+    """
+    import pandas as pd
+
+    rng = random.Random(seed)
+    drawn = [[skewed(rng, longest) for _ in range(sessions)] for _ in range(prompts)]
+    if lengths == "constant":
+        mean = round(sum(map(sum, drawn)) / (prompts * sessions))
+        drawn = [[mean] * sessions for _ in drawn]
+    rows = [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": f"{rng.randint(0, 19):>2}+{rng.randint(0, 19):>2}"}],
+            "agent_name": NAME,
+            "reward_model": {"style": "rule", "ground_truth": str(index % 7)},
+            "extra_info": {"index": index, "split": "train", "lengths": each},
+        }
+        for index, each in enumerate(drawn)
+    ]
+    file = folder / f"{lengths}.parquet"
+    pd.DataFrame(rows).to_parquet(file)
+    (folder / "agent_loops.yaml").write_text(
+        f"- name: {NAME}\n  _target_: benchmarks.forced_lengths.ForcedLengthAgentLoop\n"
+    )
+    return file

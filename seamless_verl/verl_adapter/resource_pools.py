@@ -1,0 +1,121 @@
+"""Tags on verl: from ``seamless.resources`` (or verl's own keys) to resource pools and slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
+
+from seamless_verl.config import ResourceConfig, SeamlessConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.scheduling.declaration import slices_of, verl_keys
+from seamless_verl.scheduling.slices import Slice, Tag
+
+TRAINER_POOL = "global_pool"
+
+
+def replica_gpus(config: DictConfig) -> int:
+    """GPUs of one rollout replica."""
+    rollout = config.actor_rollout_ref.rollout
+    sizes = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
+    return int(sizes[0] * sizes[1] * sizes[2])
+
+
+def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice, ...]:
+    """Write declared resources into verl's keys; the slices that result.
+
+    Nothing is changed, and no slice returned, when neither ``seamless.resources`` nor ``seamless.scheduler.policy`` is
+    set: then verl's keys mean exactly what they mean without us.
+
+    Raises:
+        ConfigError: see `slices_of` and `verl_keys`.
+    """
+    if seamless.resources:
+        slices = slices_of(seamless.resources, replica_gpus=replica_gpus(config))
+        with open_dict(config):
+            for key, value in verl_keys(seamless.resources).items():
+                OmegaConf.update(config, key, value)
+    elif seamless.scheduler.policy is not None:
+        slices = _slices_of_verl_keys(config)
+    else:
+        return ()
+    if seamless.scheduler.policy is not None:
+        _refuse_two_schedulers(config)
+    return slices
+
+
+def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    hybrid = bool(config.actor_rollout_ref.get("hybrid_engine", True))
+    entries = (
+        ("trainer", trainer, ("train", "rollout") if hybrid else ("train",), "trainer.n_gpus_per_node"),
+        ("rollout", rollout, ("rollout",), "actor_rollout_ref.rollout.n_gpus_per_node"),
+    )
+    declared = tuple(
+        ResourceConfig(name=name, nodes=keys.nnodes, gpus_per_node=keys.n_gpus_per_node, capabilities=tags)
+        for name, keys, tags, _ in entries
+    )
+    try:
+        return slices_of(declared, replica_gpus=replica_gpus(config))
+    except ConfigError as error:
+        for name, _, _, key in entries:
+            if name in error.key:
+                raise ConfigError(key, error.value, error.problem, error.fix) from None
+        raise
+
+
+def _refuse_two_schedulers(config: DictConfig) -> None:
+    hybrid = config.trainer.v1.separate_async.get("hybrid_rollout") or {}
+    if hybrid.get("enable_switch", False):
+        raise ConfigError(
+            "trainer.v1.separate_async.hybrid_rollout.enable_switch",
+            True,
+            "verl would lend GPUs beside seamless.scheduler.policy",
+            "leave one of them out (policy verl_gate is verl's rule under our scheduler)",
+        )
+
+
+@dataclass
+class TagAwareResourcePoolManager(ResourcePoolManager):
+    """verl's manager that knows which slices its pools hold.
+
+    Attributes:
+        slices: of the whole run; those that can train lie in the trainer's pool, in order.
+        accelerator: Ray accelerator type of the trainer's nodes; None: any.
+    """
+
+    slices: tuple[Slice, ...] = ()
+    accelerator: str | None = None
+
+    def create_resource_pool(self) -> None:
+        """As verl's; the trainer's pool on nodes with its accelerator.
+
+        Raises:
+            ConfigError: the Ray cluster has fewer GPUs than all slices together, those of standalone replicas included.
+        """
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            wanted = self.accelerator if name == TRAINER_POOL else None
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes=process_on_nodes,
+                use_gpu=True,
+                max_colocate_count=self.max_colocate_count,
+                name_prefix=name,
+                accelerator_type=f"accelerator_type:{wanted}" if wanted else None,
+            )
+        self._check_resource_available()
+
+    def _check_resource_available(self) -> None:
+        super()._check_resource_available()
+        standing = sum(len(s.gpus) for s in self.slices if Tag.TRAIN not in s.capabilities)
+        needed = self.get_n_gpus() + standing
+        found = int(sum(node.get("Resources", {}).get("GPU", 0) for node in ray.nodes() if node.get("Alive")))
+        found = found or int(ray.cluster_resources().get("NPU", 0))
+        if found < needed:
+            raise ConfigError(
+                "seamless.resources",
+                f"{needed} GPUs",
+                f"the Ray cluster has {found}: {self.get_n_gpus()} are for the trainer, {standing} for rollout alone",
+                "declare fewer nodes, or start more",
+            )

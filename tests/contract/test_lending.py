@@ -1,0 +1,43 @@
+"""Which weights a slice gets that is lent between mini-batches."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+class Workers:
+    """The trainer's weights, as `DetachActorWorker` keeps them."""
+
+    def __init__(self):
+        self.weights, self.saved = "published", {}
+
+    def save_model_to_cpu(self, key):
+        self.saved[key] = self.weights
+
+    def restore_model_from_cpu(self, key):
+        self.weights = self.saved[key]
+
+    def clear_cpu_model(self, key):
+        del self.saved[key]
+
+
+def test_between_mini_batches_lent_slices_get_the_published_weights():
+    from seamless_verl.verl_adapter.lending import LendingTrainer
+
+    workers = Workers()
+    trainer = SimpleNamespace(actor_rollout_wg=workers, _within_step=False)
+    workers.save_model_to_cpu(0)
+    with LendingTrainer._published_weights(trainer):
+        assert workers.weights == "published"
+    workers.weights, trainer._within_step = "after a mini-batch", True
+
+    def fail():
+        assert workers.weights == "published"
+        raise RuntimeError("the transfer failed")
+
+    with pytest.raises(RuntimeError), LendingTrainer._published_weights(trainer):
+        fail()
+    assert workers.weights == "after a mini-batch"
+    assert list(workers.saved) == [0]

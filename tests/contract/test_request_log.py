@@ -1,0 +1,63 @@
+"""What a rollout worker tells the trainer's scheduler about its requests."""
+
+import asyncio
+
+from seamless_verl.scheduling.events import Ending, RequestFinished, RequestStarted, SessionFinished, SliceFailed
+from seamless_verl.verl_adapter.request_log import RequestLog
+
+
+async def test_requests_belong_to_the_session_that_asks_or_that_was_named():
+    log = RequestLog()
+    assert log.take() == []  # from now on somebody wants to know
+    named = asyncio.Event()
+
+    async def agent():
+        with log.session("g", 3):
+            log.name("proxy-session")
+            named.set()
+            log.started("q1", "chat", "A", 10)
+            log.finished("q1", 5, Ending.COMPLETED)
+            await asyncio.sleep(0)
+
+    async def proxy():  # another task, which knows no session
+        await named.wait()
+        log.started("q2", "proxy-session", "B", 20)
+        log.started("q3", "stranger", "B", 1)
+
+    await asyncio.gather(agent(), proxy())
+    started = {event.request: event for event in log.take() if isinstance(event, RequestStarted)}
+    assert (started["q1"].session, started["q1"].group, started["q1"].slice) == ("g_3", "g", "A")
+    assert (started["q2"].session, started["q2"].context_tokens) == ("g_3", 20)
+    assert (started["q3"].session, started["q3"].group) == ("stranger", "")
+    log.started("q4", "proxy-session", "B", 1)  # the session has ended, and its name with it
+    assert log.take()[-1].session == "proxy-session"
+
+
+def test_sessions_end_also_when_they_fail_and_nothing_is_kept_before_somebody_asks():
+    log = RequestLog()
+    log.started("q", "r", "A", 1)
+    assert log.take() == []
+    try:
+        with log.session("g", 0):
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    (ended,) = log.take()
+    assert isinstance(ended, SessionFinished)
+    assert ended.session == "g_0"
+
+
+def test_it_rings_for_watched_servers_and_for_dead_ones():
+    log = RequestLog()
+    rung = []
+    log.ring = lambda: rung.append(True)
+    log.take()
+    log.watch(["A"])
+    for request, server in (("q1", "A"), ("q2", "B")):
+        log.started(request, "r", server, 1)
+        log.finished(request, 1, Ending.INTERRUPTED)
+    assert len(rung) == 1
+    log.died("B", "killed")
+    assert len(rung) == 2
+    kinds = [type(event) for event in log.take()]
+    assert kinds == [RequestStarted, RequestFinished, RequestStarted, RequestFinished, SliceFailed]

@@ -1,0 +1,156 @@
+"""Declared resources on verl's configuration and in verl's resource pools; other engines and trainers compose."""
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+MIXED = (
+    "seamless.resources=[{name: trainers, nodes: 2, gpus_per_node: 8, capabilities: [train, rollout]},"
+    "{name: rollouts, nodes: 1, gpus_per_node: 8, capabilities: [rollout]}]"
+)
+
+
+def adopted(*overrides, config_name="ppo_trainer"):
+    """The configuration as the trainer would see it, and its slices."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from seamless_verl import compose
+    from seamless_verl.verl_adapter.resource_pools import adopt_resources
+    from seamless_verl.verl_adapter.trainer import adopt_config
+
+    with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
+        config = hydra_compose(
+            config_name,
+            overrides=[
+                f"hydra.searchpath=[file://{compose.our_config_dir()}]",
+                "+seamless=default",
+                "seamless.run_dir=null",
+                *overrides,
+            ],
+        )
+    seamless = adopt_config(config)
+    return config, adopt_resources(config, seamless)
+
+
+def test_tags_become_verls_keys_and_slices_of_one_replica_each():
+    config, slices = adopted(MIXED, "actor_rollout_ref.rollout.tensor_model_parallel_size=4")
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
+    assert (config.actor_rollout_ref.rollout.nnodes, config.actor_rollout_ref.rollout.n_gpus_per_node) == (1, 8)
+    assert config.actor_rollout_ref.hybrid_engine is True
+    assert [s.id for s in slices] == [*(f"trainers/{i}" for i in range(4)), "rollouts/0", "rollouts/1"]
+    assert {len(s.gpus) for s in slices} == {4}
+
+
+def test_disaggregated_is_another_tag_and_nothing_else():
+    config, slices = adopted(MIXED.replace("[train, rollout]", "[train]"))
+    assert config.actor_rollout_ref.hybrid_engine is False
+    assert not any(s.lendable for s in slices)
+
+
+def test_without_a_declaration_nothing_is_changed():
+    from omegaconf import OmegaConf
+
+    from seamless_verl.config import SeamlessConfig
+    from seamless_verl.verl_adapter.resource_pools import adopt_resources
+
+    config, slices = adopted()
+    before = OmegaConf.to_yaml(config)
+    assert slices == adopt_resources(config, SeamlessConfig()) == ()
+    assert OmegaConf.to_yaml(config) == before
+
+
+def test_without_resources_a_policy_takes_verls_keys():
+    _, slices = adopted(
+        "seamless.scheduler.policy=greedy",
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    )
+    assert [(s.id, s.lendable) for s in slices] == [("trainer/0", True), ("trainer/1", True), ("rollout/0", False)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        ([MIXED, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"], "trainers", "would straddle"),
+        ([MIXED.replace("[rollout]}", "[train]}")], "seamless.resources", "needs replicas that only roll out"),
+        (
+            [
+                MIXED,
+                "seamless.scheduler.policy=greedy",
+                "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
+            ],
+            "enable_switch",
+            "beside seamless.scheduler.policy",
+        ),
+        (
+            [
+                "seamless.scheduler.policy=greedy",
+                "trainer.n_gpus_per_node=3",
+                "actor_rollout_ref.rollout.nnodes=1",
+                "actor_rollout_ref.rollout.n_gpus_per_node=2",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            ],
+            "trainer.n_gpus_per_node",
+            "would straddle",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_naming_the_key(overrides, key, said):
+    from seamless_verl.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=said) as refused:
+        adopted(*overrides)
+    assert key in refused.value.key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["actor_rollout_ref.rollout.name=sglang"],
+        ["model_engine=megatron", "actor_rollout_ref.rollout.name=vllm"],
+        ["model_engine=megatron", "actor_rollout_ref.rollout.name=sglang"],
+    ],
+    ids=["sglang", "megatron", "both"],
+)
+def test_other_engines_compose_and_are_cut_into_the_same_slices(overrides):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config, slices = adopted(MIXED, "seamless.scheduler.policy=predictive", *overrides)
+    reference = adopted(MIXED, "seamless.scheduler.policy=predictive")[1]
+    assert slices == reference
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).name == config.actor_rollout_ref.rollout.name
+
+
+def test_the_pools_of_the_trainer_want_their_accelerator(monkeypatch):
+    import ray
+
+    from seamless_verl.verl_adapter.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
+
+    _, slices = adopted(MIXED)
+    nodes = [{"Alive": True, "Resources": {"GPU": 8.0}}] * 3
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: dict(enumerate([{"GPU": 8}] * 3)))
+    manager = TagAwareResourcePoolManager(
+        resource_pool_spec={TRAINER_POOL: [8, 8]}, mapping={}, slices=slices, accelerator="H100"
+    )
+    manager.create_resource_pool()
+    pool = manager.resource_pool_dict[TRAINER_POOL]
+    assert pool.store == [8, 8]
+    assert pool.accelerator_type == "accelerator_type:H100"
+
+
+def test_a_cluster_that_is_too_small_for_all_slices_is_refused(monkeypatch):
+    import ray
+
+    from seamless_verl.errors import ConfigError
+    from seamless_verl.verl_adapter.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
+
+    _, slices = adopted(MIXED)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 8.0}}] * 2)
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: {0: {"GPU": 8}, 1: {"GPU": 8}})
+    manager = TagAwareResourcePoolManager(resource_pool_spec={TRAINER_POOL: [8, 8]}, mapping={}, slices=slices)
+    with pytest.raises(ConfigError, match="the Ray cluster has 16"):
+        manager.create_resource_pool()

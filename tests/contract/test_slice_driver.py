@@ -1,0 +1,205 @@
+"""The driver under a real scheduler, with replicas that die at the worst moment. No Ray cluster is started."""
+
+import pytest
+from ray.exceptions import RayError
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+class Replicas:
+    """In place of `ReplicaSlices`: keeps what it was told; ``dies_in`` is the method in which a replica dies."""
+
+    def __init__(self):
+        self.addresses = {"t/0": "A", "r/0": "B"}
+        self.on_router = {"t/0", "r/0"}
+        self.awake = {"t/0"}
+        self.told = []
+        self.dies_in = {}
+        self.died = set()
+        self.restarts = []
+
+    def is_hybrid(self, slice_id):
+        return slice_id == "t/0"
+
+    def _maybe_die(self, method):
+        self.told.append(method)
+        victim = self.dies_in.pop(method, None)
+        if victim is not None:
+            self.died.add(victim)
+            raise RayError(f"{victim} died")
+
+    def register(self, slices):
+        self._maybe_die("register")
+        self.on_router.update(slices)
+
+    def unregister(self, slices):
+        self.on_router.difference_update(slices)
+
+    def hold(self, slices):
+        self._maybe_die("hold")
+
+    def wake(self, slices, version, serving):
+        self._maybe_die("wake")
+        self.awake.update(slices)
+
+    def interrupt(self, slices):
+        self._maybe_die("interrupt")
+        self.awake.difference_update(slices)
+
+    def sync(self, version):
+        self._maybe_die("sync")
+
+    def dead(self, slices):
+        return {s: "killed" for s in slices if s in self.died}
+
+    def leave_out(self, slice_id):
+        self.on_router.discard(slice_id)
+
+    def take_in(self, slices):
+        self.told.append("take_in")
+
+    def restart(self, slice_id):
+        from concurrent.futures import Future
+
+        self.died.discard(slice_id)
+        self.restarts.append((slice_id, Future()))
+        return self.restarts[-1][1]
+
+
+class Run:
+    """A trainer without a model: one slice that trains and rolls out, one that only rolls out."""
+
+    def __init__(self):
+        from seamless_verl.scheduling import events as ev
+        from seamless_verl.scheduling.policies.greedy import Greedy
+        from seamless_verl.scheduling.scheduler import Scheduler
+        from seamless_verl.scheduling.slices import Gpu, Slice, SliceState, Tag
+        from seamless_verl.verl_adapter.slice_driver import SliceDriver
+
+        self.ev, self.time, self.asked, self.reports, self.lines = ev, 0.0, 0, [], []
+        self.scheduler = Scheduler(Greedy())
+        self.replicas = Replicas()
+        self.watched = []
+        self.driver = SliceDriver(
+            self.scheduler,
+            self.replicas,
+            clock=self.clock,
+            on_lending=lambda lent: None,
+            fetch=lambda: [self.reports.pop() for _ in list(self.reports)],
+            watch=self.watched.append,
+            warn=self.lines.append,
+        )
+        self.driver.joined(["t/0"])
+        self.driver.tell(ev.WeightsPublished(at=self.clock(), version=0))
+        for name, tags in (("t/0", frozenset(Tag)), ("r/0", frozenset({Tag.ROLLOUT}))):
+            slice_ = Slice(id=name, pool=name[0], gpus=(Gpu(node=name, index=0),), capabilities=tags)
+            self.driver.tell(ev.SliceAdded(at=self.clock(), slice=slice_, state=SliceState.ROLLOUT, version=0))
+
+    def clock(self):
+        self.time += 0.01
+        return self.time
+
+    def state(self, slice_id):
+        return self.scheduler.cluster[slice_id].state.value
+
+    def acquire(self):
+        from seamless_verl.scheduling.slices import Tag
+
+        self.asked += 1
+        request = f"step-{self.asked}"
+        self.driver.tell(
+            self.ev.AcquireRequested(at=self.clock(), request=request, tag=Tag.TRAIN, count=1, minimum=4, batch=4),
+            self.ev.GroupsReady(at=self.clock(), ready=4, in_flight=0),
+        )
+        return request
+
+    def step(self):
+        """A whole one; whatever happens in it, the trainer has to get its gang and to publish."""
+        request = self.acquire()
+        assert request in self.driver.granted, self.lines
+        self.driver.tell(
+            self.ev.StepEnded(at=self.clock(), step=self.asked),
+            self.ev.WeightsPublished(at=self.clock(), version=self.asked),
+            self.ev.Released(at=self.clock(), request=request),
+        )
+
+
+@pytest.mark.parametrize(
+    ("method", "victim"),
+    [("interrupt", "t/0"), ("hold", "t/0"), ("wake", "t/0"), ("sync", "r/0"), ("register", "t/0")],
+)
+def test_whenever_a_replica_dies_the_steps_go_on_and_it_is_restarted(method, victim):
+    run = Run()
+    run.step()
+    assert run.state("t/0") == run.state("r/0") == "rollout"
+    run.replicas.dies_in[method] = victim
+    run.step()
+    other = "r/0" if victim == "t/0" else "t/0"
+    assert run.replicas.on_router == {other}
+    assert run.state(other) == "rollout"
+    assert any(victim in line and "out" in line for line in run.lines)
+    run.step()  # without it
+    ((restarted, restart),) = run.replicas.restarts
+    assert restarted == victim
+    restart.set_result(None)
+    run.driver.tell_requests()
+    run.step()
+    assert run.state("t/0") == run.state("r/0") == "rollout"
+    assert run.replicas.on_router == {"t/0", "r/0"}
+
+
+def test_a_replica_that_cannot_be_restarted_stays_out():
+    run = Run()
+    run.step()
+    run.replicas.dies_in["interrupt"] = "t/0"
+    run.step()
+    ((_, restart),) = run.replicas.restarts
+    restart.set_exception(RuntimeError("no memory"))
+    run.driver.tell_requests()
+    run.step()
+    assert run.replicas.on_router == {"r/0"}
+    assert any("stays out" in line and "no memory" in line for line in run.lines)
+
+
+def test_the_last_replica_that_only_rolls_out_dies_and_the_trainers_own_goes_on():
+    run = Run()
+    run.step()
+    run.replicas.died.add("r/0")
+    run.reports += [run.ev.SliceFailed(at=0.0, slice="B", reason="killed")] * 3  # each of its requests says so
+    run.driver.tell_requests()
+    assert len(run.replicas.restarts) == 1
+    run.step()
+    run.step()
+    assert run.replicas.on_router == {"t/0"}
+
+
+def test_weights_that_reach_nobody_although_all_live_end_the_run():
+    from seamless_verl.verl_adapter.slice_driver import WeightsLost
+
+    run = Run()
+    run.replicas.dies_in["sync"] = "nobody"
+    with pytest.raises(WeightsLost, match="version 1 did not reach r/0"):
+        run.step()
+
+
+def test_a_drain_that_waits_for_requests_ends_when_the_last_of_them_has():
+    from seamless_verl.scheduling import commands as cm
+    from seamless_verl.scheduling.slices import Move
+
+    run = Run()
+    run.step()
+    start = {"session": "s", "group": "g", "context_tokens": 1}
+    run.reports.append(run.ev.RequestStarted(at=0.0, request="q", slice="A", **start))
+    run.driver.tell_requests()
+    status = run.scheduler.cluster["t/0"]
+    status.move(Move.DRAIN, run.time, "test")
+    status.command = 99
+    run.driver._carry_out([cm.DrainSlice(command=99, slice="t/0", interrupt=False)])
+    assert run.watched[-1] == ["A"]
+    before = run.replicas.told.count("interrupt")
+    run.driver.tell_requests()
+    assert run.state("t/0") == "draining"
+    run.reports.append(run.ev.RequestFinished(at=0.0, request="q", tokens=5))
+    run.driver.tell_requests()
+    assert run.replicas.told.count("interrupt") == before + 1
+    assert run.state("t/0") != "draining"

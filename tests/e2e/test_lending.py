@@ -1,0 +1,99 @@
+"""A trainer's core is lent to a second replica and taken back in every step, with real verl, Ray and vLLM."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.forced_lengths import write_workload
+from seamless_verl.observe import flight
+from seamless_verl.observe.ledger import Ledger
+from seamless_verl.observe.recording import Recording, read_recording
+from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
+    FAST,
+    Machine,
+    machine,
+    summary,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).parents[2]
+RESOURCES = (
+    "seamless.resources=[{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
+    "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
+)
+
+
+def arguments(machine: Machine, *overrides: str) -> list[str]:  # noqa: F811
+    data = write_workload(machine.folder, lengths="skewed", prompts=64, sessions=4, longest=240)
+    return [
+        *FAST,
+        RESOURCES,
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        f"+actor_rollout_ref.rollout.agent.agent_loop_config_path={machine.folder}/agent_loops.yaml",
+        "data.max_response_length=240",
+        "actor_rollout_ref.rollout.max_model_len=272",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.max_num_seqs=4",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        *overrides,
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+
+
+def moves(recording: Recording, slice_id: str) -> list[str]:
+    """States of a slice, one after the other, ``|`` where a step begins."""
+    found = []
+    for event in recording.events:
+        if isinstance(event, flight.StepBegan):
+            found.append("|")
+        elif isinstance(event, flight.SliceMoved) and event.slice == slice_id:
+            found.append(event.state.value)
+    return found
+
+
+def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  # noqa: F811
+    code, output = machine.run(
+        *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=4"), **environment()
+    )
+    assert code == 0, output
+    (folder,) = machine.runs()
+    figures = summary(folder)
+    assert figures["steps"] == 4
+    assert figures["rows_audited"] == figures["rows"] == 4 * 4 * 4  # every answer came whole and untouched
+    assert figures["audit_violations"] == 0
+    assert figures["staleness_max"] <= 1
+    assert figures["max_logprob_diff"] <= 1e-4
+    recording = read_recording(folder / "flight")
+    back = ["|", "draining", "training"]
+    lent = ["waking", "rollout"]  # at the end of a step, for the next one
+    assert moves(recording, "trainers/0") == [*back, *lent, *back, *lent, *back, *lent, *back, "idle"]
+    finishes = Counter(event.finish for event in recording.events if isinstance(event, flight.RequestEnded))
+    assert finishes["aborted"] > 0  # so that whole answers say something
+    assert any(event.resumed for event in recording.events if isinstance(event, flight.RequestStarted))
+    made = [event for event in recording.events if isinstance(event, flight.DecisionMade)]
+    assert Counter(event.action for event in made) == {"reclaim": 4, "lend": 3}
+    realised = [event for event in recording.events if isinstance(event, flight.DecisionRealised)]
+    assert [event.decision for event in realised] == [event.decision for event in made if event.action == "lend"]
+    assert sum(event.lent_tokens for event in realised) > 0
+    assert_books_balance(recording)
+    machine.assert_nothing_left()
+
+
+def assert_books_balance(recording: Recording) -> None:
+    ledger = Ledger()
+    for event in recording.events:
+        ledger.handle(event)
+    books = ledger.books(recording.events[-1].at)
+    assert {entry.slice for entry in books} == {"trainers/0", "rollouts/0"}
+    for entry in books:
+        assert sum(entry.seconds.values()) == pytest.approx(entry.wall_s, rel=0.005)
