@@ -18,7 +18,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -231,7 +231,7 @@ def main() -> int:
             return kept.pause()
         with tempfile.TemporaryDirectory() as temporary:
             found = uvloop.run(wild(min(_CHUNK, total - done), Path(temporary), seed=done * 1000))
-        kept.add("audit", asdict(found))
+        kept.add("audit", msgspec.to_builtins(found))
         print(f"{done + found.turns} turns: {found.kinds}, {found.stories[:2]}", flush=True)
     kinds: Counter[str] = Counter()
     for part in taken:
