@@ -101,7 +101,7 @@ class TrainerFlight:
         story = self.blame()
         lines = (story or str(error)).strip().splitlines()  # the end of a remote traceback is what tells
         outcome = "RunBroken" if story else type(error).__name__
-        self._note(RunEnded(at=self.recorder.now(), outcome=outcome, detail=lines[-1] if lines else ""))
+        self._note(RunEnded(at=self.recorder.now(), outcome=outcome, detail=lines[-1][:200] if lines else ""))
         self.recorder.close()
 
     @contextmanager
