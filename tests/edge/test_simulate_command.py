@@ -109,7 +109,7 @@ def test_parquet_has_one_column_per_figure(tmp_path: Path) -> None:
         (["--search", "--gpus", "10"], "--gpus=10: does not split into slices of 4. Fix: write 8"),
         (["--search", "--systems", "greedi"], "no such system"),
         (["--gpus", "16"], "add --search"),
-        (["--from", "/nonexistent"], "has no flight/"),
+        (["--from", "/nonexistent"], "/nonexistent does not exist"),
         (["--json", "/nonexistent/rows.json"], "mkdir -p /nonexistent"),
     ],
 )
