@@ -88,7 +88,7 @@ class LendingTrainer(RecordedTrainer):
             super()._declare_slices()
             return
         policy_name = str(self.seamless.scheduler.policy)
-        self.flight.begin(self._run_started(policy_name), [], [])
+        self.flight.begin(self._run_started(self.flight.recorder.now(), policy_name), [], [])
         batch = self.config.data.train_batch_size
         policy = policy_of(self.seamless.scheduler, batch=batch, mini_batch=self._mini_batch())
         train = [s for s in self.slices if Tag.TRAIN in s.capabilities]

@@ -230,11 +230,12 @@ class RecordedTrainer(_BASE):
             for rank, address in enumerate(self.standalone_server_manager.server_addresses)
         ]
         policy = "verl_gate" if self.hybrid_rollout_config.enable_switch else "disaggregated"
-        self.flight.begin(self._run_started(policy), trainers, rollouts)
+        self.flight.begin(self._run_started(now, policy), trainers, rollouts)
 
-    def _run_started(self, policy: str) -> RunStarted:
+    def _run_started(self, at: float, policy: str) -> RunStarted:
+        """``at`` is not after the slices': a recording is read in the order of time, and a run ends what was before."""
         return RunStarted(
-            at=self.flight.recorder.now(),
+            at=at,
             name=self.seamless.recipe or self.config.trainer.experiment_name,
             policy=policy,
             eta=self.seamless.staleness.eta,
