@@ -35,6 +35,7 @@ _LONGEST_BASE = 28
 # worker must not outlive (the supervisor serves as well as Ray's own daemon).
 _FIRST_JOB = "01000000"
 _SHARED_MEMORY = Path("/dev/shm")
+_SECOND_LOOK_S = 0.2
 
 
 def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None], imported: Sequence[str] = ()) -> int:
@@ -147,7 +148,15 @@ def sweep(run_id: str, patience_s: float = 3.0) -> set[str]:
     """
     shared: set[str] = set()
     number = signal.SIGTERM
-    while left := list(processes_of(run_id)):
+    empty_looks = 0
+    while empty_looks < 2:
+        left = list(processes_of(run_id))
+        if not left:
+            # A process that is being forked or replaces its image has no readable environment: look again.
+            empty_looks += 1
+            time.sleep(_SECOND_LOOK_S)
+            continue
+        empty_looks = 0
         for process in left:
             shared |= _mapped_files(process.pid)
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -68,7 +68,8 @@ class Machine:
         return False
 
     def assert_nothing_left(self) -> None:
-        assert [process.cmdline() for process in self.processes()] == []
+        left = [(process.pid, process.ppid(), process.status(), process.cmdline()[:2]) for process in self.processes()]
+        assert not left, left
         assert set(os.listdir("/dev/shm")) - self.shared_before == set()
         assert list(self.temporary.iterdir()) == []
 
