@@ -20,7 +20,7 @@ test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
 	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
 
 test-edge: $(READY) ## proxy over real HTTP, agents, sandbox, contracts with the installed verl
-	$(BIN)/python -m pytest tests/edge tests/contract -q
+	$(BIN)/python -m pytest tests/edge tests/contract -q -n 2 --dist loadfile
 
 test-e2e: $(READY) ## real verl, Ray and vLLM on the CPU
 	$(BIN)/python -m pytest tests/e2e -q
