@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from seamless_verl.scheduling.events import AcquireRequested, Ending, RequestFinished, RequestStarted
 from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import (
-    ACTIVE_TAG,
     InvalidTransition,
     Move,
     Slice,
@@ -53,10 +52,6 @@ class SliceStatus:
     interrupted: bool = False
     restarting: bool = False
     lost_for_good: bool = False
-
-    @property
-    def active_tag(self) -> Tag | None:
-        return ACTIVE_TAG[self.state]
 
     @property
     def lent(self) -> bool:

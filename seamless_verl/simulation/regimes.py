@@ -55,10 +55,6 @@ def _bounded(draw: Draw, batch: int, eta: int) -> Feed:
     return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch))
 
 
-def _unrepaired(draw: Draw, batch: int, eta: int) -> Feed:
-    return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch, repair=False))
-
-
 def _colocated(batch: int, mini: int) -> Policy:
     return Colocated()
 
