@@ -68,7 +68,7 @@ class NotedConnection(Connection):
     """The mock engine with a book."""
 
     def __init__(self, answers: PreparedAnswers, book: Book) -> None:
-        super().__init__(answers, 0.004)
+        super().__init__(answers, lambda: 0.004)
         self._book = book
 
     def _answered(self, prompt: bytes, number: int) -> None:

@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -83,9 +84,9 @@ class PreparedAnswers:
 
 
 class Connection(asyncio.Protocol):
-    """One client of the mock."""
+    """One client of the mock; ``latency_s`` is asked for every request."""
 
-    def __init__(self, answers: PreparedAnswers, latency_s: float) -> None:
+    def __init__(self, answers: PreparedAnswers, latency_s: Callable[[], float]) -> None:
         self._answers = answers
         self._latency_s = latency_s
         self._parser = httptools.HttpRequestParser(self)
@@ -106,8 +107,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         body, self._body = b"".join(self._body), []
-        if self._latency_s and body:
-            asyncio.get_running_loop().call_later(self._latency_s, self._reply, self._url, body)
+        if body and (latency_s := self._latency_s()):
+            asyncio.get_running_loop().call_later(latency_s, self._reply, self._url, body)
         else:
             self._reply(self._url, body)
 
@@ -140,7 +141,7 @@ class Connection(asyncio.Protocol):
 async def serve(port: int, folder: Path, latency_s: float) -> None:
     answers = PreparedAnswers(folder)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(answers, latency_s), "127.0.0.1", port, backlog=4096)
+    server = await loop.create_server(lambda: Connection(answers, lambda: latency_s), "127.0.0.1", port, backlog=4096)
     print("ready", flush=True)
     await server.serve_forever()
 

@@ -36,7 +36,9 @@ class Mock:
 
     async def start(self) -> str:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self._answers, self.latency_s), "127.0.0.1", 0)
+        self._server = await loop.create_server(
+            lambda: Connection(self._answers, lambda: self.latency_s), "127.0.0.1", 0
+        )
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
@@ -112,7 +114,7 @@ async def test_sigterm_lets_answers_under_way_finish(mock: Mock, tmp_path: Path)
     proxy = await _proxy(mock, tmp_path)
     admin = proxy.admin()
     handle = await admin.open_session(SessionSpec())
-    mock.latency_s = 1.0
+    mock.latency_s = 3.0
     asking = asyncio.create_task(chat(proxy.url, handle.api_key, HI))
     async with httpx.AsyncClient(base_url=proxy.url, trust_env=False) as http:
         while b"seamless_proxy_in_flight 1.0" not in (await http.get("/metrics")).content:  # noqa: ASYNC110 - another process
