@@ -116,7 +116,10 @@ async def test_cancelling_cuts_the_connection() -> None:
     call = asyncio.create_task(engine.generate(REQUEST))
     await asyncio.wait_for(asked.wait(), 5)
     call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
     await asyncio.wait_for(gone.wait(), 5)
+    await engine.close()
     server.close()
 
 
