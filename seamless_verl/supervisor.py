@@ -2,7 +2,8 @@
 
 The supervisor is the process that the user started: small, without torch. Every process of the run carries
 ``SEAMLESS_RUN_ID`` in its environment; whoever still carries it after the trainer's end is ended here. Being a
-subreaper, the supervisor also inherits orphans whose parents were killed.
+subreaper, the supervisor also inherits orphans whose parents were killed, and ends those that carry no mark (a program
+started with an empty environment).
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         if trainer is not None and trainer.poll() is None:
             trainer.send_signal(signal.SIGINT if len(interrupts) == 1 else signal.SIGKILL)
 
+    spared = frozenset(psutil.Process().children())
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ray_dir = _short_folder()
     started = time.time()
     try:
         (run_dir / "pid").write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
-        own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir)}
+        # Ray and vLLM rename their processes; without SPT_NOENV the new title is written over the environment that
+        # /proc shows, and the mark with it.
+        own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir), "SPT_NOENV": "1"}
         wanted: dict[str, str | None] = {**os.environ, **environment, **own}
         env = {name: value for name, value in wanted.items() if value is not None}
         if imported:
@@ -73,7 +77,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         trainer = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)
         return _wait(trainer, interrupts)
     finally:
-        shared = sweep(run_id)
+        shared = sweep(run_id, spared)
         _collect_logs(ray_dir, run_dir / "logs")
         shutil.rmtree(ray_dir, ignore_errors=True)
         _remove_shared_memory(shared, started)
@@ -140,8 +144,14 @@ def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported
     return str(executable)
 
 
-def sweep(run_id: str, patience_s: float = 3.0) -> set[str]:
+def sweep(run_id: str, spared: frozenset[psutil.Process] | None = None, patience_s: float = 3.0) -> set[str]:
     """End every process of a run that is still alive, a request first, then by force until none is left.
+
+    Args:
+        run_id: the mark that the run's processes carry.
+        spared: children of this process that are not the run's; its other children and theirs end, marked or not.
+            ``None`` ends what is marked only.
+        patience_s: how long a request is given before force, in seconds.
 
     Returns:
         The shared-memory files that they had in use.
@@ -151,8 +161,10 @@ def sweep(run_id: str, patience_s: float = 3.0) -> set[str]:
     empty_looks = 0
     while empty_looks < 2:
         left = list(processes_of(run_id))
+        if spared is not None:
+            left = list({*left, *_children_but(spared)})
         if not left:
-            # A process that is being forked or replaces its image has no readable environment: look again.
+            # A process that is just replacing its image has no readable environment: look again.
             empty_looks += 1
             time.sleep(_SECOND_LOOK_S)
             continue
@@ -179,6 +191,14 @@ def processes_of(run_id: str) -> Iterator[psutil.Process]:
             continue  # ended meanwhile, or another user's
         if mark in environment.split(b"\0"):
             yield process
+
+
+def _children_but(spared: frozenset[psutil.Process]) -> Iterator[psutil.Process]:
+    for child in psutil.Process().children():
+        if child not in spared:
+            yield child
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield from child.children(recursive=True)
 
 
 def _remove_shared_memory(files: set[str], since: float) -> None:

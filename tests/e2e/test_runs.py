@@ -4,6 +4,7 @@ Each test ends by looking for what a run must not leave: processes, shared memor
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -26,11 +28,17 @@ from seamless_verl.observe.run_folder import load_digest
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MARK = "SEAMLESS_TEST_MARK"
+PR_SET_CHILD_SUBREAPER = 36
 FAST = ["+recipe=arithmetic", "trainer.val_before_train=false", "trainer.test_freq=-1"]
 
 
 class Machine:
-    """Starts runs that carry a mark, and knows what they left behind."""
+    """Starts runs that carry a mark, and knows what they left behind.
+
+    Being a subreaper, this process inherits what a run leaves, also when the mark has been written over.
+    """
+
+    started: ClassVar[set[int]] = set()
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -38,11 +46,13 @@ class Machine:
         self.mark = uuid.uuid4().hex
         self.temporary = Path(tempfile.mkdtemp(prefix="svt-", dir="/tmp"))  # short enough to be used for sockets
         self.shared_before = set(os.listdir("/dev/shm"))
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.children_before = set(psutil.Process().children())
 
     def start(self, *arguments: str, module: str = "seamless_verl.main", **environment: str) -> subprocess.Popen[str]:
         env = {**os.environ, MARK: self.mark, "SEAMLESS_RUNS": str(self.folder / "runs"), **environment}
         env["TMPDIR"] = str(self.temporary)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=self.folder,
             env=env,
@@ -50,6 +60,8 @@ class Machine:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self.started.add(process.pid)
+        return process
 
     def run(self, *arguments: str, **settings: str) -> tuple[int, str]:
         process = self.start(*arguments, **settings)
@@ -60,7 +72,10 @@ class Machine:
         return sorted((self.folder / "runs").iterdir())
 
     def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_marked(process.pid)]
+        ours = {process for process in psutil.process_iter() if self._is_marked(process.pid)}
+        inherited = [p for p in psutil.Process().children() if p.pid not in self.started]
+        ours |= {p for p in inherited if p not in self.children_before and p.status() != psutil.STATUS_ZOMBIE}
+        return list(ours)
 
     def _is_marked(self, pid: int) -> bool:
         with contextlib.suppress(OSError):
