@@ -308,6 +308,13 @@ class SeamlessTrainer(LendingTrainer):
     ) -> dict[str, float]:
         for report in validation_report(self.global_steps, data_sources, sample_uids, reward_extra_infos_dict):
             self.reporter.validation(report)
+        wanted = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+        missing = wanted - len(sample_uids)
+        if missing:
+            self.reporter.say(
+                f"validation after step {self.global_steps}: {missing} of {wanted} rollouts are missing; verl leaves "
+                "out the whole group of a rollout that failed (the reasons are in logs/)"
+            )
         return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
 
     # ---------------------------------------------------------------- checkpoints
