@@ -5,7 +5,8 @@ Systems run one after the other, interleaved; the first steps of each run are le
 trainer is the time it waits for samples while it holds its device; ours is that of the recorded ledger, in which a
 lent slice without a request counts as idle, too.
 
-``--lengths constant`` and ``--switch-cost SECONDS`` (added to every change of hands) are negative controls.
+``--lengths constant`` and ``--switch-cost SECONDS`` (added to every change of hands) are negative controls. A whole
+measurement takes half an hour; ``--resume FILE --minutes 8`` takes it in pieces.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import parts
+from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 
 _ROOT = Path(__file__).parents[1]
@@ -141,10 +143,8 @@ def _read(folder: Path, *, ours: bool) -> Measured:
     seconds = [float(step["timing_s/step"]) for step in steps]
     if not ours:
         waited = sum(float(step.get("timing_s/gen", 0.0)) for step in steps)
-        stale = max(
-            float(re.sub(r"[^\d.]", "", step["training/off_policy/trajectory_staleness/max"])) for step in steps
-        )
-        loans = log.count("Switching hybrid engine to rollout mode for the next step")
+        stale = max(_number(step["training/off_policy/trajectory_staleness/max"]) for step in steps)
+        loans = sum("timing_s/switch_to_rollout" in step for step in steps)
         return Measured(steps_s=seconds, idle=waited / sum(seconds), staleness=stale, loans=loans, complete=None)
     summary = json.loads((folder / "summary.json").read_text())
     return Measured(
@@ -189,6 +189,7 @@ def _count_loans(folder: Path) -> int:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    parts.extend(parser)
     parser.add_argument("--lengths", choices=("skewed", "constant"), default="skewed")
     parser.add_argument("--switch-cost", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--repeats", type=int, default=5)
@@ -199,19 +200,25 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     from benchmarks.forced_lengths import write_workload
 
-    parsed = arguments(__doc__ or "", _options)
-    repeats = 1 if parsed.quick else parsed.repeats
-    found: defaultdict[str, list[Measured]] = defaultdict(list)
+    options = arguments(__doc__ or "", _options)
+    taken = Parts(options)
+    repeats = 1 if options.quick else options.repeats
     with tempfile.TemporaryDirectory(prefix="mux-") as folder:
         work = Path(folder)
-        write_workload(work, lengths=parsed.lengths, prompts=256, sessions=8, longest=_LONGEST)
+        write_workload(work, lengths=options.lengths, prompts=256, sessions=8, longest=_LONGEST)
         for repeat in range(repeats):
-            turn = parsed.systems[repeat % len(parsed.systems) :] + parsed.systems[: repeat % len(parsed.systems)]
-            for system in turn:
-                measured = run(system, work, parsed.lengths, parsed.steps, parsed.switch_cost, repeat)
-                found[system].append(measured)
+            first = repeat % len(options.systems)
+            for system in options.systems[first:] + options.systems[:first]:
+                if len(taken.of(system)) > repeat:
+                    continue
+                if taken.out_of_time:
+                    return taken.pause()
+                measured = run(system, work, options.lengths, options.steps, options.switch_cost, repeat)
+                taken.add(system, asdict(measured))
                 print(f"{repeat + 1}/{repeats} {system}: {statistics.median(measured.steps_s):.2f} s/step", flush=True)
-    return report(_records(found, negative=parsed.lengths == "constant" or parsed.switch_cost > 0), parsed.json)
+    found = {system: [Measured(**one) for one in taken.of(system)] for system in options.systems}
+    negative = options.lengths == "constant" or options.switch_cost > 0
+    return report(_records(found, negative=negative), options.json)
 
 
 def _records(found: Mapping[str, list[Measured]], *, negative: bool) -> list[Record]:

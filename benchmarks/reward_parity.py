@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import parts
+from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 
 _ROOT = Path(__file__).parents[1]
@@ -75,22 +77,29 @@ def plot(curves: Mapping[str, Sequence[Sequence[float]]]) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    parts.extend(parser)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--plot", type=Path, metavar="FILE")
 
 
 def main() -> int:
-    parsed = arguments(__doc__ or "", _options)
-    seeds, steps = (1, 4) if parsed.quick else (parsed.seeds, parsed.steps)
-    curves: dict[str, list[list[float]]] = {system: [] for system in _SYSTEMS}
+    options = arguments(__doc__ or "", _options)
+    taken = Parts(options)
+    seeds, steps = (1, 4) if options.quick else (options.seeds, options.steps)
     for seed in range(seeds):
         for system in _SYSTEMS:
-            curves[system].append(curve(system, seed, steps))
-            print(f"seed {seed} {system}: {curves[system][-1][0]:.3f} -> {curves[system][-1][-1]:.3f}", flush=True)
-    if parsed.plot is not None:
-        parsed.plot.write_text(plot(curves), encoding="utf-8")
-    return report(_records(curves), parsed.json)
+            if len(taken.of(system)) > seed:
+                continue
+            if taken.out_of_time:
+                return taken.pause()
+            taken.add(system, curve(system, seed, steps))
+            rewards = taken.of(system)[-1]
+            print(f"seed {seed} {system}: {rewards[0]:.3f} -> {rewards[-1]:.3f}", flush=True)
+    curves = {system: taken.of(system) for system in _SYSTEMS}
+    if options.plot is not None:
+        options.plot.write_text(plot(curves), encoding="utf-8")
+    return report(_records(curves), options.json)
 
 
 def _records(curves: Mapping[str, Sequence[Sequence[float]]]) -> list[Record]:
