@@ -102,3 +102,19 @@ async def test_every_talk_is_one_clean_row(command: list[Any], thinks: bool) -> 
     # where the client drops the reasoning.
     assert len(result.rows) == result.kinds["fork"] + 1 == num_talks
     assert sum(result.kinds.values()) == 2 * num_talks
+
+
+_STEPS = ("echo one", "echo two", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo three")
+
+
+def _shell_user(prompt: str) -> str:
+    command = json.dumps(_STEPS[prompt.count("<returncode>")])
+    return f'Next. <tool_call>\n{{"name": "bash", "arguments": {{"command": {command}}}}}\n</tool_call>'
+
+
+@needs_python
+async def test_mini_swe_agent_works_to_the_end() -> None:
+    report, result = await _run(_PYTHON, _SCRIPTS / "mini_agent.py", script=_shell_user, parser=TagParser())
+    assert report == {name: ["Submitted", "three", 3] for name in ("LitellmModel", "LitellmResponseModel")}
+    assert result.kinds == {"clean": 5, "fork": 1}
+    assert [len(row.turns) for row in result.rows] == [3, 3]
