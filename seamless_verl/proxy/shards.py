@@ -135,7 +135,8 @@ class Shards:
         if self._places.get(shard) != place:
             self._places[shard] = place
             self._file.write_text(json.dumps({str(number): where for number, where in self._places.items()}))
-        self._book = self._book.with_shard(shard, running.address)
+        if self._book.addresses.get(shard) != running.address:  # one that retired and is started again stays retired
+            self._book = self._book.with_shard(shard, running.address)
 
     async def _watch(self, shard: int) -> None:
         """Start a shard again whenever it ends by itself: its journal has every answered turn."""
