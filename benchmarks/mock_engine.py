@@ -35,6 +35,7 @@ class PreparedAnswers:
         self.completions: list[tuple[bytes, bytes]] = []
         self.ids: list[list[int]] = []
         self.chats: list[bytes] = []
+        self.streams: list[bytes] = []
         for _ in range(NUM_ANSWERS):
             text = " ".join(rng.choice(words) for _ in range(NUM_GENERATED * 2))
             assert tokenizer.eos_token_id is not None
@@ -56,6 +57,7 @@ class PreparedAnswers:
         head = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"mock","choices":['
         tail = b'}],"usage":' + json.dumps(usage).encode() + b"}"
         self.completions.append((head + json.dumps(choice).encode()[:-1] + b',"prompt_token_ids":', tail))
+        self.streams.append(b'data: {"choices":[' + json.dumps(choice).encode() + b"]}\n\ndata: [DONE]\n\n")
         content = [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
             for token, value in zip(tokens, log_probs, strict=True)
@@ -119,6 +121,9 @@ class Connection(asyncio.Protocol):
             prompt = body[start : body.index(b"]", start) + 1]
             number = zlib.crc32(prompt) % NUM_ANSWERS
             self._answered(prompt, number)
+            if b'"stream":true' in body:
+                self._send(self._answers.streams[number], kind=b"text/event-stream")
+                return
             head, tail = self._answers.completions[number]
             self._send(b"".join((head, prompt, tail)))
         else:
@@ -127,8 +132,8 @@ class Connection(asyncio.Protocol):
     def _answered(self, prompt: bytes, number: int) -> None:
         """For those who keep a book."""
 
-    def _send(self, body: bytes) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    def _send(self, body: bytes, *, kind: bytes = b"application/json") -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (kind, len(body))
         self._transport.write(head + body)
 
 
