@@ -56,7 +56,8 @@ async def test_a_full_disk_keeps_answers_back_until_there_is_room(mock: Mock, tm
         await admin.close_session(handle.id, 1.0)
     (Path(f"/proc/{proxy.process.pid}/root{proxy.record}") / "filler").unlink()
     result = await admin.close_session(handle.id)
-    assert (result.reward, result.audit.is_clean, result.audit.num_generations) == (1.0, True, given)
+    trained = sum(turn.trained for row in result.rows for turn in row.turns)
+    assert (result.reward, result.audit.is_clean, trained) == (1.0, True, given)
     other = await admin.open_session(SessionSpec())
     assert (await chat(proxy.url, other.api_key, HI)).status_code == 200
     await admin.close()
