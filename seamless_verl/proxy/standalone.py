@@ -87,8 +87,16 @@ class Ready:
     max_model_len: int
 
 
-async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what is under way and return.
+def stopped_by_signal() -> asyncio.Event:
+    """Set on SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callable[[Ready], None]) -> None:
+    """Serve until ``stop`` is set; then finish what is under way and return.
 
     Args:
         ready: called once requests are taken.
@@ -96,12 +104,8 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
     Raises:
         ConfigError: an option that cannot work, by name.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     if config.ends_with_stdin:
-        _watch_stdin(loop, stop)
+        _watch_stdin(asyncio.get_running_loop(), stop)
     tokenizer = open_tokenizer(config.tokenizer)
     renderer = TokenizerRenderer(tokenizer, stop_token_ids=tokenizer.stop_token_ids)
     version = max(config.version, _last_version(config.record))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
 from benchmarks.mock_engine import Connection, PreparedAnswers
 from benchmarks.traffic import model_folder
@@ -255,6 +254,8 @@ async def test_bad_options_are_named(mock: Mock, tmp_path: Path) -> None:
     "template", [CHATML, "{{ bos_token or 'none' }}{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 )
 def test_the_folders_tokenizer_is_transformers_own(tmp_path: Path, template: str) -> None:
+    from transformers import AutoTokenizer  # brings torch, which no other test of the proxy needs
+
     folder = save_tokenizer(tmp_path / "m", small_tokenizer(template))
     ours, theirs = FolderTokenizer(folder), AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": "é & <b>"}, {"role": "user", "content": " 'quoted'\n\n"}]
