@@ -119,6 +119,8 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     if isinstance(journal, SqliteJournal):
         for session in journal.sessions():
             sessions.adopt(session)
+        for session_id, digest in journal.gone():
+            sessions.bury(session_id, digest)
         counters.num_sessions = len(sessions)
     app = make_app(
         ProxyDeps(
