@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -25,7 +26,7 @@ from seamless_verl.simulation import command as simulation
 
 if TYPE_CHECKING:
     from seamless_verl.proxy.shards import Launcher
-    from seamless_verl.proxy.standalone import StandaloneConfig
+    from seamless_verl.proxy.standalone import ParserOf, StandaloneConfig
 
 _GIB = 1 << 30
 _TESTED = {
@@ -173,6 +174,11 @@ def _ray_launcher(config: StandaloneConfig, address: str) -> Launcher:
     return launcher
 
 
+def _vllm_parser(tool_parser: str | None, reasoning_parser: str | None) -> ParserOf:
+    make = importlib.import_module("seamless_verl.verl_adapter.parsers").parser_of
+    return functools.partial(make, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="seamless-verl", description="Tools around seamless_verl runs.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -191,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--perfetto", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev instead")
     command.set_defaults(run=report)
     command = commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer")
-    proxy.add_arguments(command, ray_launcher=_ray_launcher)
+    proxy.add_arguments(command, ray_launcher=_ray_launcher, vllm_parser=_vllm_parser)
     simulation.add_arguments(commands.add_parser("simulate", help="what other tags, splits and policies would bring"))
     parsed = parser.parse_args(arguments)
     return int(parsed.run(parsed))

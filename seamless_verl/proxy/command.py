@@ -18,7 +18,7 @@ from seamless_verl.proxy.limits import Limits
 
 if TYPE_CHECKING:  # the help is printed without loading what serves
     from seamless_verl.proxy.shards import Launcher
-    from seamless_verl.proxy.standalone import StandaloneConfig
+    from seamless_verl.proxy.standalone import ParserOf, StandaloneConfig
 
 DESCRIPTION = """\
 A trajectory proxy in front of a vLLM server. Agents talk to it as if it were OpenAI or Anthropic; it keeps the exact
@@ -46,12 +46,16 @@ limits (--limit NAME=VALUE, repeatable):
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, *, ray_launcher: Callable[[StandaloneConfig, str], Launcher]
+    parser: argparse.ArgumentParser,
+    *,
+    ray_launcher: Callable[[StandaloneConfig, str], Launcher],
+    vllm_parser: Callable[[str | None, str | None], ParserOf],
 ) -> None:
     """Teach a parser this command.
 
     Args:
         ray_launcher: starts shards on the Ray cluster with this address; only the composition root may know Ray.
+        vllm_parser: vLLM's parsers of tool calls and reasoning by their names, likewise.
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = DESCRIPTION, EPILOG + _limits_help()
@@ -68,6 +72,8 @@ def add_arguments(
     add("--admin-key-file", type=Path, metavar="FILE", help="key that opens sessions; made if missing (DIR/admin.key)")
     add("--engine-key-file", type=Path, metavar="FILE", help="the vLLM server's own key (its --api-key)")
     add("--think-tags", nargs=2, metavar=("OPEN", "CLOSE"), help="tags of reasoning, e.g. '<think>' '</think>'")
+    add("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (its --tool-call-parser); needs vLLM here")
+    add("--reasoning-parser", metavar="NAME", help="vLLM's parser of reasoning, likewise, in place of --think-tags")
     add("--weight-version", type=int, default=0, metavar="N", help="version of the served weights, stamped on tokens")
     add("--durable", action="store_true", help="survive the loss of power too: fsync before every group of answers")
     add("--drain", type=float, default=30.0, metavar="S", help="seconds for answers under way after SIGTERM (30)")
@@ -81,7 +87,7 @@ def add_arguments(
     )
     add("--shard", type=int, help=argparse.SUPPRESS)  # which of them this one is
     add("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
-    parser.set_defaults(run=run, ray_launcher=ray_launcher)
+    parser.set_defaults(run=run, ray_launcher=ray_launcher, vllm_parser=vllm_parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -132,6 +138,10 @@ def _admin_key_file(options: argparse.Namespace) -> Path:
 def _config(options: argparse.Namespace, key_file: Path) -> StandaloneConfig:
     from seamless_verl.proxy.standalone import StandaloneConfig, read_key
 
+    has_parser = options.tool_parser or options.reasoning_parser
+    if options.think_tags and has_parser:
+        fix = "name vLLM's --reasoning-parser instead, or drop the parsers"
+        raise ConfigError("--think-tags", " ".join(options.think_tags), "does not go with vLLM's parsers", fix)
     return StandaloneConfig(
         engine=options.engine,
         model=options.served_model or options.model,
@@ -147,6 +157,7 @@ def _config(options: argparse.Namespace, key_file: Path) -> StandaloneConfig:
         parquet=options.rows == "parquet",
         durable=options.durable,
         think_tags=tuple(options.think_tags) if options.think_tags else None,
+        parser=options.vllm_parser(options.tool_parser, options.reasoning_parser) if has_parser else None,
         drain_s=options.drain,
         base_url=options.base_url.rstrip("/"),
         prefix=prefix_of(options.shard) if options.shard is not None else "",
@@ -193,7 +204,7 @@ def _shard_arguments(options: argparse.Namespace, key_file: Path) -> list[str]:
     arguments = ["--engine", options.engine, "--model", options.model, "--host", options.host, "--rows", options.rows]
     arguments += ["--admin-key-file", str(key_file), "--drain", str(options.drain)]
     arguments += ["--weight-version", str(options.weight_version)]
-    for name in ("served_model", "tokenizer", "engine_key_file"):
+    for name in ("served_model", "tokenizer", "engine_key_file", "tool_parser", "reasoning_parser"):
         if getattr(options, name):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if options.think_tags:

@@ -26,7 +26,7 @@ from seamless_verl.proxy.handover import HandOver
 from seamless_verl.proxy.journal import Journal, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
-from seamless_verl.proxy.parsing import TagParser
+from seamless_verl.proxy.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionStore
@@ -35,6 +35,9 @@ from seamless_verl.proxy.tokenizer import open_tokenizer
 from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
 
 _VERSION_FILE = "weight_version"
+
+
+ParserOf = Callable[[str], AnswerParser]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class StandaloneConfig:
         parquet: rows as Parquet instead of JSON lines.
         durable: the journal also survives the loss of power.
         think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
+        parser: from ``tokenizer`` to a parser of calls and reasoning; None for Hermes-style calls and ``think_tags``.
         drain_s: how long answers under way may take after SIGTERM.
         base_url: how agents reach this proxy; "" for "as the opener of a session did".
         prefix: begins the id of every session and every key; tells shards apart.
@@ -71,6 +75,7 @@ class StandaloneConfig:
     parquet: bool = False
     durable: bool = False
     think_tags: tuple[str, str] | None = None
+    parser: ParserOf | None = None
     drain_s: float = 30.0
     base_url: str = ""
     prefix: str = ""
@@ -107,7 +112,10 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     if config.ends_with_stdin:
         _watch_stdin(asyncio.get_running_loop(), stop)
     tokenizer = open_tokenizer(config.tokenizer)
-    renderer = TokenizerRenderer(tokenizer, stop_token_ids=tokenizer.stop_token_ids)
+    parser = TagParser(config.think_tags) if config.parser is None else config.parser(config.tokenizer)
+    renderer = TokenizerRenderer(
+        tokenizer, stop_token_ids=tokenizer.stop_token_ids, keep_special_tokens=parser.keeps_special_tokens
+    )
     version = max(config.version, _last_version(config.record))
     engine = VllmHttpEngine(config.engine, config.model, version=version, api_key=config.engine_key)
     served = await engine.probe()
@@ -134,7 +142,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
             counters=counters,
             sessions=sessions,
             sink=sink,
-            parser=TagParser(config.think_tags),
+            parser=parser,
             abilities=ABILITIES,
             gate=Gate(_stamping(engine, config.record)),
             base_url=config.base_url,
