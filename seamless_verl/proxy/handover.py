@@ -34,6 +34,7 @@ from seamless_verl.trajectory.rows import Row, build_rows
 
 _log = logging.getLogger(__name__)
 _NUM_RESULTS = 8  # sessions whose rows can be asked for again without work, should the first answer have been lost
+_MAX_SUMMARY_BYTES = 1 << 16  # of what is kept of a session that is gone; only long metadata makes more
 
 
 class RowSink(Protocol):
@@ -164,7 +165,8 @@ class HandOver:
         while len(self._results) > _NUM_RESULTS:
             self._results.popitem(last=False)
         if self._sink is not None or not self._journal.can_load:
-            await self._forget(session, encoded(summary_to_wire(session, report)))
+            summary = encoded(summary_to_wire(session, report))
+            await self._forget(session, summary if len(summary) <= _MAX_SUMMARY_BYTES else b"")
         elif session.is_idle and session.is_resident:
             session.unload()
             self._residency.drop(session)
@@ -174,13 +176,13 @@ class HandOver:
         """The result of a session that was forgotten, from what it left behind."""
         try:
             summary = await self._journal.summary(session_id)
-            rows = await asyncio.to_thread(sink.read, session_id)
+            body = await asyncio.to_thread(_read_again, session_id, summary, sink) if summary else b""
         except (JournalFailed, OSError, ValueError) as error:
             story = f"Session {session_id} is closed; its rows cannot be read: {error}."
             raise ApiError(503, "record_failed", story, retry_after_s=5.0) from None
-        if not summary or rows is None:
+        if not body:
             raise ApiError(409, "session_closed", f"Session {session_id} is closed; its trajectory was handed over.")
-        return encoded({**msgspec.json.decode(summary), "rows": rows})
+        return body
 
     async def _sink_rows(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
         if self._sink is None:
@@ -224,6 +226,12 @@ class HandOver:
             # A restart brings it back as closed, and its rows once more under the same name.
             _log.error("session %s: the journal still holds it: %s", session.id, error)
         self._counters.num_sessions = len(self._sessions)
+
+
+def _read_again(session_id: str, summary: bytes, sink: RowSink) -> bytes:
+    """The body that closing a session answered, empty when its rows are there no more."""
+    rows = sink.read(session_id)
+    return b"" if rows is None else msgspec.json.encode({**msgspec.json.decode(summary), "rows": rows})
 
 
 def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:
