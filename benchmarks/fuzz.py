@@ -42,12 +42,13 @@ class Tally:
     statuses: Counter[int] = field(default_factory=Counter)
     server_errors: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
+    broken_off: list[str] = field(default_factory=list)
     dirty: int = 0
     slowest_s: float = 0.0
 
     @property
     def num_requests(self) -> int:
-        return sum(self.statuses.values()) + len(self.hangs)
+        return sum(self.statuses.values()) + len(self.hangs) + len(self.broken_off)
 
 
 async def _ask(proxy: Served, path: str, name: str, content: bytes, tally: Tally) -> None:
@@ -59,6 +60,9 @@ async def _ask(proxy: Served, path: str, name: str, content: bytes, tally: Tally
         response = await asyncio.wait_for(proxy.http.post(url, content=content, headers=headers), _PATIENCE_S)
     except (asyncio.TimeoutError, httpx.TimeoutException):
         tally.hangs.append(f"{path}: {name}")
+        return
+    except httpx.TransportError as error:
+        tally.broken_off.append(f"{path}: {name}: {error}")
         return
     tally.slowest_s = max(tally.slowest_s, time.perf_counter() - begun)
     tally.statuses[response.status_code] += 1
@@ -111,7 +115,7 @@ async def run(bodies: int, examples: int) -> list[Record]:
     records = []
     async with serving(lambda prompt: CALLING, streams=True, **options) as proxy:
         for name, tally in (("replaced", await _replaced(proxy, bodies)), ("hostile", await _hostile(proxy))):
-            for story in [*tally.server_errors, *tally.hangs][:20]:
+            for story in [*tally.server_errors, *tally.hangs, *tally.broken_off][:20]:
                 print(story)
             refused = sum(count for status, count in tally.statuses.items() if 400 <= status < 500)
             records += [
@@ -119,6 +123,7 @@ async def run(bodies: int, examples: int) -> list[Record]:
                 Record(name=f"{name}: refused (4xx)", value=refused, unit=""),
                 _none(f"{name}: server errors", len(tally.server_errors)),
                 _none(f"{name}: no answer in {_PATIENCE_S:g} s", len(tally.hangs)),
+                _none(f"{name}: answers that broke off", len(tally.broken_off)),
                 _none(f"{name}: audits that are not clean", tally.dirty),
                 Record(name=f"{name}: slowest answer", value=round(tally.slowest_s, 3), unit="s"),
             ]
