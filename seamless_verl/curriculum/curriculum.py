@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from seamless_verl.curriculum.pool import Change, Outcome, Pool, PoolChange, Resampling
+from seamless_verl.curriculum.pool import Change, Outcome, Pool, Resampling
 from seamless_verl.curriculum.stages import Stage, StageProgress
 from seamless_verl.errors import ConfigError, SeamlessError
 
@@ -50,8 +50,8 @@ class EpochEnded:
     epoch: int
     stage: str
     outcomes: Mapping[Outcome, int]
-    removed: int
-    readmitted: int
+    removed: tuple[int, ...]
+    readmitted: tuple[int, ...]
     pool: int
 
 
@@ -131,9 +131,9 @@ class Curriculum:
         return self._progress.current.name
 
     @property
-    def pool_log(self) -> Sequence[PoolChange]:
-        """What left the pool or came back, and when."""
-        return self._pool.log
+    def num_left(self) -> int:
+        """Prompts, of any stage, that have left the pool and not come back."""
+        return self._pool.num_removed
 
     @property
     def pool_size(self) -> int:
@@ -233,8 +233,8 @@ class Curriculum:
                 epoch=epoch.number,
                 stage=self._progress.stages[epoch.stage].name,
                 outcomes=counts,
-                removed=sum(change.change is Change.REMOVED for change in changes),
-                readmitted=sum(change.change is Change.READMITTED for change in changes),
+                removed=tuple(change.prompt for change in changes if change.change is Change.REMOVED),
+                readmitted=tuple(change.prompt for change in changes if change.change is Change.READMITTED),
                 pool=self.pool_size,
             )
         ]

@@ -153,6 +153,7 @@ class SeamlessTrainer(LendingTrainer):
                 train_batch_size=data.train_batch_size,
                 shuffle=data.shuffle,
                 seed=data.get("seed"),
+                on_epoch=lambda report: self.reporter.epoch(report),
                 say=lambda line: self.reporter.say(line),
             )
             self.replay_buffer.follow(self.train_dataloader)
@@ -279,6 +280,7 @@ class SeamlessTrainer(LendingTrainer):
             step=global_steps,
             total_steps=self.total_training_steps,
             timing=timing_raw,
+            curriculum=self.train_dataloader.standing() if self.seamless.curriculum.enabled else None,
         )
         metrics.update(report.as_metrics())
         self.reporter.step(report, metrics)

@@ -9,6 +9,7 @@ import pytest
 
 from seamless_verl.config import CurriculumConfig, StageConfig
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.observe.terminal import epoch_line
 from tests.fakes import ScriptedTransferQueue
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -37,7 +38,13 @@ class Rollout:
 
             self.said = []
             self.loader = CurriculumLoader(
-                dataset, curriculum, train_batch_size=batch_size, shuffle=False, seed=1, say=self.said.append
+                dataset,
+                curriculum,
+                train_batch_size=batch_size,
+                shuffle=False,
+                seed=1,
+                on_epoch=lambda report: self.said.append(epoch_line(report)),
+                say=self.said.append,
             )
             self.prompts = iter(self.loader)
             self.prompt_of = {}
