@@ -1,6 +1,6 @@
 """History Resampling against plain GRPO and DAPO's filter, on the SRPO recipe's model, data and reward.
 
-    python -m benchmarks.curriculum [--quick] [--seeds N] [--json FILE]
+    python -m benchmarks.curriculum [--quick] [--json FILE] [--resume FILE --minutes N]
 
 The curriculum is the kernel that runs under verl; sampling and the GRPO step are done in this process, synchronously,
 because a run of verl per schedule and seed would take hours and change nothing that is compared: who is drawn, what
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import plots
+from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
-from seamless_verl.curriculum.curriculum import Curriculum
+from seamless_verl.curriculum.curriculum import Curriculum, EpochEnded
 from seamless_verl.curriculum.pool import Resampling
+from seamless_verl.observe.statistics import paired_difference
 from seamless_verl.recipes.srpo import assets
 from seamless_verl.recipes.srpo.reward import compute_score
 from seamless_verl.recipes.swe.tiny.offline import sample
@@ -29,7 +32,8 @@ from seamless_verl.staleness.groups import has_no_signal
 
 # As in the recipe.
 BATCH, ROLLOUTS, LONGEST, LEARNING_RATE = 16, 8, 8, 5e-4
-EPOCHS = 5  # of rollouts that plain GRPO needs for so many; every schedule gets as many rollouts
+SEEDS = 3
+EPOCHS = 4  # of rollouts that plain GRPO needs for so many; every schedule gets as many rollouts
 BOUNDARIES = 3
 HELD_OUT_ROLLOUTS = 16
 SCHEDULES = ("plain", "history", "dapo")
@@ -110,23 +114,36 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def accuracy(self, prompts: Sequence[Prompt]) -> float:
-        groups = self.roll_out(prompts, HELD_OUT_ROLLOUTS)
-        return statistics.fmean(accuracy for group in groups for accuracy in group.accuracies)
+    def accuracies(self, prompts: Sequence[Prompt]) -> list[float]:
+        return [statistics.fmean(group.accuracies) for group in self.roll_out(prompts, HELD_OUT_ROLLOUTS)]
+
+    def without_advantage(self, prompts: Sequence[Prompt]) -> list[bool]:
+        """Which of these have no advantage under the weights as they are; nothing is learnt from it."""
+        return [has_no_signal(group.scores) for group in self.roll_out(prompts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    silent: list[list[bool]]  # per epoch, per group in order: no advantage
+    """Attributes:
+    silent: per epoch, per group in order: it had no advantage.
+    boundaries: per boundary between epochs, the share without advantage in the pool before and after it, both of
+        the same rollouts under the same weights, so that learning is not mistaken for resampling.
+    before, after: held-out accuracy per prompt.
+    """
+
+    silent: list[list[bool]]
+    boundaries: list[list[float]]
     rollouts_per_useful_group: float
-    before: float  # held-out accuracy
-    accuracy: float
+    before: list[float]
+    after: list[float]
     steps: int
 
-    def share(self, epoch: int, begin: float = 0.0, end: float = 1.0) -> float:
-        """Groups without advantage in a part of an epoch."""
-        groups = self.silent[epoch]
-        return statistics.fmean(groups[int(begin * len(groups)) : max(1, int(end * len(groups)))])
+    def share(self, epoch: int) -> float:
+        return statistics.fmean(self.silent[epoch])
+
+    @property
+    def accuracy(self) -> float:
+        return statistics.fmean(self.after)
 
 
 def run(schedule: str, folder: Path, seed: int, epochs: int) -> Result:
@@ -136,7 +153,9 @@ def run(schedule: str, folder: Path, seed: int, epochs: int) -> Result:
     train, held_out = learner.read(folder / "train.parquet"), learner.read(folder / "val.parquet")
     resampling = Resampling(floor=BATCH) if schedule == "history" else None
     curriculum = Curriculum(sources=[prompt.source for prompt in train], resampling=resampling, seed=seed)
-    before = learner.accuracy(held_out)
+    before = learner.accuracies(held_out)
+    boundaries: list[list[float]] = []
+    pool = set(range(len(train)))
     budget, spent, useful, steps = len(train) * ROLLOUTS * epochs, 0, 0, 0
     silent: list[list[bool]] = []
     batch: list[Group] = []
@@ -150,35 +169,40 @@ def run(schedule: str, folder: Path, seed: int, epochs: int) -> Result:
             while len(silent) <= draw.epoch:
                 silent.append([])
             silent[draw.epoch].append(nothing)
-            curriculum.finish(draw, group.accuracies)
+            for event in curriculum.finish(draw, group.accuracies):
+                if isinstance(event, EpochEnded) and event.removed and len(boundaries) < BOUNDARIES:
+                    now = dict(
+                        zip(sorted(pool), learner.without_advantage([train[p] for p in sorted(pool)]), strict=True)
+                    )
+                    pool.difference_update(event.removed)
+                    boundaries.append([statistics.fmean(now.values()), statistics.fmean(now[p] for p in pool)])
             if schedule != "dapo" or not nothing:
                 batch.append(group)
         if len(batch) == BATCH:
             learner.learn(batch)
             batch, steps = [], steps + 1
-    return Result(silent, spent / max(1, useful), before, learner.accuracy(held_out), steps)
+    return Result(silent, boundaries, spent / max(1, useful), before, learner.accuracies(held_out), steps)
 
 
-def boundaries(name: str, results: Sequence[Result]) -> list[float]:
-    """Second half of an epoch to first half of the next, median over the seeds: what changed at the boundary."""
-    return [
-        statistics.median(r.share(epoch + 1, 0.0, 0.5) - r.share(epoch, 0.5, 1.0) for r in results)
-        for epoch in range(BOUNDARIES)
-    ]
+def plot(file: Path, runs: Mapping[str, Sequence[Result]]) -> None:
+    silent = {
+        name: [statistics.median(result.share(epoch) for result in results) for epoch in range(BOUNDARIES + 1)]
+        for name, results in runs.items()
+    }
+    useful = {name: [result.rollouts_per_useful_group for result in results] for name, results in runs.items()}
+    accuracy = {name: [result.accuracy for result in results] for name, results in runs.items()}
+    panels = [plots.lines("groups without advantage, by epoch", silent, "epochs")]
+    panels += [plots.bars("rollouts per useful group", useful), plots.bars("held-out accuracy", accuracy)]
+    plots.figure(file, panels)
 
 
-def main() -> int:
-    options = arguments(
-        "History Resampling, plain GRPO and DAPO's filter on the SRPO recipe.",
-        lambda parser: parser.add_argument("--seeds", type=int, default=5, help="runs per schedule"),
-    )
-    folder = assets.build()
-    seeds, epochs = (range(1), BOUNDARIES + 1) if options.quick else (range(options.seeds), EPOCHS)
-    runs: dict[str, list[Result]] = {name: [] for name in SCHEDULES}
-    for seed in seeds:
-        for name in random.Random(seed).sample(SCHEDULES, len(SCHEDULES)):
-            runs[name].append(run(name, folder, seed, epochs))
-    records = [Record(name="seeds", value=len(seeds), unit="runs per schedule")]
+def _by_prompt(results: Sequence[Result]) -> dict[str, float]:
+    """Held-out accuracy after training, by prompt, over the seeds."""
+    return {str(n): statistics.fmean(each) for n, each in enumerate(zip(*(r.after for r in results), strict=True))}
+
+
+def figures(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
+    records = [Record(name="seeds", value=len(runs["plain"]), unit="runs per schedule")]
     for name, results in runs.items():
         for epoch in range(BOUNDARIES + 1):
             share = statistics.median(result.share(epoch) for result in results)
@@ -186,37 +210,53 @@ def main() -> int:
         for figure, unit in (("rollouts_per_useful_group", "rollouts"), ("steps", "updates"), ("accuracy", "")):
             value = statistics.median(getattr(result, figure) for result in results)
             records.append(Record(name=f"{name}: {figure.replace('_', ' ')}", value=value, unit=unit))
-    before = statistics.median(result.before for result in runs["plain"])
+    before = statistics.median(statistics.fmean(result.before) for result in runs["plain"])
     records.append(Record(name="held-out accuracy before", value=before, unit=""))
-    falls = boundaries("history", runs["history"])
-    records += [
-        Record(
-            name=f"history: share without advantage at boundary {number}: change",
-            value=change,
-            unit="share",
-            bar="< 0",
-            holds=change < 0,
+    for number in range(BOUNDARIES):
+        pairs = [result.boundaries[number] for result in runs["history"]]
+        change = statistics.median(after - before for before, after in pairs)
+        told = {"unit": "share", "bar": "< 0", "holds": change < 0}
+        records.append(
+            Record(name=f"history: pool without advantage at boundary {number + 1}, change", value=change, **told)
         )
-        for number, change in enumerate(falls, start=1)
-    ]
-    records += [
-        Record(name=f"plain: share without advantage at boundary {number}: change", value=change, unit="share")
-        for number, change in enumerate(boundaries("plain", runs["plain"]), start=1)
-    ]
-    pairs = list(zip(runs["history"], runs["plain"], runs["dapo"], strict=True))
-    ratio = statistics.median(h.rollouts_per_useful_group / d.rollouts_per_useful_group for h, _, d in pairs)
-    gain = statistics.median(h.accuracy - p.accuracy for h, p, _ in pairs)
-    records += [
-        Record(name="rollouts per useful group, history / dapo", value=ratio, unit="ratio", bar="< 1", holds=ratio < 1),
-        Record(
-            name="held-out accuracy, history - plain",
-            value=gain,
-            unit="",
-            bar=">= 0 at equal rollouts",
-            holds=gain >= 0,
-        ),
-    ]
-    return report(records, options.json)
+    ratio = statistics.median(
+        h.rollouts_per_useful_group / d.rollouts_per_useful_group
+        for h, d in zip(runs["history"], runs["dapo"], strict=True)
+    )
+    told = {"unit": "ratio", "bar": "< 1", "holds": ratio < 1}
+    records.append(Record(name="rollouts per useful group, history / dapo", value=ratio, **told))
+    for rival in ("plain", "dapo"):
+        gain = paired_difference(_by_prompt(runs[rival]), _by_prompt(runs["history"]))
+        records.append(Record(name=f"held-out accuracy, history - {rival}", value=gain.mean, unit=""))
+        records.append(
+            Record(
+                name=f"held-out accuracy, history - {rival}: upper end of the 95 % interval",
+                value=gain.high,
+                unit="",
+                bar=">= 0: not worse" if rival == "plain" else "",
+                holds=gain.high >= 0 if rival == "plain" else None,
+            )
+        )
+    return records
+
+
+def main() -> int:
+    options = arguments("History Resampling, plain GRPO and DAPO's filter on the SRPO recipe.", plots.extend)
+    folder = assets.build()
+    seeds = range(1 if options.quick else SEEDS)
+    found = Parts(options)
+    for seed in seeds:
+        for name in random.Random(seed).sample(SCHEDULES, len(SCHEDULES)):
+            if len(found.of(name)) > seed:
+                continue
+            if found.out_of_time:
+                return found.pause()
+            found.add(name, asdict(run(name, folder, seed, EPOCHS)))
+            print(f"seed {seed}, {name}: done", flush=True)
+    runs = {name: [Result(**taken) for taken in found.of(name)] for name in SCHEDULES}
+    if options.svg is not None:
+        plot(options.svg, runs)
+    return report(figures(runs), options.json)
 
 
 if __name__ == "__main__":

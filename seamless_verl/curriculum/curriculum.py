@@ -75,6 +75,10 @@ class _Epoch:
     def is_consumed(self) -> bool:
         return not (self.queue or self.in_flight or self.failed)
 
+    @property
+    def is_untouched(self) -> bool:
+        return not (self.in_flight or self.failed or self.outcomes)
+
 
 class Curriculum:
     """Pure state; the same calls in the same order give the same draws.
@@ -250,8 +254,11 @@ class Curriculum:
         """What the old stage has not drawn yet is dropped: the new one begins with the next draw."""
         last = self._epochs[-1]
         last.queue.clear()
-        self._epochs.append(self._begin(last.number + 1))
-        return [StageEntered(stage=self.stage, epoch=last.number + 1)]
+        number = last.number + 1
+        if last.is_untouched:
+            number = self._epochs.pop().number
+        self._epochs.append(self._begin(number))
+        return [StageEntered(stage=self.stage, epoch=number)]
 
     # ---------------------------------------------------------------- state
 

@@ -142,6 +142,16 @@ def test_a_step_ends_a_stage_and_the_next_draw_is_of_the_new_one() -> None:
     assert curriculum.step_ended(4) == [], "the last stage never ends"
 
 
+def test_a_stage_that_ends_with_an_epoch_leaves_no_empty_epoch_behind() -> None:
+    stages = [Stage(name="one", sources=("a",), until_epoch=1), Stage(name="two", sources=("a", "b"))]
+    curriculum = Curriculum(sources=["a", "a", "b"], stages=stages)
+    events = run_epoch(curriculum, {}, 2)
+    assert [type(event) for event in events] == [EpochEnded, StageEntered]
+    assert events[1] == StageEntered(stage="two", epoch=1)
+    assert curriculum.epochs_ended == 1
+    assert [curriculum.draw().epoch for _ in range(3)] == [1, 1, 1]
+
+
 def test_epochs_and_plateaus_end_stages() -> None:
     stages = [
         Stage(name="one", sources=("a",), until_epoch=2),
