@@ -104,8 +104,7 @@ def assert_books_balance(recording: Recording) -> None:
 
 def server_on(machine: Machine, core: int) -> psutil.Process:  # noqa: F811
     """Declared devices are cores, so a replica is known by where it runs."""
-    servers = [p for p in machine.processes() if p.name().startswith("ray::vLLM") and p.cpu_affinity() == [core]]
-    (server,) = servers
+    (server,) = [p for p in machine.servers() if p.cpu_affinity() == [core]]
     return server
 
 
