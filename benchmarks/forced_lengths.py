@@ -13,6 +13,8 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
+from seamless_verl.recipes.arithmetic import assets
+from seamless_verl.recipes.arithmetic.reward import compute_score
 from seamless_verl.verl_adapter.rows import ROW_FIELD, RowStamp, row_digest
 
 NAME = "forced_length"
@@ -36,6 +38,43 @@ class ForcedLengthAgentLoop(SingleTurnAgentLoop):
                 version_spans=spans,
             )
         return output
+
+
+GRADED = "graded_forced_length"
+
+
+class GradedForcedLengthAgentLoop(ForcedLengthAgentLoop):
+    """What an answer says up to its end mark is graded and trained; the tokens behind it only take their time."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        ids = output.response_ids
+        end = ids.index(self.tokenizer.eos_token_id) + 1 if self.tokenizer.eos_token_id in ids else len(ids)
+        output.response_mask = [1] * end + [0] * (len(ids) - end)
+        answer = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
+        output.reward_score = compute_score("", answer, kwargs["reward_model"]["ground_truth"])
+        output.extra_fields["reward_extra_info"] = {}
+        output.extra_fields[ROW_FIELD]["digest"] = row_digest(
+            output.prompt_ids, ids, output.response_mask, output.response_logprobs
+        )
+        return output
+
+
+def write_graded(folder: Path, *, prompts: int, sessions: int, longest: int, seed: int) -> Path:
+    """The arithmetic recipe's own training prompts with skewed lengths, and the agent loop; returns the data file."""
+    import pandas as pd
+
+    rng = random.Random(seed)
+    rows = pd.read_parquet(assets.build() / "train.parquet").to_dict("records")
+    rows = [dict(rows[number % len(rows)]) for number in range(prompts)]
+    for index, row in enumerate(rows):
+        lengths = [skewed(rng, longest) for _ in range(sessions)]
+        row |= {"agent_name": GRADED, "extra_info": {"index": index, "split": "train", "lengths": lengths}}
+    file = folder / "graded.parquet"
+    pd.DataFrame(rows).to_parquet(file)
+    target = f"{GradedForcedLengthAgentLoop.__module__}.{GradedForcedLengthAgentLoop.__name__}"
+    (folder / "agent_loops.yaml").write_text(f"- name: {GRADED}\n  _target_: {target}\n")
+    return file
 
 
 def skewed(rng: random.Random, longest: int) -> int:

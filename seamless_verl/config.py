@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,12 @@ class StalenessConfig:
             buffer with ``trainer.v1.sampler.max_off_policy_*`` and ``trainer.v1.separate_async.num_warmup_batches``.
         redundancy: prompts in flight per prompt trained, at least 1. Above 1 the slowest groups of a step are given up,
             which favours short answers.
+        group_redundancy: rollouts started per rollout that a group needs (``rollout.n``), at least 1. Above 1 the first
+            to finish are the group, which favours short answers, and a failed rollout does not fail its group.
+        stuck: what is done when a step has waited ``stuck_patience_s`` for its last groups and nothing came: ``wait``,
+            ``retry`` (start them anew, where a finished group can take their place) or ``truncate`` (end their answers
+            where they are). Both favour short answers.
+        stuck_patience_s: seconds.
         correction: what is done about the lag, where the engine's log-probs are kept
             (``rollout.calculate_log_probs``). ``token`` sets verl's token-level truncated importance weights, unless
             ``algorithm.rollout_correction`` says otherwise or ``eta`` is 0. ``a3po`` interpolates the proximal policy
@@ -36,6 +43,9 @@ class StalenessConfig:
     eta: int = 1
     policy: str = "reserve"
     redundancy: float = 1.0
+    group_redundancy: float = 1.0
+    stuck: str = "wait"
+    stuck_patience_s: float = 60.0
     correction: str = "token"
 
     def __post_init__(self) -> None:
@@ -43,13 +53,21 @@ class StalenessConfig:
             raise ConfigError("seamless.staleness.eta", self.eta, "must be an integer >= 0", "write 1 (one-step lag)")
         _one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
         _one_of("seamless.staleness.correction", self.correction, ("token", "a3po", "verl"))
-        if isinstance(self.redundancy, bool) or not isinstance(self.redundancy, (int, float)) or self.redundancy < 1:
-            raise ConfigError(
-                "seamless.staleness.redundancy",
-                self.redundancy,
-                "must be a number >= 1",
-                "write 1 (no surplus prompts)",
-            )
+        _one_of("seamless.staleness.stuck", self.stuck, ("wait", "retry", "truncate"))
+        for name, surplus in (("redundancy", "prompts"), ("group_redundancy", "rollouts")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
+                key = f"seamless.staleness.{name}"
+                raise ConfigError(key, value, "must be a number >= 1", f"write 1 (no surplus {surplus})")
+        _positive("seamless.staleness.stuck_patience_s", self.stuck_patience_s, "60")
+        if self.stuck != "wait" and self.policy != "reserve":
+            problem = "only the streaming dataloader knows what a step waits for"
+            raise ConfigError("seamless.staleness.stuck", self.stuck, problem, "write wait, or policy=reserve")
+
+    @property
+    def manages_groups(self) -> bool:
+        """Whether rollout workers run groups in our way, instead of in verl's."""
+        return self.group_redundancy > 1 or self.stuck != "wait"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +152,13 @@ class RouterConfig:
         policy: ``least_requests`` is verl's rule. ``marginal_gain`` is StaleFlow's: where throughput gains most by a
             model of the decode step, and held back while no replica gains enough.
         mu: share of the gain on an empty replica that a placement must bring.
+        migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM).
         cost: coefficients of the model: 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1 (published, H20).
     """
 
     policy: str = "least_requests"
     mu: float = 0.3
+    migrate: bool = True
     cost: str = "7b-tp1"
 
     def __post_init__(self) -> None:
@@ -146,6 +166,8 @@ class RouterConfig:
         _one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
         if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
             raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
+        if not isinstance(self.migrate, bool):
+            raise ConfigError("seamless.router.migrate", self.migrate, "is not a switch", "write true or false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

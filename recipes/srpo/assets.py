@@ -17,9 +17,9 @@ from seamless_verl.recipes import cache as asset_cache
 
 _NAME = "srpo"
 _SOURCES = [Path(__file__)]
-_RIGHT = 0.6
-_LARGEST = 19
-_STEPS, _BATCH = 300, 64
+_RIGHT = 0.8
+_LARGEST, _LARGEST_SECOND = 19, 9
+_STEPS, _BATCH = 400, 64
 _TRAIN, _VAL = 96, 40  # prompts per source
 
 
@@ -43,8 +43,8 @@ def build(cache: str | None = None) -> Path:
 
 
 def problems(source: str, seed: int) -> list[Problem]:
-    """Every problem of a source, shuffled: sums below 40; ``max``, ``min`` and ``%`` of two numbers below 20."""
-    pairs = [(a, b) for a in range(_LARGEST + 1) for b in range(_LARGEST + 1)]
+    """Every problem of a source, shuffled: sums, or ``max``, ``min`` and ``%``, of a number below 20 and a digit."""
+    pairs = [(a, b) for a in range(_LARGEST + 1) for b in range(_LARGEST_SECOND + 1)]
     if source == "math":
         found = [Problem(source, f"{a}+{b}", a + b) for a, b in pairs]
     else:
@@ -104,7 +104,7 @@ def _demonstrations(
     for _ in range(_STEPS):
         batch = []
         for problem in rng.choices(known, k=_BATCH):
-            answer = problem.answer if rng.random() < _RIGHT else rng.randint(0, 2 * _LARGEST)
+            answer = problem.answer if rng.random() < _RIGHT else rng.randint(0, _LARGEST + _LARGEST_SECOND)
             batch.append(encode_conversation(tokenizer, [problem.question, str(answer)]))
         yield batch
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from seamless_verl.curriculum.pool import Change, Outcome, Pool, PoolChange, Resampling
+from seamless_verl.curriculum.pool import Change, Outcome, Pool, Resampling
 from seamless_verl.curriculum.stages import Stage, StageProgress
 from seamless_verl.errors import ConfigError, SeamlessError
 
@@ -50,8 +50,8 @@ class EpochEnded:
     epoch: int
     stage: str
     outcomes: Mapping[Outcome, int]
-    removed: int
-    readmitted: int
+    removed: tuple[int, ...]
+    readmitted: tuple[int, ...]
     pool: int
 
 
@@ -74,6 +74,10 @@ class _Epoch:
     @property
     def is_consumed(self) -> bool:
         return not (self.queue or self.in_flight or self.failed)
+
+    @property
+    def is_untouched(self) -> bool:
+        return not (self.in_flight or self.failed or self.outcomes)
 
 
 class Curriculum:
@@ -131,9 +135,9 @@ class Curriculum:
         return self._progress.current.name
 
     @property
-    def pool_log(self) -> Sequence[PoolChange]:
-        """What left the pool or came back, and when."""
-        return self._pool.log
+    def num_left(self) -> int:
+        """Prompts, of any stage, that have left the pool and not come back."""
+        return self._pool.num_removed
 
     @property
     def pool_size(self) -> int:
@@ -233,8 +237,8 @@ class Curriculum:
                 epoch=epoch.number,
                 stage=self._progress.stages[epoch.stage].name,
                 outcomes=counts,
-                removed=sum(change.change is Change.REMOVED for change in changes),
-                readmitted=sum(change.change is Change.READMITTED for change in changes),
+                removed=tuple(change.prompt for change in changes if change.change is Change.REMOVED),
+                readmitted=tuple(change.prompt for change in changes if change.change is Change.READMITTED),
                 pool=self.pool_size,
             )
         ]
@@ -250,8 +254,11 @@ class Curriculum:
         """What the old stage has not drawn yet is dropped: the new one begins with the next draw."""
         last = self._epochs[-1]
         last.queue.clear()
-        self._epochs.append(self._begin(last.number + 1))
-        return [StageEntered(stage=self.stage, epoch=last.number + 1)]
+        number = last.number + 1
+        if last.is_untouched:
+            number = self._epochs.pop().number
+        self._epochs.append(self._begin(number))
+        return [StageEntered(stage=self.stage, epoch=number)]
 
     # ---------------------------------------------------------------- state
 

@@ -84,6 +84,10 @@ class Pool:
     def __contains__(self, prompt: int) -> bool:
         return prompt not in self._removed
 
+    @property
+    def num_removed(self) -> int:
+        return len(self._removed)
+
     def resample(self, epoch: int, solved: Iterable[int], stages: Sequence[Sequence[int]]) -> list[PoolChange]:
         """End ``epoch``: remove what it solved, bring back what has been away long enough.
 

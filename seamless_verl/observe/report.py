@@ -9,6 +9,44 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStanding:
+    """Where the curriculum is after a step.
+
+    Attributes:
+        epochs_ended: epochs whose prompts were all consumed.
+        pool: prompts that the stage still draws from.
+        left: prompts of the data that History Resampling has taken out and not brought back.
+    """
+
+    stage: str
+    epochs_ended: int
+    pool: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    """An epoch of the curriculum that ended with ``step``.
+
+    Attributes:
+        groups: prompts that were consumed; ``all_correct``, ``all_wrong`` and ``failed`` of them taught nothing.
+        removed, readmitted: rows of the training data (counted from 0) that left the pool or came back.
+        pool: prompts of the stage that are left.
+    """
+
+    step: int
+    epoch: int
+    stage: str
+    groups: int
+    all_correct: int
+    all_wrong: int
+    failed: int
+    removed: tuple[int, ...]
+    readmitted: tuple[int, ...]
+    pool: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One training step.
 
@@ -22,6 +60,7 @@ class StepReport:
         rows_audited: rows whose tokens, mask and log-probs were compared with the engine's record.
         audit_violations: rows of those that differed.
         max_logprob_diff: largest |trainer - rollout| log-prob over tokens of the current version; ``None`` if none.
+        curriculum: ``None`` where verl's own dataloader chooses the prompts.
     """
 
     step: int
@@ -38,6 +77,7 @@ class StepReport:
     audit_violations: int
     max_logprob_diff: float | None
     idle_share: Mapping[str, float | None] = field(default_factory=dict)
+    curriculum: PoolStanding | None = None
 
     @property
     def rows_per_rollout(self) -> float:
@@ -66,7 +106,7 @@ class ValidationReport:
     task_means: Mapping[str, float]
 
 
-def as_record(report: StepReport | ValidationReport) -> dict[str, Any]:
+def as_record(report: StepReport | ValidationReport | EpochReport) -> dict[str, Any]:
     """A JSON-compatible record; what is not finite (the interval around a single task) becomes null."""
     return {key: dict(value) if isinstance(value, Mapping) else finite(value) for key, value in asdict(report).items()}
 

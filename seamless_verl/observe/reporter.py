@@ -3,6 +3,7 @@
 metrics.jsonl      every metric of every step (also verl's)
 steps.jsonl        the StepReport of every step
 validation.jsonl   the ValidationReport of every set at every validation
+curriculum.jsonl   the EpochReport of every epoch of a curriculum: what left the pool, and when
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from seamless_verl.observe.report import StepReport, ValidationReport, as_record, finite
-from seamless_verl.observe.terminal import step_line, validation_line
+from seamless_verl.observe.report import EpochReport, StepReport, ValidationReport, as_record, finite
+from seamless_verl.observe.terminal import epoch_line, step_line, validation_line
 
-STEPS, METRICS, VALIDATION = "steps.jsonl", "metrics.jsonl", "validation.jsonl"
+STEPS, METRICS, VALIDATION, EPOCHS = "steps.jsonl", "metrics.jsonl", "validation.jsonl", "curriculum.jsonl"
 
 
 class Reporter:
@@ -46,6 +47,10 @@ class Reporter:
     def validation(self, report: ValidationReport) -> None:
         self._append(VALIDATION, as_record(report))
         self.say(validation_line(report))
+
+    def epoch(self, report: EpochReport) -> None:
+        self._append(EPOCHS, as_record(report))
+        self.say(epoch_line(report))
 
     def checkpoint(self, step: int) -> None:
         self.say(f"checkpoint of step {step} written")

@@ -42,6 +42,7 @@ def summarize(
         "time_to_first_step_s": time_to_first_step_s,
         "start_up_s": dict(start_up_s),
         "idle_share": _idle_share(latest),
+        "curriculum": latest[-1].get("curriculum") if latest else None,
         "validation_sets": [],
     }
     for name, records in _by_set(validations).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from seamless_verl.observe.report import StepReport, ValidationReport
+from seamless_verl.observe.report import EpochReport, StepReport, ValidationReport
 
 _BAR = 20
 
@@ -21,6 +21,7 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
         f"{_si(report.tokens_per_s)} tok/s",
         f"staleness {report.staleness_mean:.2f} (max {report.staleness_max})",
         f"rows/rollout {report.rows_per_rollout:.2f}",
+        *([f"{pool.stage}: pool {pool.pool} ({pool.left} left)"] if (pool := report.curriculum) is not None else []),
         "idle " + " ".join(f"{pool} {_share(share)}" for pool, share in report.idle_share.items()),
         f"{report.step_s:.1f} s",
         *([f"{_duration(remaining_s)} left"] if remaining_s is not None else []),
@@ -39,6 +40,15 @@ def validation_line(report: ValidationReport) -> str:
     )
 
 
+def epoch_line(report: EpochReport) -> str:
+    silent = report.all_correct + report.all_wrong
+    return (
+        f"curriculum: epoch {report.epoch} of stage {report.stage} ended: {report.groups} groups, "
+        f"{silent / report.groups if report.groups else 0:.0%} without advantage; "
+        f"{len(report.removed)} prompts left the pool, {len(report.readmitted)} came back, {report.pool} remain"
+    )
+
+
 def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequence[str]) -> list[str]:
     """What a run ends with: before and after, where the files are, what to look at next."""
     lines = [""]
@@ -47,6 +57,11 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
         gain, (low, high) = summary[f"{name}_gain"], summary[f"{name}_gain_ci"]
         label = name.replace("_", " ")
         lines.append(f"{label}: {before:.3f} before, {after:.3f} after ({gain:+.3f}, {_interval(low, high)})")
+    if (pool := summary["curriculum"]) is not None:
+        lines.append(
+            f"curriculum: {pool['epochs_ended']} epochs ended, now stage {pool['stage']} with {pool['pool']} prompts; "
+            f"{pool['left']} solved prompts have left the pool (which ones: curriculum.jsonl)"
+        )
     idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
     lines += [
         f"{summary['steps']} steps, {summary['rows']} rows, {summary['rows_audited']} audited, "

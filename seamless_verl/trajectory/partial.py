@@ -75,6 +75,13 @@ class PartialGeneration:
             self._finish = FinishReason.LENGTH
         return self._finish is not FinishReason.ABORTED
 
+    def cut_short(self) -> bool:
+        """End the answer where it is, by length; whether it is complete (an empty one still gets one token)."""
+        self._sampling["max_tokens"] = max(1, len(self.token_ids))
+        if self.token_ids and self._finish is FinishReason.ABORTED:
+            self._finish = FinishReason.LENGTH
+        return self._finish is not FinishReason.ABORTED
+
     def generation(self) -> Generation:
         """All that was kept; ``ABORTED`` while it is not complete."""
         return Generation(

@@ -9,30 +9,86 @@ TransferQueue 0.1.11 has no notification. Remove when a reader can wait for a ch
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
 
+from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.scheduling.events import Event
+from seamless_verl.verl_adapter.cutting import cutting
+from seamless_verl.verl_adapter.group_runs import GroupRuns
 from seamless_verl.verl_adapter.request_log import request_log
+
+_log = logging.getLogger(__name__)
 
 
 class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # verl decorates the class itself with ray.remote
-    """Rolls prompts out exactly as its parent."""
+    """Rolls prompts out exactly as its parent, unless ``seamless.staleness`` lets the trainer interfere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._news = 0
         self._waiting: list[asyncio.Future[None]] = []
         request_log.ring = self._ring
+        staleness = _staleness(self.config)
+        self._groups = GroupRuns(staleness.group_redundancy, _clear) if staleness.manages_groups else None
 
-    async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
         try:
-            await super()._run_prompt(*args, **kwargs)
+            if self._groups is None or trajectory["validate"]:
+                await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            else:
+                await self._run_group(self._groups, prompt, sampling_params, trajectory, trace)
         finally:
             self._ring()
+
+    async def _run_group(
+        self,
+        groups: GroupRuns,
+        prompt: dict[str, Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        trace: bool,
+    ) -> None:
+        """As the parent's ``_run_prompt`` (verl 0.9.1), with `GroupRuns` in place of its ``gather``."""
+        uid, complete = prompt["uid"], False
+        await tq.async_kv_put(key=uid, partition_id="train", tag={"status": "running"})
+        needed = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        params = dict(sampling_params)
+        if not prompt.pop("__do_sample__", True):
+            apply_greedy_sampling_params(params)
+
+        async def roll_out(member: int) -> None:
+            await self._run_agent_loop(params, trajectory=trajectory, trace=trace, session_id=member, **prompt)
+
+        try:
+            complete, errors = await groups.run(uid, needed, roll_out)
+            for error in errors:
+                _log.error("Error in _run_prompt for uid=%s", uid, exc_info=(type(error), error, error.__traceback__))
+        finally:  # whatever went wrong, the trainer must hear of it, or it waits for ever
+            cutting.forget(uid)
+            await tq.async_kv_put(key=uid, partition_id="train", tag={"status": "finished" if complete else "failure"})
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        if self._groups is not None and not validate:
+            rows = len(output) if isinstance(output, list) else 1
+            self._groups.writing(kwargs["uid"], kwargs["session_id"], rows)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    async def restart_groups(self, uids: Sequence[str]) -> list[str]:
+        """Start these prompts anew; returns those of them that are under way here."""
+        return self._groups.restart(uids) if self._groups is not None else []
+
+    async def cut_groups(self, uids: Sequence[str]) -> None:
+        """End what is generated for these prompts where it is."""
+        cutting.cut(uids)
 
     def _ring(self) -> None:
         self._news += 1
@@ -60,6 +116,15 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # verl decorates 
             self._waiting.append(future)
             await future
         return self._news
+
+
+async def _clear(group: str, rows: Sequence[tuple[int, int]]) -> None:
+    await tq.async_kv_clear(keys=[f"{group}_{member}_{index}" for member, index in rows], partition_id="train")
+
+
+def _staleness(config: Any) -> StalenessConfig:
+    section = OmegaConf.select(config, "seamless")
+    return SeamlessConfig.from_mapping(OmegaConf.to_container(section, resolve=True) if section else None).staleness
 
 
 class NotifyingManager(AgentLoopManagerTQ):

@@ -15,6 +15,7 @@ from seamless_verl.curriculum.configured import configured
 from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered
 from seamless_verl.curriculum.pool import Outcome
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.observe.report import EpochReport, PoolStanding
 
 
 class CurriculumLoader:
@@ -24,7 +25,8 @@ class CurriculumLoader:
 
     Args:
         dataset: verl's train dataset; ``dataset[i]`` is a row with ``data_source``.
-        say: told in one line when an epoch or a stage ends.
+        on_epoch: told of every epoch that has ended.
+        say: told in one line when a stage begins.
     """
 
     def __init__(
@@ -35,12 +37,15 @@ class CurriculumLoader:
         train_batch_size: int,
         shuffle: bool,
         seed: int | None,
+        on_epoch: Callable[[EpochReport], None],
         say: Callable[[str], None],
     ) -> None:
         sources = _column(dataset, "data_source")
         self._dataset = dataset
         self._accuracy_key = config.accuracy_key
+        self._on_epoch = on_epoch
         self._say = say
+        self._step = 1  # the step being filled
         self.curriculum = configured(
             config,
             sources=sources,
@@ -98,6 +103,16 @@ class CurriculumLoader:
     def step_ended(self, step: int) -> None:
         """Training step ``step`` is done; a stage may end with it."""
         self._tell(self.curriculum.step_ended(step))
+        self._step = step + 1
+
+    def standing(self) -> PoolStanding:
+        curriculum = self.curriculum
+        return PoolStanding(
+            stage=curriculum.stage,
+            epochs_ended=curriculum.epochs_ended,
+            pool=curriculum.pool_size,
+            left=curriculum.num_left,
+        )
 
     def _accuracies(self, keys: Mapping[str, Sequence[str]]) -> dict[str, list[float]]:
         """Per group, one accuracy per rollout; a rollout's rows all carry its reward."""
@@ -125,13 +140,19 @@ class CurriculumLoader:
             if isinstance(event, StageEntered):
                 self._say(f"curriculum: stage {event.stage} begins with epoch {event.epoch}")
                 continue
-            groups = sum(event.outcomes.values())
-            silent = event.outcomes[Outcome.ALL_CORRECT] + event.outcomes[Outcome.ALL_WRONG]
-            self._say(
-                f"curriculum: epoch {event.epoch} of stage {event.stage} ended: {groups} groups, "
-                f"{silent / groups if groups else 0:.0%} without advantage; {event.removed} prompts left the pool, "
-                f"{event.readmitted} came back, {event.pool} remain"
+            report = EpochReport(
+                step=self._step,
+                epoch=event.epoch,
+                stage=event.stage,
+                groups=sum(event.outcomes.values()),
+                all_correct=event.outcomes[Outcome.ALL_CORRECT],
+                all_wrong=event.outcomes[Outcome.ALL_WRONG],
+                failed=event.outcomes[Outcome.FAILED],
+                removed=event.removed,
+                readmitted=event.readmitted,
+                pool=event.pool,
             )
+            self._on_epoch(report)
 
     # ---------------------------------------------------------------- state
 
@@ -139,10 +160,11 @@ class CurriculumLoader:
         if self._unnamed:
             raise SeamlessError(f"{len(self._unnamed)} prompts were fetched and not submitted")
         draws = {uid: [draw.prompt, draw.epoch] for uid, draw in self._draws.items()}
-        return {"curriculum": self.curriculum.state(), "draws": draws}
+        return {"curriculum": self.curriculum.state(), "draws": draws, "step": self._step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.curriculum.restore(state["curriculum"])
+        self._step = state["step"]
         self._draws = {uid: Draw(prompt=prompt, epoch=epoch) for uid, (prompt, epoch) in state["draws"].items()}
 
 

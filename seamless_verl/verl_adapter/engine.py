@@ -58,8 +58,9 @@ class VerlEngine:
             raise EngineUnavailable(f"{type(error).__name__}: {error}") from error
         room = min(int(request.sampling["max_tokens"]), self._max_model_len - len(prompt_ids))
         stopped = bool(output.token_ids) and output.token_ids[-1] in self._stop_token_ids
-        # verl reports "stop" and "length" alike as "completed".
-        finish = FinishReason.STOP if stopped or len(output.token_ids) < room else FinishReason.LENGTH
+        # verl reports "stop" and "length" alike as "completed"; "length" is ours, of an answer that was cut short.
+        short = len(output.token_ids) < room and output.stop_reason != "length"
+        finish = FinishReason.STOP if stopped or short else FinishReason.LENGTH
         return Generation(
             token_ids=output.token_ids,
             log_probs=output.log_probs or [],

@@ -23,6 +23,7 @@ from verl.workers.rollout.replica import TokenOutput
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 from seamless_verl.trajectory.partial import Decode, PartialGeneration
 from seamless_verl.verl_adapter.attempts import RecordedAttempt, recorder_of_process
+from seamless_verl.verl_adapter.cutting import cutting
 from seamless_verl.verl_adapter.request_log import request_log
 
 
@@ -65,12 +66,15 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if budget is not None:
             params["max_tokens"] = budget
         partial = PartialGeneration(params, decode)
+        group = request_log.group_of(request_id)
+        if cutting.is_cut(group):
+            partial.cut_short()
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
         cached_tokens: int | None = None
         while True:
             kept = partial.token_ids
             with (
-                self._freed(),
+                self._freed(group),
                 self._recorded(request_id, len(prompt_ids) + len(kept), resumed=bool(kept)) as attempt,
             ):
                 try:
@@ -94,13 +98,16 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             _merge(merged, output, len(partial.token_ids) - num_kept)
             if cached_tokens is None:
                 cached_tokens = output.extra_fields.get("num_cached_tokens")
-            if is_complete:
+            if is_complete or (cutting.is_cut(group) and partial.cut_short()):
                 break
             if not output.token_ids:
                 await asyncio.sleep(_REFUSED_BACKOFF_S)
         return _output(merged, partial, version, cached_tokens)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        if (place := _PLACE.get()) is not None:  # named before it is placed, so that a balancer may name it, too
+            place.request = LLMServerClient._vllm_request_id(self, request_id)
+            extra["attempt"] = place.request
         while True:
             try:
                 server_id, handle = await super()._acquire_server(request_id, **extra)
@@ -111,7 +118,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 await asyncio.sleep(_NOBODY_SERVES_S)
                 continue
             RecordedAttempt.routed(server_id)
-            if (place := _PLACE.get()) is not None:
+            if place is not None:
                 place.server = handle
             return server_id, handle
 
@@ -126,22 +133,26 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             await self._load_balancer.remove_servers.remote([server])
 
     def _vllm_request_id(self, request_id: str) -> str:
-        name: str = super()._vllm_request_id(request_id)
-        if (place := _PLACE.get()) is not None:
-            place.request = name
+        place = _PLACE.get()
+        name: str = place.request if place is not None else super()._vllm_request_id(request_id)
         return name
 
     @contextmanager
-    def _freed(self) -> Iterator[None]:
-        """Cancelling an attempt frees its replica; verl leaves it generating for nobody."""
+    def _freed(self, group: str) -> Iterator[None]:
+        """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
         place = _Place()
-        token = _PLACE.set(place)
-        try:
-            yield
-        except asyncio.CancelledError:
-            is_vllm = OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm"
+        is_vllm = OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm"
+
+        def abort() -> None:
             if is_vllm and place.server is not None and place.request:
                 place.server.abort_request.remote(place.request, reset_prefix_cache=False)
+
+        token = _PLACE.set(place)
+        try:
+            with cutting.attempt(group, abort):
+                yield
+        except asyncio.CancelledError:
+            abort()
             raise
         finally:
             _PLACE.reset(token)

@@ -21,7 +21,9 @@ from verl.utils.skip import SkipManager
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
+from seamless_verl.staleness.stuck import StuckPolicy
 from seamless_verl.verl_adapter.bell import Bell
+from seamless_verl.verl_adapter.stragglers import Stragglers
 
 # With a bell, how long to wait before looking without having been called (a killed worker never rings).
 _LOOK_S = 10.0
@@ -58,6 +60,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(poll_interval=_POLL_S, **kwargs)
         self._bell: Bell | None = None
+        self._look_s = _LOOK_S
 
     def listen(self, workers: Sequence[Any]) -> None:
         """Wait for these rollout workers from now on; workers that cannot ring are polled."""
@@ -69,7 +72,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
         if self._bell is None:
             time.sleep(min(timeout_s, _POLL_S))
         else:
-            self._bell.wait(min(timeout_s, _LOOK_S))
+            self._bell.wait(min(timeout_s, self._look_s))
 
     def groups_on_their_way(self) -> int:
         """Training prompts that are submitted and have not ended, as of the last look."""
@@ -78,7 +81,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         if self._bell is None:
             return super()._wait_for_next_poll(partition_id, last_debug_time)
-        self._bell.wait(_LOOK_S)
+        self._bell.wait(self._look_s)
         return last_debug_time
 
 
@@ -92,6 +95,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         eta: bound in weight versions.
         batch_size: prompts per training step.
         redundancy: see `StalenessProtocol`.
+        stuck: what is done about stragglers.
         refill_fn: the trainer's; submits that many new prompts, which come back through `reserve`.
         on_progress: told, at every look, how many groups could be taken and how many are needed.
     """
@@ -102,6 +106,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         eta: int,
         batch_size: int,
         redundancy: float = 1.0,
+        stuck: StuckPolicy | None = None,
         refill_fn: Callable[[int], int],
         on_progress: Callable[[int, int], None] = lambda ready, needed: None,
         trainer_config: Any,
@@ -118,12 +123,19 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             filter_groups_metric=filter_groups_metric,
         )
         self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy)
+        self._stragglers = Stragglers(stuck or StuckPolicy())
+        self._look_s = min(_LOOK_S, self._stragglers.look_again_s)
         self._source: PromptSource | None = None
         self._on_progress = on_progress
         self._abandoned: set[str] = set()  # surplus groups that are still generated
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
         self._metrics: dict[str, float] = defaultdict(float)
+
+    def listen(self, workers: Sequence[Any]) -> None:
+        super().listen(workers)
+        if all(hasattr(worker, "restart_groups") for worker in workers):
+            self._stragglers.listen(workers)
 
     # ---------------------------------------------------------------- admission
 
@@ -204,6 +216,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         if partition_id != "train":
             return super().sample(global_steps, partition_id, batch_size)
         _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
+        self._stragglers.got_some()
         consumption = self.protocol.consume(batch_size)
         self._abandoned.update(consumption.surplus)
         self._adopted.difference_update(entry.group for entry in consumption.groups)
@@ -257,6 +270,11 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._abandoned -= abandoned
         self._clear_groups("train", filtered | failed | abandoned)
         self.count_failures(len(failed), bool(done or filtered))
+        if done or filtered or failed:
+            self._stragglers.got_some()
+        else:
+            for metric, count in self._stragglers.treat(self.protocol, global_steps - 1).items():
+                self._metrics[metric] += count
         return bool(filtered or failed)
 
     def count_failures(self, failed: int, finished: bool) -> None:

@@ -63,6 +63,11 @@ class RequestLog:
         if key is not None:
             self._names[request_id] = key
 
+    def group_of(self, request_id: str) -> str:
+        """The prompt that ``request_id`` is asked for, ``""`` where nobody said."""
+        group, _ = self._names.get(request_id) or _session.get() or ("", "")
+        return group
+
     def watch(self, servers: Sequence[str]) -> None:
         """Ring when a request on one of these servers ends, instead of those named before."""
         self._watched = frozenset(servers)

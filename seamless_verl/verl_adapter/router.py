@@ -1,5 +1,9 @@
 """verl's load balancer under StaleFlow's routing rule: where a request gains most, or held until a place is worth it.
 
+    acquire ─► hold ─► place ─► replica ─► release ─► loads differ too much? ─► abort attempts there; their client keeps
+                 ▲                                                                   the tokens and acquires again ─┐
+                 └──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
 verl publishes weights to all replicas at once, so every replica has the newest version and "most stale first" is the
 order in which conversations began. A conversation stays on its replica (prefix cache), as under verl's own balancer.
 """
@@ -14,7 +18,7 @@ from cachetools import LRUCache
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.staleness.cost_model import PUBLISHED
-from seamless_verl.staleness.routing import MarginalGain, PendingRequest, ReplicaLoad, Route
+from seamless_verl.staleness.routing import MarginalGain, MigrationRule, PendingRequest, ReplicaLoad, Route
 from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
 
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
@@ -32,6 +36,14 @@ class _Held:
     place: asyncio.Future[str]
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """A request that runs, or waits in its replica's queue; ``name`` is what the replica calls it, ``""`` unknown."""
+
+    name: str
+    tokens: int
+
+
 class MarginalGainBalancer(MeteredLoadBalancer):
     """See the module; made by `balancer_class`, since verl hands a balancer nothing but its replicas."""
 
@@ -45,17 +57,23 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         self._asked = 0
         self._begun: LRUCache = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
         self._conversations = 0
-        self._tokens: dict[tuple[str, str], list[int]] = {}  # (replica, conversation) -> prompt tokens of what runs
+        self._rule = MigrationRule() if self.settings.migrate else None
+        self._running: dict[tuple[str, str], list[_Attempt]] = {}  # (replica, conversation), in order of arrival
+        self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
 
     def require_acquire_fields(self) -> list[str]:
-        return ["prompt_ids"]
+        return ["prompt_ids", "attempt"]
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
 
-    async def acquire_server(self, request_id: str, prompt_ids: Any = ()) -> tuple[str, Any]:
-        """As verl's, except that the answer may take until another request has ended."""
+    async def acquire_server(self, request_id: str, prompt_ids: Any = (), attempt: str = "") -> tuple[str, Any]:
+        """As verl's, except that the answer may take until another request has ended.
+
+        Args:
+            attempt: what the replica will call the request; without it the request cannot be moved later.
+        """
         if request_id not in self._begun:
             self._begun[request_id] = self._conversations
             self._conversations += 1
@@ -73,29 +91,34 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             finally:
                 del self._held[number]
         server_id, handle = super().acquire_server(request_id)
-        self._tokens.setdefault((server_id, request_id), []).append(len(prompt_ids))
+        self._running.setdefault((server_id, request_id), []).append(_Attempt(attempt, len(prompt_ids)))
         self._kv[server_id] = self._kv.get(server_id, 0) + len(prompt_ids)
         return server_id, handle
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         super().release_server(server_id, request_id)
-        running = self._tokens.get((server_id, request_id or ""))
+        key = (server_id, request_id or "")
+        running = self._running.get(key)
         if running:
-            self._kv[server_id] -= running.pop()
+            self._kv[server_id] -= running.pop(0).tokens
             if not running:
-                del self._tokens[server_id, request_id or ""]
+                del self._running[key]
+                self._leaving.discard(key)
         self._route()
+        self._migrate()
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         super().add_servers(servers)
         self._kv |= dict.fromkeys(servers, 0)
         self._route()
+        self._migrate()
 
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
         for server_id in server_ids:
             self._kv.pop(server_id, None)
-        self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[0] in self._kv}
+        self._running = {key: attempts for key, attempts in self._running.items() if key[0] in self._kv}
+        self._leaving &= self._running.keys()
         self._route()
 
     def _route(self) -> None:
@@ -117,6 +140,26 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             for held in waiting.values():  # what else it asked for at the same time goes to the same prefix cache
                 if held.conversation == conversation and not held.place.done():
                     held.place.set_result(decision.replica)
+
+    def _migrate(self) -> None:
+        """Interrupt conversations where the rule says so, those that came last first: they have the least to lose.
+
+        One round at a time: until those of the last one have left, the loads do not show what it brought.
+        """
+        if self._rule is None or self._leaving or self._held or not self._inflight_requests:
+            return
+        loads = self._loads()
+        starving = min(loads, key=lambda load: (load.running + load.waiting, load.replica))
+        for command in self._rule.migrations(loads, self._policy.cost):
+            here = [key for key in self._running if key[0] == command.replica]
+            for server_id, conversation in list(reversed(here))[: command.count]:
+                attempts = self._running[server_id, conversation]
+                if not all(attempt.name for attempt in attempts):
+                    continue
+                self._leaving.add((server_id, conversation))
+                self._request_id_to_server[conversation] = starving.replica
+                for attempt in attempts:
+                    self._servers[server_id].abort_request.remote(attempt.name, reset_prefix_cache=False)
 
     def _loads(self) -> list[ReplicaLoad]:
         """Requests in flight, and those that were told their place and have not taken it yet."""

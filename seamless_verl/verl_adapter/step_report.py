@@ -15,7 +15,7 @@ from transfer_queue import KVBatchMeta
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import RowsTrained
 from seamless_verl.observe.ledger import SliceSeconds, idle_shares
-from seamless_verl.observe.report import StepReport, ValidationReport
+from seamless_verl.observe.report import PoolStanding, StepReport, ValidationReport
 from seamless_verl.observe.statistics import clustered_mean
 from seamless_verl.verl_adapter.recorded_trainer import ROLLOUT, TRAINER
 from seamless_verl.verl_adapter.rows import ROW_FIELD, row_digest
@@ -127,6 +127,7 @@ class StepMeter:
         step: int,
         total_steps: int,
         timing: Mapping[str, float],
+        curriculum: PoolStanding | None = None,
     ) -> StepReport:
         """Close the step. ``timing`` is verl's ``timing_raw``."""
         step_s = timing["step"]
@@ -147,6 +148,7 @@ class StepMeter:
             audit_violations=0,  # one would have ended the run
             max_logprob_diff=self._logprob_diff,
             idle_share={pool: self._idle_share.get(pool) for pool in (TRAINER, ROLLOUT)},
+            curriculum=curriculum,
         )
         self._clear()
         return report

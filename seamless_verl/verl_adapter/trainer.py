@@ -22,12 +22,14 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import update_prometheus_config
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe.ledger import SliceSeconds
 from seamless_verl.observe.reporter import Reporter
+from seamless_verl.staleness.stuck import StuckPolicy, Treatment
 from seamless_verl.verl_adapter.a3po import LOSS_MODE
 from seamless_verl.verl_adapter.corrections import write_interpolation_weights, zero_overlong_advantages
 from seamless_verl.verl_adapter.curriculum import CurriculumLoader
@@ -40,6 +42,7 @@ from seamless_verl.verl_adapter.router import balancer_class
 from seamless_verl.verl_adapter.step_report import StepMeter, on_policy_keys, validation_report
 
 _STREAMING_STATE = "streaming.json"
+_MANAGER = "seamless_verl.verl_adapter.arrivals.NotifyingManager"
 
 
 def adopt_config(config: DictConfig) -> SeamlessConfig:
@@ -65,7 +68,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
             modes.separate_async.num_warmup_batches = 0
         agent = config.actor_rollout_ref.rollout.get("agent")
         if agent is not None and agent.get("agent_loop_manager_class") is None:
-            agent.agent_loop_manager_class = "seamless_verl.verl_adapter.arrivals.NotifyingManager"
+            agent.agent_loop_manager_class = _MANAGER
+        _check_interference(config, seamless)
         if engine.backend == "naive":
             if config.trainer.device == "cpu":
                 engine.backend = "cpu_zmq"
@@ -74,6 +78,22 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
                 engine.backend = "nccl"
         _correct_lag(config, seamless.staleness)
     return seamless
+
+
+def _check_interference(config: DictConfig, seamless: SeamlessConfig) -> None:
+    """What needs our rollout workers, or an engine that can end a single request."""
+    rollout, staleness = config.actor_rollout_ref.rollout, seamless.staleness
+    manager = (rollout.get("agent") or {}).get("agent_loop_manager_class")
+    if staleness.manages_groups and manager != _MANAGER:
+        key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+        problem = "its workers do not know group_redundancy and stuck of seamless.staleness"
+        raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
+    engine = OmegaConf.select(rollout, "name")
+    problem = f"{engine} under verl cannot end a single request"
+    if staleness.stuck == "truncate" and engine != "vllm":
+        raise ConfigError("seamless.staleness.stuck", "truncate", problem, "write retry or wait")
+    if seamless.router.policy == "marginal_gain" and seamless.router.migrate and engine != "vllm":
+        raise ConfigError("seamless.router.migrate", True, problem, "write false")
 
 
 def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
@@ -92,6 +112,12 @@ def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
         correction.rollout_is = "token"
 
 
+def _interruptible_replica() -> type[RolloutReplica]:
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleReplica  # brings vLLM in
+
+    return InterruptibleReplica
+
+
 @register_trainer(TRAINER_MODE)
 class SeamlessTrainer(LendingTrainer):
     """See the module. Under `seamless_verl.main`, bad configuration is refused earlier (`seamless_verl.preflight`)."""
@@ -99,6 +125,7 @@ class SeamlessTrainer(LendingTrainer):
     def __init__(self, config: DictConfig) -> None:
         self.seamless = adopt_config(config)
         self.slices = adopt_resources(config, self.seamless)
+        RolloutReplicaRegistry.register("vllm", _interruptible_replica)
         super().__init__(config)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
         self.first_step_at: float | None = None
@@ -132,6 +159,7 @@ class SeamlessTrainer(LendingTrainer):
             eta=staleness.eta,
             batch_size=self.config.data.train_batch_size,
             redundancy=staleness.redundancy,
+            stuck=StuckPolicy(treatment=Treatment(staleness.stuck), patience_s=staleness.stuck_patience_s),
             on_progress=self.flight.progress,
             **common,
         )
@@ -153,6 +181,7 @@ class SeamlessTrainer(LendingTrainer):
                 train_batch_size=data.train_batch_size,
                 shuffle=data.shuffle,
                 seed=data.get("seed"),
+                on_epoch=lambda report: self.reporter.epoch(report),
                 say=lambda line: self.reporter.say(line),
             )
             self.replay_buffer.follow(self.train_dataloader)
@@ -279,6 +308,7 @@ class SeamlessTrainer(LendingTrainer):
             step=global_steps,
             total_steps=self.total_training_steps,
             timing=timing_raw,
+            curriculum=self.train_dataloader.standing() if self.seamless.curriculum.enabled else None,
         )
         metrics.update(report.as_metrics())
         self.reporter.step(report, metrics)
@@ -308,6 +338,13 @@ class SeamlessTrainer(LendingTrainer):
     ) -> dict[str, float]:
         for report in validation_report(self.global_steps, data_sources, sample_uids, reward_extra_infos_dict):
             self.reporter.validation(report)
+        wanted = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+        missing = wanted - len(sample_uids)
+        if missing:
+            self.reporter.say(
+                f"validation after step {self.global_steps}: {missing} of {wanted} rollouts are missing; verl leaves "
+                "out the whole group of a rollout that failed (the reasons are in logs/)"
+            )
         return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
 
     # ---------------------------------------------------------------- checkpoints

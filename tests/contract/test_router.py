@@ -16,6 +16,13 @@ def router(servers=("a", "b"), mu=0.3, max_running=64):
     return made(servers={name: f"handle of {name}" for name in servers}, max_cache_size=100)
 
 
+def balancer_of(servers, **settings):
+    from seamless_verl.verl_adapter.router import balancer_class
+
+    made = balancer_class(RouterConfig(policy="marginal_gain", **settings), 64)
+    return made(servers=servers, max_cache_size=100)
+
+
 def test_the_baseline_is_verls_own_rule_with_a_stopwatch():
     from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
     from seamless_verl.verl_adapter.router import balancer_class
@@ -67,7 +74,7 @@ async def test_everybody_is_answered_in_the_end():
     assert balancer.get_total_inflight() == 0
     assert set(balancer._kv.values()) == {0}
     assert not balancer._held
-    assert not balancer._tokens
+    assert not balancer._running
 
 
 async def test_a_conversation_with_several_requests_at_once_is_served_in_full():
@@ -86,7 +93,7 @@ async def test_a_conversation_with_several_requests_at_once_is_served_in_full():
     assert balancer.get_total_inflight() == 0
     assert set(balancer._kv.values()) == {0}
     assert not balancer._held
-    assert not balancer._tokens
+    assert not balancer._running
 
 
 async def test_a_client_that_gives_up_is_forgotten():
@@ -130,3 +137,103 @@ async def test_too_many_held_requests_are_served_rather_than_block_the_actor(mon
     assert sum(call.done() for call in calls) == 4, "one runs, two are held, three went ahead"
     for call in calls:
         call.cancel()
+
+
+class Replica:
+    """Stands at vLLM's server under verl: counts up from the prompt's last token, one at a time, until told to stop."""
+
+    def __init__(self):
+        self.under_way = {}  # request -> tokens so far
+        self.aborted = set()
+        self.prompts = []
+
+    async def generate(self, *, request_id, prompt_ids, sampling_params, **_):
+        from verl.workers.rollout.replica import TokenOutput
+
+        self.prompts.append(list(prompt_ids))
+        tokens = self.under_way[request_id] = []
+        reason = "completed"
+        while len(tokens) < sampling_params["max_tokens"]:
+            if request_id in self.aborted:
+                reason = "aborted"
+                break
+            tokens.append(prompt_ids[-1] + len(tokens) + 1)
+            await asyncio.sleep(0)
+        del self.under_way[request_id]
+        return TokenOutput(
+            token_ids=tokens, log_probs=[-0.5] * len(tokens), stop_reason=reason, extra_fields={"global_steps": 3}
+        )
+
+    def abort_request(self, request_id, reset_prefix_cache):
+        assert reset_prefix_cache is False
+        self.aborted.add(request_id)
+
+
+class Remote:
+    """An actor handle: every method is called through ``.remote``."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __getattr__(self, name):
+        method = getattr(self.target, name)
+        return type("Method", (), {"remote": staticmethod(method)})
+
+
+class Awaitable(Remote):
+    """The same where the callee's plain methods are awaited."""
+
+    def __getattr__(self, name):
+        method = getattr(self.target, name)
+
+        async def call(*args, **options):
+            answer = method(*args, **options)
+            return await answer if asyncio.iscoroutine(answer) else answer
+
+        plain = name == "release_server"  # fire and forget
+        return type("Method", (), {"remote": staticmethod(method if plain else call)})
+
+
+async def test_a_replica_that_starves_takes_over_half_of_what_runs_elsewhere_with_its_tokens():
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+
+    full, starving = Replica(), Replica()
+    balancer = balancer_of({"full": Remote(full)})
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 400, "name": "vllm"}}})
+    client = VersionedLLMClient(config, Awaitable(balancer))
+    calls = [
+        asyncio.ensure_future(client.generate(f"r{n}", prompt_ids=[1000 * n], sampling_params={"max_tokens": 300}))
+        for n in range(8)
+    ]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(full.under_way) == 8
+    balancer.add_servers({"starving": Remote(starving)})
+    outputs = await asyncio.wait_for(asyncio.gather(*calls), 60)
+    assert [output.token_ids for output in outputs] == [[1000 * n + t for t in range(1, 301)] for n in range(8)]
+    assert all(output.extra_fields["version_spans"] == [(3, 300)] for output in outputs)
+    assert len(full.aborted) == len(starving.prompts) == 4
+    assert all(prompt == list(range(prompt[0], prompt[-1] + 1)) and len(prompt) > 10 for prompt in starving.prompts)
+    assert balancer.get_total_inflight() == 0
+    assert not balancer._running
+    assert not balancer._leaving
+
+
+async def test_without_migration_requests_stay_where_they_are():
+    full = Replica()
+    balancer = balancer_of({"full": Remote(full)}, migrate=False)
+    for number in range(8):
+        await balancer.acquire_server(f"r{number}", prompt_ids=[0], attempt=f"a{number}")
+    balancer.add_servers({"starving": Remote(Replica())})
+    assert not full.aborted
+
+
+async def test_requests_without_a_name_cannot_be_moved():
+    full = Replica()
+    balancer = balancer_of({"full": Remote(full)})
+    for number in range(8):
+        await balancer.acquire_server(f"r{number}", prompt_ids=[0])
+    balancer.add_servers({"starving": Remote(Replica())})
+    assert not full.aborted

@@ -9,6 +9,7 @@ import pytest
 
 from seamless_verl.config import CurriculumConfig, StageConfig
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.observe.terminal import epoch_line
 from tests.fakes import ScriptedTransferQueue
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -37,7 +38,13 @@ class Rollout:
 
             self.said = []
             self.loader = CurriculumLoader(
-                dataset, curriculum, train_batch_size=batch_size, shuffle=False, seed=1, say=self.said.append
+                dataset,
+                curriculum,
+                train_batch_size=batch_size,
+                shuffle=False,
+                seed=1,
+                on_epoch=lambda report: self.said.append(epoch_line(report)),
+                say=self.said.append,
             )
             self.prompts = iter(self.loader)
             self.prompt_of = {}
@@ -378,23 +385,23 @@ async def test_a_worker_rings_when_a_group_has_ended(monkeypatch):
 
     ended = asyncio.Event()
 
-    async def prompt(self, uid):
+    async def prompt(self, uid, *rest):
         await ended.wait()
         if uid == "bad":
             raise RuntimeError("no")
 
     monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_prompt", prompt)
     worker = object.__new__(NotifyingWorker)
-    worker._news, worker._waiting = 0, []
+    worker._news, worker._waiting, worker._groups = 0, [], None
     call = asyncio.ensure_future(worker.news(0))
-    group = asyncio.ensure_future(worker._run_prompt("good"))
+    group = asyncio.ensure_future(worker._run_prompt("good", {}, {"validate": False}))
     await asyncio.sleep(0)
     assert not call.done()
     ended.set()
     await group
     assert await call == 1
     with pytest.raises(RuntimeError):
-        await worker._run_prompt("bad")
+        await worker._run_prompt("bad", {}, {"validate": False})
     assert await worker.news(1) == 2
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import pandas as pd
 import psutil
 import pytest
 
@@ -206,10 +207,49 @@ def test_ctrl_c_ends_one_run_and_leaves_the_one_beside_it_alone(machine):
     machine.assert_nothing_left()
 
 
+def taught_arithmetic(folder: Path) -> list[str]:
+    """The arithmetic recipe with two sources and a reward that finds every even sum solved; 16 prompts are an epoch."""
+    sums = [(a, b) for a in range(4) for b in range(4)]
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": f"{a:>2}+{b:>2}"}],
+            "agent_name": "single_turn_agent",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": index, "split": "train"},
+        }
+        for source, ten in (("low", 0), ("high", 10))
+        for index, (a, b) in enumerate((ten + a, ten + b) for a, b in sums)
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "sums.parquet")
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, **_):\n"
+        "    even = int(ground_truth) % 2 == 0\n"
+        "    return {'score': float(solution_str.strip() == ground_truth), 'acc': float(even)}\n"
+    )
+    stages = "[{name: low, sources: [low], until_epoch: 1}, {name: both, sources: [low, high]}]"
+    return [
+        f"data.train_files={folder}/sums.parquet",
+        "data.train_batch_size=8",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        "seamless.curriculum.history_resampling=true",
+        "seamless.curriculum.accuracy_key=acc",
+        f"seamless.curriculum.stages={stages}",
+    ]
+
+
+def trained_sums(folder: Path, step: int) -> list[str]:
+    """Prompts of a step, each as often as a group of it was trained."""
+    rows = [json.loads(line) for line in (folder / "rows" / f"{step}.jsonl").read_text().splitlines()]
+    groups = {row["uid"].split("_")[0]: row["input"].split()[1:-1] for row in rows}
+    return sorted("".join(words) for words in groups.values())
+
+
 def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     arguments = [*FAST, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.resume_mode=auto"]
     # Synchronous: every token is of the version being trained, so weights that came over wrongly would show.
-    arguments += ["seamless.staleness.eta=0", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    arguments += ["seamless.staleness.eta=0", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    arguments += taught_arithmetic(machine.folder)
     process = machine.start(*arguments)
     read_until(process, "step 2/4")
     trainer_of(machine).kill()
@@ -233,6 +273,15 @@ def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     assert figures["max_logprob_diff_steps"] == 4
     assert figures["max_logprob_diff"] <= 1e-4
     machine.assert_nothing_left()
+    # Steps 1 and 2 were the epoch of the first stage; what it solved is not drawn again, nor is anything drawn twice.
+    low = [f"{a}+{b}" for a in range(4) for b in range(4)]
+    assert sorted(trained_sums(folder, 1) + trained_sums(folder, 2)) == low
+    later = trained_sums(folder, 3) + trained_sums(folder, 4)
+    assert len(set(later)) == len(later) == 16
+    assert not {prompt for prompt in later if prompt in low and eval(prompt) % 2 == 0}
+    assert "both: pool 24 (8 left)" in output
+    assert figures["curriculum"] == {"stage": "both", "epochs_ended": 1, "pool": 24, "left": 8}
+    assert json.loads((folder / "curriculum.jsonl").read_text().splitlines()[0])["removed"]
 
 
 def test_a_replica_that_dies_ends_the_run_with_its_name_instead_of_leaving_it_waiting(machine):

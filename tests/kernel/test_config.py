@@ -2,7 +2,7 @@
 
 import pytest
 
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 
 
@@ -81,3 +81,18 @@ def test_a_value_that_cannot_work_is_refused_with_its_key(section, key):
         SeamlessConfig.from_mapping(section)
     assert refused.value.key == key
     assert "Fix: " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"group_redundancy": 0.5}, r"group_redundancy=0\.5: must be a number >= 1.*no surplus rollouts"),
+        ({"group_redundancy": True}, r"group_redundancy=True: must be a number >= 1"),
+        ({"stuck": "retries"}, r"stuck=retries: is none of wait, retry, truncate.*write retry"),
+        ({"stuck": "retry", "stuck_patience_s": 0}, r"stuck_patience_s=0: must be a number above 0"),
+        ({"stuck": "retry", "policy": "verl"}, r"stuck=retry: .*write wait, or policy=reserve"),
+    ],
+)
+def test_staleness_settings_that_cannot_work_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        StalenessConfig(**settings)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.observe.report import StepReport, ValidationReport, as_record
+from seamless_verl.observe.report import EpochReport, PoolStanding, StepReport, ValidationReport, as_record
 from seamless_verl.observe.reporter import STEPS, Reporter, read_records
 from seamless_verl.observe.statistics import clustered_mean, difference, paired_difference
 from seamless_verl.observe.summary import summarize
@@ -85,6 +85,36 @@ def test_the_step_line_shows_what_matters():
     for part in ("2/4", "reward 0.500", "pass 25%", "1.5k tok/s", "max 1", "rows/rollout 1.25", "trainer 50%", "1 min"):
         assert part in line
     assert "AUDIT" not in line
+
+
+def test_a_curriculum_is_on_the_step_line_in_a_file_and_in_the_summary(tmp_path):
+    stream = io.StringIO()
+    reporter = Reporter(tmp_path, stream)
+    reporter.epoch(
+        EpochReport(
+            step=6,
+            epoch=0,
+            stage="math",
+            groups=8,
+            all_correct=3,
+            all_wrong=1,
+            failed=0,
+            removed=(4, 2, 7),
+            readmitted=(),
+            pool=5,
+        )
+    )
+    standing = PoolStanding(stage="math", epochs_ended=1, pool=5, left=3)
+    reporter.step(step(4, curriculum=standing), {})
+    assert "8 groups, 50% without advantage; 3 prompts left the pool, 0 came back, 5 remain" in stream.getvalue()
+    assert "math: pool 5 (3 left)" in stream.getvalue()
+    assert [record["removed"] for record in read_records(tmp_path / "curriculum.jsonl")] == [[4, 2, 7]]
+    summary = summary_of([step(3), step(4, curriculum=standing)], [])
+    assert summary["curriculum"] == {"stage": "math", "epochs_ended": 1, "pool": 5, "left": 3}
+    assert "1 epochs ended, now stage math with 5 prompts; 3 solved prompts" in "\n".join(
+        closing_lines(summary, None, [])
+    )
+    assert summary_of([step(3)], [])["curriculum"] is None
 
 
 def test_a_violation_cannot_be_overlooked():

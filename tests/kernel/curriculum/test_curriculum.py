@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.curriculum.curriculum import Curriculum, CurriculumError, Draw, EpochEnded, StageEntered
-from seamless_verl.curriculum.pool import Change, Outcome, Resampling
+from seamless_verl.curriculum.pool import Outcome, Resampling
 from seamless_verl.curriculum.stages import Plateau, Stage
 from seamless_verl.errors import ConfigError
 
@@ -44,7 +44,7 @@ def test_all_correct_leaves_and_mixed_all_wrong_and_failed_stay() -> None:
     curriculum = Curriculum(sources=["a"] * 4, resampling=Resampling())
     (ended,) = run_epoch(curriculum, {0: RIGHT, 1: MIXED, 2: WRONG, 3: []}, 4)
     assert isinstance(ended, EpochEnded)
-    assert (ended.epoch, ended.removed, ended.pool) == (0, 1, 3)
+    assert (ended.epoch, ended.removed, ended.pool) == (0, (0,), 3)
     assert ended.outcomes == {
         Outcome.ALL_CORRECT: 1,
         Outcome.MIXED: 1,
@@ -52,7 +52,7 @@ def test_all_correct_leaves_and_mixed_all_wrong_and_failed_stay() -> None:
         Outcome.FAILED: 1,
     }
     assert sorted(drawn(curriculum, 3)) == [1, 2, 3]
-    assert [(change.prompt, change.epoch, change.change) for change in curriculum.pool_log] == [(0, 0, Change.REMOVED)]
+    assert curriculum.num_left == 1
 
 
 def test_without_history_resampling_nothing_leaves() -> None:
@@ -71,7 +71,7 @@ def test_the_epoch_ends_when_its_last_prompt_is_consumed_not_when_it_is_drawn() 
     assert curriculum.epochs_ended == 0
     (ended,) = curriculum.finish(draws[1], MIXED)
     assert isinstance(ended, EpochEnded)
-    assert (ended.epoch, ended.removed) == (0, 1)
+    assert (ended.epoch, ended.removed) == (0, (0,))
     assert curriculum.epochs_ended == 1
     assert [curriculum.draw() for _ in range(2)] == [Draw(prompt=2, epoch=1), Draw(prompt=1, epoch=2)]
 
@@ -80,15 +80,15 @@ def test_the_floor_keeps_the_pool_and_removed_prompts_come_back() -> None:
     curriculum = Curriculum(sources=["a"] * 4, resampling=Resampling(floor=2, readmit_after=2), seed=None)
     (ended,) = run_epoch(curriculum, dict.fromkeys(range(4), RIGHT), 4)
     assert isinstance(ended, EpochEnded)
-    assert (ended.removed, ended.pool) == (2, 2)
+    assert (ended.removed, ended.pool) == ((0, 1), 2)
     assert drawn(curriculum, 2) == [2, 3]
     for prompt in (2, 3):
         events = curriculum.finish(Draw(prompt=prompt, epoch=1), MIXED)
     assert isinstance(events[0], EpochEnded)
-    assert events[0].readmitted == 0
+    assert events[0].readmitted == ()
     (ended,) = run_epoch(curriculum, {}, 2)
     assert isinstance(ended, EpochEnded)
-    assert (ended.epoch, ended.readmitted, ended.pool) == (2, 2, 4)
+    assert (ended.epoch, ended.readmitted, ended.pool, curriculum.num_left) == (2, (0, 1), 4, 0)
 
 
 def test_no_stage_to_come_loses_its_last_prompts() -> None:
@@ -140,6 +140,16 @@ def test_a_step_ends_a_stage_and_the_next_draw_is_of_the_new_one() -> None:
     events = curriculum.finish(Draw(prompt=0, epoch=0), RIGHT) + curriculum.finish(Draw(prompt=1, epoch=0), RIGHT)
     assert [type(event) for event in events] == [EpochEnded]
     assert curriculum.step_ended(4) == [], "the last stage never ends"
+
+
+def test_a_stage_that_ends_with_an_epoch_leaves_no_empty_epoch_behind() -> None:
+    stages = [Stage(name="one", sources=("a",), until_epoch=1), Stage(name="two", sources=("a", "b"))]
+    curriculum = Curriculum(sources=["a", "a", "b"], stages=stages)
+    events = run_epoch(curriculum, {}, 2)
+    assert [type(event) for event in events] == [EpochEnded, StageEntered]
+    assert events[1] == StageEntered(stage="two", epoch=1)
+    assert curriculum.epochs_ended == 1
+    assert [curriculum.draw().epoch for _ in range(3)] == [1, 1, 1]
 
 
 def test_epochs_and_plateaus_end_stages() -> None:

@@ -1,0 +1,69 @@
+"""The policy for STUCK steps, carried out on the rollout workers: wait, start stragglers anew, or cut them short."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.staleness.protocol import StalenessProtocol
+from seamless_verl.staleness.stuck import Retry, StuckPolicy, Treatment
+
+
+class Stragglers:
+    """Args:
+    clock: seconds; time in which the trainer looks for groups and none comes counts as waiting.
+    """
+
+    def __init__(self, policy: StuckPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy = policy
+        self._clock = clock
+        self._since: float | None = None
+        self._workers: Sequence[Any] = ()
+
+    @property
+    def look_again_s(self) -> float:
+        """When to look again although nobody called."""
+        return float("inf") if self.policy.treatment is Treatment.WAIT else self.policy.patience_s
+
+    def listen(self, workers: Sequence[Any]) -> None:
+        self._workers = workers
+
+    def got_some(self) -> None:
+        """A group came, or the trainer has what it waited for."""
+        self._since = None
+
+    def treat(self, protocol: StalenessProtocol, version: int) -> dict[str, int]:
+        """Called at every look that brought nothing; the slots of groups that are started anew move.
+
+        Args:
+            version: of the weights that a group started now begins with.
+
+        Returns:
+            How many groups were started anew and cut short, by metric.
+        """
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        commands = self.policy.treat(protocol, now - self._since)
+        if not commands or not self._workers:
+            return {}
+        self._since = now
+        uids = [command.group for command in commands]
+        if isinstance(commands[0], Retry):
+            return {"training/stuck/retried": self._restart(protocol, version, uids)}
+        ray.get([worker.cut_groups.remote(uids) for worker in self._workers])
+        return {"training/stuck/truncated": len(uids)}
+
+    def _restart(self, protocol: StalenessProtocol, version: int, uids: Sequence[str]) -> int:
+        answers = ray.get([worker.restart_groups.remote(uids) for worker in self._workers])
+        accepted = {uid for answer in answers for uid in answer}
+        for uid in uids:  # in the policy's order; what has ended meanwhile is found by the next look
+            if uid in accepted:
+                protocol.abort(uid)
+                if protocol.reserve(uid, version) is None:
+                    raise SeamlessError(f"prompt {uid} gave its slot back to be started anew and found none")
+        return len(accepted)
