@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from benchmarks import parts
+from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 from benchmarks.traffic import (
     Completion,
@@ -79,16 +81,20 @@ async def talk(
 
 def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=500)
+    parts.extend(parser)
 
 
 def main() -> int:
     options = arguments(__doc__ or "", _extend)
     turns = 100 if options.quick else options.turns
-    repeats: list[tuple[list[float], list[float], list[int], list[int]]] = []
+    kept = Parts(options)
+    repeats: list[tuple[list[float], list[float], list[int], list[int]]] = kept.of(f"{turns} turns")
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         folder, log = model_folder(scratch / "model"), scratch / "log"
-        for _ in range(1 if options.quick else 3):
+        while len(repeats) < (1 if options.quick else 3):
+            if kept.out_of_time:
+                return kept.pause()
             engine, port = free_port(), free_port()
             record = Path(tempfile.mkdtemp(dir=scratch))
             with contextlib.ExitStack() as stack:
@@ -96,7 +102,8 @@ def main() -> int:
                 uvloop.run(until_up(f"http://127.0.0.1:{engine}", "/v1/models"))
                 stack.enter_context(our_proxy(port, engine, folder, record, core=1, log=log))
                 uvloop.run(until_up(f"http://127.0.0.1:{port}"))
-                repeats.append(uvloop.run(talk(port, engine, folder, turns)))
+                kept.add(f"{turns} turns", uvloop.run(talk(port, engine, folder, turns)))
+            print(f"repeat {len(repeats)}: {statistics.median(repeats[-1][0]) * 1e3:.2f} ms (median)", flush=True)
     begin = statistics.median(statistics.median(run[0][5 : _EDGE + 5]) for run in repeats) * 1e3
     end = statistics.median(statistics.median(run[0][-_EDGE:]) for run in repeats) * 1e3
     own = statistics.median(statistics.median(run[1][-_EDGE:]) for run in repeats) * 1e3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -11,6 +13,7 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seamless_verl import __version__
 from seamless_verl.compose import run_is_alive
@@ -20,6 +23,10 @@ from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.proxy import command as proxy
 from seamless_verl.simulation import command as simulation
+
+if TYPE_CHECKING:
+    from seamless_verl.proxy.shards import Launcher
+    from seamless_verl.proxy.standalone import ParserOf, StandaloneConfig
 
 _GIB = 1 << 30
 _TESTED = {
@@ -161,6 +168,17 @@ def report(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _ray_launcher(config: StandaloneConfig, address: str) -> Launcher:
+    # Only the adapter imports Ray, and only who asks for it pays for that.
+    launcher: Launcher = importlib.import_module("seamless_verl.verl_adapter.ray_shards").RayShards(config, address)
+    return launcher
+
+
+def _vllm_parser(tool_parser: str | None, reasoning_parser: str | None) -> ParserOf:
+    make = importlib.import_module("seamless_verl.verl_adapter.parsers").parser_of
+    return functools.partial(make, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="seamless-verl", description="Tools around seamless_verl runs.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -178,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--open", action="store_true", help="open the page in a browser")
     command.add_argument("--perfetto", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev instead")
     command.set_defaults(run=report)
-    proxy.add_arguments(commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer"))
+    command = commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer")
+    proxy.add_arguments(command, ray_launcher=_ray_launcher, vllm_parser=_vllm_parser)
     simulation.add_arguments(commands.add_parser("simulate", help="what other tags, splits and policies would bring"))
     parsed = parser.parse_args(arguments)
     return int(parsed.run(parsed))

@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
@@ -25,6 +23,10 @@ from seamless_verl.trajectory.rendering import Extension, ExtensionRefused, Rend
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.trajectory.segments import Turn, TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn, SessionTree
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 CHATML = (
     "{%- if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -290,10 +292,14 @@ class Served:
 
     def sdk(self, handle: SessionHandle, **options: Any) -> openai.AsyncOpenAI:
         """The real OpenAI client, as an agent would make it."""
+        import openai
+
         return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, **options)
 
     def claude(self, handle: SessionHandle, **options: Any) -> anthropic.AsyncAnthropic:
         """The real Anthropic client; it puts ``/v1`` before its paths itself."""
+        import anthropic
+
         return anthropic.AsyncAnthropic(base_url=handle.base_url.removesuffix("/v1"), api_key=handle.api_key, **options)
 
     async def post(

@@ -158,12 +158,8 @@ class Proxy:
 
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)
-        session = self._deps.sessions.by_id(request.path_params["session_id"])
-        _validated(RewardBody, await read_body(request, self._deps.limits)).apply_to(session)
-        try:
-            await self._deps.journal.updated(session)
-        except JournalFailed as error:
-            raise ApiError(503, "journal_failed", f"The reward could not be recorded: {error}.") from None
+        outcome = _validated(RewardBody, await read_body(request, self._deps.limits))
+        session = await self.handover.reward(request.path_params["session_id"], outcome)
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:

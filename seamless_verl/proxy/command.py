@@ -7,13 +7,18 @@ import asyncio
 import difflib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.proxy.address_book import prefix_of
 from seamless_verl.proxy.limits import Limits
+
+if TYPE_CHECKING:  # the help is printed without loading what serves
+    from seamless_verl.proxy.shards import Launcher
+    from seamless_verl.proxy.standalone import ParserOf, StandaloneConfig
 
 DESCRIPTION = """\
 A trajectory proxy in front of a vLLM server. Agents talk to it as if it were OpenAI or Anthropic; it keeps the exact
@@ -40,8 +45,18 @@ limits (--limit NAME=VALUE, repeatable):
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Teach a parser this command."""
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    ray_launcher: Callable[[StandaloneConfig, str], Launcher],
+    vllm_parser: Callable[[str | None, str | None], ParserOf],
+) -> None:
+    """Teach a parser this command.
+
+    Args:
+        ray_launcher: starts shards on the Ray cluster with this address; only the composition root may know Ray.
+        vllm_parser: vLLM's parsers of tool calls and reasoning by their names, likewise.
+    """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = DESCRIPTION, EPILOG + _limits_help()
     add = parser.add_argument
@@ -57,58 +72,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--admin-key-file", type=Path, metavar="FILE", help="key that opens sessions; made if missing (DIR/admin.key)")
     add("--engine-key-file", type=Path, metavar="FILE", help="the vLLM server's own key (its --api-key)")
     add("--think-tags", nargs=2, metavar=("OPEN", "CLOSE"), help="tags of reasoning, e.g. '<think>' '</think>'")
+    add("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (its --tool-call-parser); needs vLLM here")
+    add("--reasoning-parser", metavar="NAME", help="vLLM's parser of reasoning, likewise, in place of --think-tags")
     add("--weight-version", type=int, default=0, metavar="N", help="version of the served weights, stamped on tokens")
     add("--durable", action="store_true", help="survive the loss of power too: fsync before every group of answers")
     add("--drain", type=float, default=30.0, metavar="S", help="seconds for answers under way after SIGTERM (30)")
     add("--shards", type=int, default=1, metavar="N", help="processes to spread the sessions over (needs --record)")
+    add(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="shards as actors on the nodes of this Ray cluster (auto: the one that this machine belongs to)",
+    )
     add("--shard", type=int, help=argparse.SUPPRESS)  # which of them this one is
     add("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, ray_launcher=ray_launcher, vllm_parser=vllm_parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve; 0 after a clean stop, 2 when an option cannot work."""
-    from seamless_verl.proxy.standalone import Ready, StandaloneConfig, read_key, serve
-
-    if options.shards != 1 and options.shard is None:
-        return _run_shards(options)
     try:
-        key_file = _admin_key_file(options)
-        config = StandaloneConfig(
-            engine=options.engine,
-            model=options.served_model or options.model,
-            tokenizer=options.tokenizer or options.model,
-            record=options.record,
-            host=options.host,
-            port=options.port,
-            admin_key=read_key("--admin-key-file", key_file, make=True),
-            engine_key=read_key("--engine-key-file", options.engine_key_file, make=False)
-            if options.engine_key_file
-            else "",
-            version=options.weight_version,
-            parquet=options.rows == "parquet",
-            durable=options.durable,
-            think_tags=tuple(options.think_tags) if options.think_tags else None,
-            drain_s=options.drain,
-            base_url=options.base_url.rstrip("/"),
-            prefix=prefix_of(options.shard) if options.shard is not None else "",
-            ends_with_stdin=options.shard is not None,
-            limits=_limits(options.limit),
-        )
-
-        def ready(state: Ready) -> None:
-            where = f"recording to {config.record}" if config.record else "recording nothing (no --record)"
-            found = f", {state.found} sessions found there" if state.found else ""
-            print(
-                f"proxy {state.base_url} -> {config.engine} ({config.model}, {state.max_model_len} tokens); "
-                f"{where}{found}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
-                flush=True,
-            )
-
-        _run(serve(config, ready=ready))
+        if (options.shards != 1 or options.ray is not None) and options.shard is None:
+            return _run_shards(options)
+        return _run_alone(options)
     except SeamlessError as error:
         print(f"seamless-verl proxy: {error}", file=sys.stderr)
         return 2
+
+
+def _run_alone(options: argparse.Namespace) -> int:
+    from seamless_verl.proxy.standalone import Ready, serve, stopped_by_signal
+
+    key_file = _admin_key_file(options)
+    config = _config(options, key_file)
+
+    def ready(state: Ready) -> None:
+        where = f"recording to {config.record}" if config.record else "recording nothing (no --record)"
+        found = f", {state.found} sessions found there" if state.found else ""
+        print(
+            f"proxy {state.base_url} -> {config.engine} ({config.model}, {state.max_model_len} tokens); "
+            f"{where}{found}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
+            flush=True,
+        )
+
+    async def main() -> None:
+        await serve(config, stop=stopped_by_signal(), ready=ready)
+
+    _run(main())
     return 0
 
 
@@ -124,35 +135,67 @@ def _admin_key_file(options: argparse.Namespace) -> Path:
     return Path(options.record) / "admin.key"
 
 
+def _config(options: argparse.Namespace, key_file: Path) -> StandaloneConfig:
+    from seamless_verl.proxy.standalone import StandaloneConfig, read_key
+
+    has_parser = options.tool_parser or options.reasoning_parser
+    if options.think_tags and has_parser:
+        fix = "name vLLM's --reasoning-parser instead, or drop the parsers"
+        raise ConfigError("--think-tags", " ".join(options.think_tags), "does not go with vLLM's parsers", fix)
+    return StandaloneConfig(
+        engine=options.engine,
+        model=options.served_model or options.model,
+        tokenizer=options.tokenizer or options.model,
+        record=options.record,
+        host=options.host,
+        port=options.port,
+        admin_key=read_key("--admin-key-file", key_file, make=True),
+        engine_key=read_key("--engine-key-file", options.engine_key_file, make=False)
+        if options.engine_key_file
+        else "",
+        version=options.weight_version,
+        parquet=options.rows == "parquet",
+        durable=options.durable,
+        think_tags=tuple(options.think_tags) if options.think_tags else None,
+        parser=options.vllm_parser(options.tool_parser, options.reasoning_parser) if has_parser else None,
+        drain_s=options.drain,
+        base_url=options.base_url.rstrip("/"),
+        prefix=prefix_of(options.shard) if options.shard is not None else "",
+        ends_with_stdin=options.shard is not None,
+        limits=_limits(options.limit),
+    )
+
+
 def _run_shards(options: argparse.Namespace) -> int:
-    from seamless_verl.proxy.shards import ShardsConfig, serve_shards
-    from seamless_verl.proxy.standalone import read_key
+    from seamless_verl.proxy.shards import LocalShards, ShardsConfig, serve_shards
 
-    try:
-        if not 1 < options.shards <= 256:
-            raise ConfigError("--shards", options.shards, "must be 1 to 256", "write --shards 4")
-        if options.record is None:
-            raise ConfigError("--shards", options.shards, "needs a folder for the shards' journals", "add --record DIR")
-        key_file = _admin_key_file(options)
-        config = ShardsConfig(
-            arguments=_shard_arguments(options, key_file),
-            num=options.shards,
-            record=options.record,
-            host=options.host,
-            port=options.port,
-            admin_key=read_key("--admin-key-file", key_file, make=True),
-            drain_s=options.drain,
-            limits=_limits(options.limit),
-        )
+    if not 1 <= options.shards <= 256:
+        raise ConfigError("--shards", options.shards, "must be 1 to 256", "write --shards 4")
+    if options.record is None:
+        raise ConfigError("--shards", options.shards, "needs a folder for the shards' journals", "add --record DIR")
+    key_file = _admin_key_file(options)
+    common = _config(options, key_file)
+    config = ShardsConfig(
+        num=options.shards,
+        record=options.record,
+        host=options.host,
+        port=options.port,
+        admin_key=common.admin_key,
+        drain_s=options.drain,
+        limits=common.limits,
+    )
+    launcher: Launcher
+    if options.ray is not None:
+        launcher = options.ray_launcher(common, options.ray)
+    else:
+        arguments = _shard_arguments(options, key_file)
+        launcher = LocalShards(arguments, record=options.record, host=options.host, port=options.port)
 
-        def ready(base_url: str, num: int) -> None:
-            told = f"{num} shards, recording to {config.record}; admin key in {key_file}"
-            print(f"proxy {base_url} -> {options.engine}; {told}; ready in {time.time() - _born():.1f} s", flush=True)
+    def ready(base_url: str, num: int) -> None:
+        told = f"{num} shards, recording to {config.record}; admin key in {key_file}"
+        print(f"proxy {base_url} -> {options.engine}; {told}; ready in {time.time() - _born():.1f} s", flush=True)
 
-        _run(serve_shards(config, ready=ready))
-    except SeamlessError as error:
-        print(f"seamless-verl proxy: {error}", file=sys.stderr)
-        return 2
+    _run(serve_shards(config, launcher, ready=ready))
     return 0
 
 
@@ -161,7 +204,7 @@ def _shard_arguments(options: argparse.Namespace, key_file: Path) -> list[str]:
     arguments = ["--engine", options.engine, "--model", options.model, "--host", options.host, "--rows", options.rows]
     arguments += ["--admin-key-file", str(key_file), "--drain", str(options.drain)]
     arguments += ["--weight-version", str(options.weight_version)]
-    for name in ("served_model", "tokenizer", "engine_key_file"):
+    for name in ("served_model", "tokenizer", "engine_key_file", "tool_parser", "reasoning_parser"):
         if getattr(options, name):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if options.think_tags:

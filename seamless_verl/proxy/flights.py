@@ -120,6 +120,12 @@ class FlightBoard:
         while len(self._answers) > _NUM_REPLAYABLE:
             self._answers.popitem(last=False)
 
+    def continued(self, answer_id: str) -> None:
+        """A request goes on from this answer, so it was delivered, whatever a restart had left open."""
+        for served, delivered in tuple(self._answers.values()):
+            if served.answer.id == answer_id and not delivered:
+                self._answers[served.digest] = (served, True)
+
     def delivered(self) -> frozenset[bytes]:
         """Digests of the answers that reached somebody."""
         return frozenset(digest for digest, (_, delivered) in self._answers.items() if delivered)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from seamless_verl.proxy.sessions import Session
-from seamless_verl.proxy.wire import row_to_wire
+from seamless_verl.proxy.wire import ROW_FIELDS, row_to_wire
 from seamless_verl.trajectory.audit import AuditReport
 from seamless_verl.trajectory.rows import Row
 
@@ -34,7 +34,7 @@ class FolderSink:
     def write(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
         """See :class:`~seamless_verl.proxy.handover.RowSink`."""
         records = [_record(session, number, row, report) for number, row in enumerate(rows)]
-        path = self._folder / f"{session.id}.{'parquet' if self._parquet else 'jsonl'}"
+        path = self._path(session.id)
         part = path.with_suffix(path.suffix + ".part")
         try:
             if self._parquet:
@@ -47,6 +47,17 @@ class FolderSink:
             part.unlink(missing_ok=True)
             raise
         _sync(self._folder)
+
+    def read(self, session_id: str) -> list[dict[str, Any]] | None:
+        """See :class:`~seamless_verl.proxy.handover.RowSink`."""
+        path = self._path(session_id)
+        if not path.exists():
+            return None
+        records = _read_parquet(path) if self._parquet else [msgspec.json.decode(line) for line in path.open("rb")]
+        return [{name: record[name] for name in ROW_FIELDS} for record in records]
+
+    def _path(self, session_id: str) -> Path:
+        return self._folder / f"{session_id}.{'parquet' if self._parquet else 'jsonl'}"
 
 
 def _record(session: Session, number: int, row: Row, report: AuditReport) -> dict[str, Any]:
@@ -81,6 +92,13 @@ def _write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
         ]
     )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tables, schema=schema), path)
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    tables: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    return [{**record, "turns": msgspec.json.decode(record["turns"])} for record in tables]
 
 
 def _sync(path: Path) -> None:

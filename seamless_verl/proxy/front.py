@@ -22,6 +22,7 @@ import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.address_book import AddressBook
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
@@ -77,7 +78,10 @@ class Front:
     async def shards(self, request: Request) -> Response:
         """The address book; ``POST`` adds a shard."""
         self._require_admin(request)
-        added = await self._add_shard() if request.method == "POST" else None
+        try:
+            added = await self._add_shard() if request.method == "POST" else None
+        except ConfigError as error:
+            raise ApiError(503, "shard_failed", f"No shard was added: {error}") from None
         book = self._book()
         table = {str(shard): url for shard, url in sorted(book.addresses.items())}
         content = {"shards": table, "retired": sorted(book.retired), **({} if added is None else {"added": added})}

@@ -236,6 +236,8 @@ class Generator:
         self._counters.turn_committed(turn, prompt_tokens=len(pending.prompt_ids), generated_tokens=num_generated)
         served = served.matched(turn.kind.value)
         session.board.record(served, delivered=False)
+        if not record.anchor_is_given:
+            session.board.continued(record.anchor)
         return served
 
 

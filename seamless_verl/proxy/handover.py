@@ -2,12 +2,13 @@
 
 ::
 
-    close ─▶ CLOSED in the journal ─▶ rows, audited ─┬─▶ written to a folder ─────────▶ forgotten
-                                                     └─▶ answered ─▶ acknowledged ─────▶ forgotten
+    close ─▶ CLOSED in the journal ─▶ rows, audited ─┬─▶ written to a folder ─▶ forgotten ◀── asked again: the same
+                                                     └─▶ answered ─▶ acknowledged ─▶ forgotten      rows, from there
                                                             └── asked again: the same rows
 
 Invariant: the journal forgets a session only after a sink has written its rows or its consumer has acknowledged them
-(or nobody came for them in a long time). Until then, also after a restart, closing it again gives the same rows.
+(or nobody came for them in a long time). Until then, also after a restart, closing it again gives the same rows; after
+that, the rows that the sink has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,12 +28,13 @@ from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.requests import encoded
 from seamless_verl.proxy.residency import Residency
 from seamless_verl.proxy.sessions import Session, SessionState, SessionStore
-from seamless_verl.proxy.wire import RewardBody, result_to_wire
+from seamless_verl.proxy.wire import RewardBody, result_to_wire, summary_to_wire
 from seamless_verl.trajectory.audit import AuditReport, audit_rows
 from seamless_verl.trajectory.rows import Row, build_rows
 
 _log = logging.getLogger(__name__)
 _NUM_RESULTS = 8  # sessions whose rows can be asked for again without work, should the first answer have been lost
+_MAX_SUMMARY_BYTES = 1 << 16  # of what is kept of a session that is gone; only long metadata makes more
 
 
 class RowSink(Protocol):
@@ -43,6 +45,14 @@ class RowSink(Protocol):
 
         Raises:
             OSError: they are not.
+        """
+        ...
+
+    def read(self, session_id: str) -> list[dict[str, Any]] | None:
+        """The rows of a session as on the wire; None when they are here no more.
+
+        Raises:
+            OSError, ValueError: they cannot be read.
         """
         ...
 
@@ -79,6 +89,8 @@ class HandOver:
         if known is not None:
             return known
         task = self._closing.get(session_id)
+        if task is None and self._sink is not None and self._sessions.is_gone(session_id):
+            return await self._written(session_id, self._sink)
         if task is None:
             session = self._sessions.by_id(session_id)
             if session.state is not SessionState.CLOSED:
@@ -87,6 +99,24 @@ class HandOver:
             task = self._closing[session_id] = asyncio.create_task(self._close(session))
             task.add_done_callback(lambda _: self._closing.pop(session_id, None))
         return await asyncio.shield(task)
+
+    async def reward(self, session_id: str, outcome: RewardBody) -> Session:
+        """Note a reward; of a closed session only what is known already, so that a request may be repeated.
+
+        Raises:
+            ApiError: no such session, or it is closed and has another reward.
+        """
+        session = self._sessions.by_id(session_id)
+        known = (session.reward, dict(session.rewards))
+        outcome.apply_to(session)
+        if session.state is SessionState.CLOSED and (session.reward, session.rewards) != known:
+            session.reward, session.rewards = known
+            raise ApiError(409, "session_closed", f"Session {session.id} is closed with reward {session.reward}.")
+        try:
+            await self._journal.updated(session)
+        except JournalFailed as error:
+            raise ApiError(503, "journal_failed", f"The reward could not be recorded: {error}.") from None
+        return session
 
     async def acknowledge(self, session_id: str) -> None:
         """Its consumer has the rows, or wants none: forget the session.
@@ -135,10 +165,23 @@ class HandOver:
         while len(self._results) > _NUM_RESULTS:
             self._results.popitem(last=False)
         if self._sink is not None or not self._journal.can_load:
-            await self._forget(session)
+            summary = encoded(summary_to_wire(session, report))
+            await self._forget(session, summary if len(summary) <= _MAX_SUMMARY_BYTES else b"")
         elif session.is_idle and session.is_resident:
             session.unload()
             self._residency.drop(session)
+        return body
+
+    async def _written(self, session_id: str, sink: RowSink) -> bytes:
+        """The result of a session that was forgotten, from what it left behind."""
+        try:
+            summary = await self._journal.summary(session_id)
+            body = await asyncio.to_thread(_read_again, session_id, summary, sink) if summary else b""
+        except (JournalFailed, OSError, ValueError) as error:
+            story = f"Session {session_id} is closed; its rows cannot be read: {error}."
+            raise ApiError(503, "record_failed", story, retry_after_s=5.0) from None
+        if not body:
+            raise ApiError(409, "session_closed", f"Session {session_id} is closed; its trajectory was handed over.")
         return body
 
     async def _sink_rows(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
@@ -173,16 +216,22 @@ class HandOver:
             # The rows matter more: at worst a restart finds the session open, and its deadline ends it.
             _log.error("session %s: the journal does not know that it is closed: %s", session.id, error)
 
-    async def _forget(self, session: Session) -> None:
+    async def _forget(self, session: Session, summary: bytes = b"") -> None:
         self._sessions.drop(session)
         self._residency.drop(session)
         await session.board.cancel_all()
         try:
-            await self._journal.forgotten(session.id)
+            await self._journal.forgotten(session.id, summary)
         except JournalFailed as error:
             # A restart brings it back as closed, and its rows once more under the same name.
             _log.error("session %s: the journal still holds it: %s", session.id, error)
         self._counters.num_sessions = len(self._sessions)
+
+
+def _read_again(session_id: str, summary: bytes, sink: RowSink) -> bytes:
+    """The body that closing a session answered, empty when its rows are there no more."""
+    rows = sink.read(session_id)
+    return b"" if rows is None else msgspec.json.encode({**msgspec.json.decode(summary), "rows": rows})
 
 
 def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:

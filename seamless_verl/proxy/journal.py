@@ -2,7 +2,8 @@
 
 Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turn again; when it has
 raised, the turn is neither on disk nor in the tree. A session stays in the journal until :meth:`Journal.forgotten`,
-which is called only when somebody else has its rows, or when nobody wants them.
+which is called only when somebody else has its rows, or when nobody wants them. What it then leaves behind is enough to
+tell late requests what became of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ class Journal(Protocol):
         """State and rewards of the session have changed."""
         ...
 
-    async def forgotten(self, session_id: str) -> None: ...
+    async def forgotten(self, session_id: str, summary: bytes) -> None:
+        """Keep no more of a session than its id, its key's digest, and ``summary``; of the latest sessions, that is."""
+        ...
+
+    async def summary(self, session_id: str) -> bytes:
+        """What :meth:`forgotten` was given for a session; empty when that is not known any more."""
+        ...
 
     async def load(self, session: Session) -> None:
         """Commit all answered turns to a session that holds none."""
@@ -60,8 +67,11 @@ class NullJournal:
     async def updated(self, session: Session) -> None:
         return None
 
-    async def forgotten(self, session_id: str) -> None:
+    async def forgotten(self, session_id: str, summary: bytes) -> None:
         return None
+
+    async def summary(self, session_id: str) -> bytes:
+        return b""
 
     async def load(self, session: Session) -> None:
         raise JournalFailed(f"session {session.id} was never written down")

@@ -41,6 +41,11 @@ class AnswerParser(Protocol):
         """Opening and closing tag of reasoning; None for a model that does not reason aloud."""
         ...
 
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether calls are told by special tokens, which the text then has to show."""
+        ...
+
     def parse(self, text: str, asked: Asked) -> Message: ...
 
     def settler(self, asked: Asked) -> Settler: ...
@@ -67,6 +72,10 @@ class TagParser:
     @property
     def think_tags(self) -> tuple[str, str] | None:
         return self._think_tags
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        return False
 
     def parse(self, text: str, asked: Asked) -> Message:
         """See :class:`AnswerParser`. Reasoning that never ends is all there is: the answer was cut short."""

@@ -59,6 +59,7 @@ class SessionSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+NUM_TOMBSTONES = 10_000  # sessions that are remembered to be gone
 _BYTES_PER_TOKEN = 40  # id, log-prob, and both again in the ledger
 _BYTES_PER_TURN = 8_000  # records, digests, the request as sent
 
@@ -231,16 +232,15 @@ class SessionStore:
     """All sessions of one process, by id and by key; ids and keys begin with ``prefix``.
 
     One that was closed is found until its rows are handed over. After that it leaves its id and key digest behind (the
-    last ``num_tombstones``), so that late agents are told what happened instead of being taken for strangers.
+    last `NUM_TOMBSTONES` do), so that late agents are told what happened instead of being taken for strangers.
     """
 
-    def __init__(self, *, prefix: str = "", num_tombstones: int = 10_000) -> None:
+    def __init__(self, *, prefix: str = "") -> None:
         self._prefix = prefix
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._gone: OrderedDict[bytes, str] = OrderedDict()
         self._gone_ids: set[str] = set()
-        self._num_tombstones = num_tombstones
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -265,6 +265,16 @@ class SessionStore:
         self._by_id[session.id] = session
         self._by_key[session.key_digest] = session
 
+    def bury(self, session_id: str, digest: bytes) -> None:
+        """Remember of a session, perhaps of an earlier process, that it is gone."""
+        self._gone[digest] = session_id
+        self._gone_ids.add(session_id)
+        while len(self._gone) > NUM_TOMBSTONES:
+            self._gone_ids.discard(self._gone.popitem(last=False)[1])
+
+    def is_gone(self, session_id: str) -> bool:
+        return session_id in self._gone_ids
+
     def by_id(self, session_id: str) -> Session:
         session = self._by_id.get(session_id)
         if session is not None:
@@ -288,10 +298,7 @@ class SessionStore:
         if self._by_id.pop(session.id, None) is None:
             return
         del self._by_key[session.key_digest]
-        self._gone[session.key_digest] = session.id
-        self._gone_ids.add(session.id)
-        while len(self._gone) > self._num_tombstones:
-            self._gone_ids.discard(self._gone.popitem(last=False)[1])
+        self.bury(session.id, session.key_digest)
 
 
 def key_digest(api_key: str) -> bytes:

@@ -1,45 +1,78 @@
-"""Several stand-alone proxies on one machine, each a process with a journal of its own, behind one front.
+"""Several stand-alone proxies, each with a journal of its own, behind one front.
 
 ::
 
-    front (port)  ── starts, watches, starts again ──▶ shard 0 (port + 1, RECORD/shard-0)
-                                                       shard 1 (port + 2, RECORD/shard-1) …
+    front (port)  ── starts, watches, starts again ──▶ shard 0 (a place of its own, RECORD/shard-0)
+                                                       shard 1 (a place of its own, RECORD/shard-1) …
 
-A shard keeps its port for as long as its folder lives, since agents hold its address. A shard whose front is gone
-ends by itself (its standard input closes), so that a new front finds the folders free.
+What a shard is, a :class:`Launcher` decides: a process of this machine (here), or an actor on a node of a Ray cluster
+(`seamless_verl.verl_adapter.ray_shards`). It keeps its place for as long as its folder lives, since agents hold its
+address.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.address_book import AddressBook
 from seamless_verl.proxy.front import Front, make_front
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.server import ProxyServer, free_port_after
+from seamless_verl.proxy.standalone import stopped_by_signal
 
 _log = logging.getLogger(__name__)
 _RESTART_PAUSE_S = 0.5
 
 
+class RunningShard(Protocol):
+    """One shard that takes requests."""
+
+    @property
+    def address(self) -> str:
+        """Base URL, as the front and agents reach it."""
+        ...
+
+    async def ended(self) -> str:
+        """Returns when it has ended; how."""
+        ...
+
+    async def stop(self) -> None:
+        """Let it finish what is under way and end."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts shards."""
+
+    async def launch(self, shard: int, place: str | None, taken: Collection[str]) -> RunningShard:
+        """Start a shard; returns when it takes requests.
+
+        Args:
+            place: ``host:port`` that it had before, None for a new one.
+            taken: places of all other shards.
+
+        Raises:
+            ConfigError: it does not start.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsConfig:
     """Attributes:
-    arguments: of ``seamless-verl proxy``, as they hold for every shard.
     num: shards that take new sessions; others that the folder knows keep their sessions.
     """
 
-    arguments: Sequence[str]
     num: int
     record: Path
     host: str
@@ -50,15 +83,17 @@ class ShardsConfig:
 
 
 class Shards:
-    """The processes of one front and their table."""
+    """The shards of one front and their table."""
 
-    def __init__(self, config: ShardsConfig) -> None:
+    def __init__(self, config: ShardsConfig, launcher: Launcher) -> None:
         self._config = config
+        self._launcher = launcher
         self._file = config.record / "shards.json"
-        self._ports: dict[int, int] = _known_ports(self._file)
+        self._places: dict[int, str] = _known_places(self._file)
         self._book = AddressBook(addresses={})
         self._watchers: dict[int, asyncio.Task[None]] = {}
-        self._processes: dict[int, Process] = {}
+        self._running: dict[int, RunningShard] = {}
+        self._adding = asyncio.Lock()
         self._stopping = False
 
     @property
@@ -72,64 +107,103 @@ class Shards:
             ConfigError: one of them does not.
         """
         wanted = set(range(self._config.num))
-        await asyncio.gather(*(self._start_one(shard) for shard in sorted(wanted | set(self._ports))))
-        self._book = AddressBook(addresses=self._book.addresses, retired=frozenset(self._ports) - wanted)
+        await asyncio.gather(*(self._start_one(shard) for shard in sorted(wanted | set(self._places))))
+        self._book = AddressBook(addresses=self._book.addresses, retired=frozenset(self._places) - wanted)
 
     async def add(self) -> int:
         """One more shard for new sessions; no session moves."""
-        shard = max(self._ports) + 1
-        await self._start_one(shard)
+        async with self._adding:
+            shard = max(self._places) + 1
+            await self._start_one(shard)
         return shard
 
     async def stop(self) -> None:
         """Let every shard finish what is under way."""
         self._stopping = True
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*(shard.stop() for shard in self._running.values()), return_exceptions=True)
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
     async def _start_one(self, shard: int) -> None:
-        if shard not in self._ports:
-            self._ports[shard] = free_port_after(self._config.host, self._config.port, shard + 1, self._ports.values())
-            self._file.write_text(json.dumps({str(number): port for number, port in self._ports.items()}))
-        address = await self._spawn(shard)
-        self._book = self._book.with_shard(shard, address)
+        await self._launch(shard)
         self._watchers[shard] = asyncio.create_task(self._watch(shard))
 
-    async def _spawn(self, shard: int) -> str:
-        """Start the process; its address once it takes requests."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "seamless_verl.cli", "proxy", *self._config.arguments),
-            *("--shard", str(shard), "--port", str(self._ports[shard])),
-            *("--record", str(self._config.record / f"shard-{shard}")),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=None,
-        )
-        self._processes[shard] = process
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        if not line.startswith("proxy http"):
-            await process.wait()
-            raise ConfigError("--shards", self._config.num, f"shard {shard} did not start", "see its message above")
-        return line.split()[1]
+    async def _launch(self, shard: int) -> None:
+        taken = [place for other, place in self._places.items() if other != shard]
+        running = await self._launcher.launch(shard, self._places.get(shard), taken)
+        self._running[shard] = running
+        place = running.address.partition("://")[2]
+        if self._places.get(shard) != place:
+            self._places[shard] = place
+            self._file.write_text(json.dumps({str(number): where for number, where in self._places.items()}))
+        if self._book.addresses.get(shard) != running.address:  # one that retired and is started again stays retired
+            self._book = self._book.with_shard(shard, running.address)
 
     async def _watch(self, shard: int) -> None:
         """Start a shard again whenever it ends by itself: its journal has every answered turn."""
         while True:
-            code = await self._processes[shard].wait()
+            how = await self._running[shard].ended()
+            while not self._stopping:
+                _log.error("shard %d ended (%s); starting it again", shard, how)
+                await asyncio.sleep(_RESTART_PAUSE_S)
+                try:
+                    await self._launch(shard)
+                    break
+                except ConfigError as error:
+                    how = str(error)
             if self._stopping:
+                await self._running[shard].stop()
                 return
-            _log.error("shard %d ended with code %s; starting it again", shard, code)
-            await asyncio.sleep(_RESTART_PAUSE_S)
-            try:
-                await self._spawn(shard)
-            except ConfigError as error:
-                _log.error("%s", error)
 
 
-async def serve_shards(config: ShardsConfig, *, ready: Callable[[str, int], None]) -> None:
+class LocalShards:
+    """A :class:`Launcher` of processes on this machine; they end by themselves when this process is gone.
+
+    Args:
+        arguments: of ``seamless-verl proxy``, as they hold for every shard.
+        record: each shard has a folder in it.
+        host, port: of the front; shards take the ports after it where they are free.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, record: Path, host: str, port: int) -> None:
+        self._arguments = arguments
+        self._record = record
+        self._host = host
+        self._port = port
+
+    async def launch(self, shard: int, place: str | None, taken: Collection[str]) -> RunningShard:
+        """See :class:`Launcher`."""
+        used = [int(other.rpartition(":")[2]) for other in taken]
+        port = int(place.rpartition(":")[2]) if place else free_port_after(self._host, self._port, shard + 1, used)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "seamless_verl.cli", "proxy", *self._arguments),
+            *("--shard", str(shard), "--port", str(port), "--record", str(self._record / f"shard-{shard}")),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=None,
+        )
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        if not line.startswith("proxy http"):
+            await process.wait()
+            raise ConfigError("--shards", shard, "this shard did not start", "see its message above")
+        return _LocalShard(process, line.split()[1])
+
+
+class _LocalShard:
+    def __init__(self, process: Process, address: str) -> None:
+        self._process = process
+        self.address = address
+
+    async def ended(self) -> str:
+        return f"exit code {await self._process.wait()}"
+
+    async def stop(self) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+        await self._process.wait()
+
+
+async def serve_shards(config: ShardsConfig, launcher: Launcher, *, ready: Callable[[str, int], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
@@ -138,11 +212,9 @@ async def serve_shards(config: ShardsConfig, *, ready: Callable[[str, int], None
     Raises:
         ConfigError: the front or a shard cannot start.
     """
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stopped_by_signal()
     config.record.mkdir(parents=True, exist_ok=True)
-    shards = Shards(config)
+    shards = Shards(config, launcher)
     front = Front(book=lambda: shards.book, admin_key=config.admin_key, limits=config.limits, add_shard=shards.add)
     server = ProxyServer(make_front(front), config.host, config.port, drain_s=config.drain_s)
     try:
@@ -155,14 +227,16 @@ async def serve_shards(config: ShardsConfig, *, ready: Callable[[str, int], None
         await front.close()
 
 
-def _known_ports(file: Path) -> dict[int, int]:
+def _known_places(file: Path) -> dict[int, str]:
     """Shards that the folder has seen before.
 
     Raises:
         ConfigError: the table cannot be read.
     """
     try:
-        return {int(shard): int(port) for shard, port in json.loads(file.read_text()).items()} if file.exists() else {}
+        return (
+            {int(shard): str(place) for shard, place in json.loads(file.read_text()).items()} if file.exists() else {}
+        )
     except (OSError, ValueError, AttributeError) as error:
-        fix = 'mend it by hand: {"0": PORT, …}, the ports that agents of open sessions use'
+        fix = 'mend it by hand: {"0": "HOST:PORT", …}, the addresses that agents of open sessions use'
         raise ConfigError("--record", file, f"is no table of shards: {error}", fix) from error

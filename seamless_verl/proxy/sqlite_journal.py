@@ -22,7 +22,7 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.journal import JournalFailed
 from seamless_verl.proxy.journal_format import VERSION, Damaged, pack, unpack
-from seamless_verl.proxy.sessions import Session, SessionSpec, SessionState
+from seamless_verl.proxy.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import TrajectoryError
 from seamless_verl.trajectory.segments import TurnRecord
@@ -32,11 +32,14 @@ CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT, state TEXT, rewards TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (number INTEGER PRIMARY KEY, session_id TEXT, body BLOB);
 CREATE INDEX IF NOT EXISTS turns_of ON turns (session_id);
+CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY, id TEXT UNIQUE, key_digest BLOB, summary BLOB);
 """
 _OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
 _APPENDED = "INSERT INTO turns (session_id, body) VALUES (?, ?)"
 _UPDATED = "UPDATE sessions SET state = ?, rewards = ? WHERE id = ?"
+_BURIED = "INSERT OR IGNORE INTO gone (id, key_digest, summary) SELECT id, key_digest, ? FROM sessions WHERE id = ?"
 _FORGOTTEN = ("DELETE FROM turns WHERE session_id = ?", "DELETE FROM sessions WHERE id = ?")
+_TRIMMED = "DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?"
 
 _Statement = tuple[str, tuple[Any, ...]]
 
@@ -76,8 +79,27 @@ class SqliteJournal:
     async def updated(self, session: Session) -> None:
         await self._write([(_UPDATED, (session.state.value, _rewards(session), session.id))])
 
-    async def forgotten(self, session_id: str) -> None:
-        await self._write([(statement, (session_id,)) for statement in _FORGOTTEN])
+    async def forgotten(self, session_id: str, summary: bytes) -> None:
+        deletions = [(statement, (session_id,)) for statement in _FORGOTTEN]
+        await self._write([(_BURIED, (summary, session_id)), *deletions, (_TRIMMED, (NUM_TOMBSTONES,))])
+
+    async def summary(self, session_id: str) -> bytes:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, _read_summary, self._db, session_id)
+        except sqlite3.Error as error:
+            raise JournalFailed(f"{type(error).__name__}: {error}") from error
+
+    def gone(self) -> list[tuple[str, bytes]]:
+        """Ids and key digests of the sessions that were forgotten last, the oldest first.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            return self._thread.submit(_read_gone, self._db).result()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
 
     def sessions(self) -> list[Session]:
         """Every session that the last process left, without its turns: :meth:`load` brings those.
@@ -180,6 +202,15 @@ def _read_sessions(db: sqlite3.Connection) -> list[Session]:
         session.unload()
         sessions.append(session)
     return sessions
+
+
+def _read_gone(db: sqlite3.Connection) -> list[tuple[str, bytes]]:
+    return [(name, bytes(digest)) for name, digest in db.execute("SELECT id, key_digest FROM gone ORDER BY number")]
+
+
+def _read_summary(db: sqlite3.Connection, session_id: str) -> bytes:
+    found = db.execute("SELECT summary FROM gone WHERE id = ?", (session_id,)).fetchone()
+    return bytes(found[0]) if found is not None else b""
 
 
 def _read_turns(db: sqlite3.Connection, session_id: str) -> list[bytes]:

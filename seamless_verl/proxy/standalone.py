@@ -26,7 +26,7 @@ from seamless_verl.proxy.handover import HandOver
 from seamless_verl.proxy.journal import Journal, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
-from seamless_verl.proxy.parsing import TagParser
+from seamless_verl.proxy.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionStore
@@ -35,6 +35,9 @@ from seamless_verl.proxy.tokenizer import open_tokenizer
 from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
 
 _VERSION_FILE = "weight_version"
+
+
+ParserOf = Callable[[str], AnswerParser]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class StandaloneConfig:
         parquet: rows as Parquet instead of JSON lines.
         durable: the journal also survives the loss of power.
         think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
+        parser: from ``tokenizer`` to a parser of calls and reasoning; None for Hermes-style calls and ``think_tags``.
         drain_s: how long answers under way may take after SIGTERM.
         base_url: how agents reach this proxy; "" for "as the opener of a session did".
         prefix: begins the id of every session and every key; tells shards apart.
@@ -71,6 +75,7 @@ class StandaloneConfig:
     parquet: bool = False
     durable: bool = False
     think_tags: tuple[str, str] | None = None
+    parser: ParserOf | None = None
     drain_s: float = 30.0
     base_url: str = ""
     prefix: str = ""
@@ -87,8 +92,16 @@ class Ready:
     max_model_len: int
 
 
-async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what is under way and return.
+def stopped_by_signal() -> asyncio.Event:
+    """Set on SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callable[[Ready], None]) -> None:
+    """Serve until ``stop`` is set; then finish what is under way and return.
 
     Args:
         ready: called once requests are taken.
@@ -96,14 +109,13 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
     Raises:
         ConfigError: an option that cannot work, by name.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     if config.ends_with_stdin:
-        _watch_stdin(loop, stop)
+        _watch_stdin(asyncio.get_running_loop(), stop)
     tokenizer = open_tokenizer(config.tokenizer)
-    renderer = TokenizerRenderer(tokenizer, stop_token_ids=tokenizer.stop_token_ids)
+    parser = TagParser(config.think_tags) if config.parser is None else config.parser(config.tokenizer)
+    renderer = TokenizerRenderer(
+        tokenizer, stop_token_ids=tokenizer.stop_token_ids, keep_special_tokens=parser.keeps_special_tokens
+    )
     version = max(config.version, _last_version(config.record))
     engine = VllmHttpEngine(config.engine, config.model, version=version, api_key=config.engine_key)
     served = await engine.probe()
@@ -115,6 +127,8 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
     if isinstance(journal, SqliteJournal):
         for session in journal.sessions():
             sessions.adopt(session)
+        for session_id, digest in journal.gone():
+            sessions.bury(session_id, digest)
         counters.num_sessions = len(sessions)
     app = make_app(
         ProxyDeps(
@@ -128,7 +142,7 @@ async def serve(config: StandaloneConfig, *, ready: Callable[[Ready], None]) -> 
             counters=counters,
             sessions=sessions,
             sink=sink,
-            parser=TagParser(config.think_tags),
+            parser=parser,
             abilities=ABILITIES,
             gate=Gate(_stamping(engine, config.record)),
             base_url=config.base_url,

@@ -73,6 +73,9 @@ class ResumeBody(BaseModel):
     version: int | None = Field(default=None, ge=0, lt=2**31)
 
 
+ROW_FIELDS = ("token_ids", "mask", "log_probs", "prompt_len", "turns", "version_spans")
+
+
 def row_to_wire(row: Row) -> dict[str, Any]:
     return {
         "token_ids": row.token_ids,
@@ -130,6 +133,11 @@ def audit_from_wire(data: Mapping[str, Any]) -> AuditReport:
 
 def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport) -> dict[str, Any]:
     """What closing a session answers; read back by :class:`seamless_verl.proxy.client.SessionResult`."""
+    return {**summary_to_wire(session, report), "rows": [row_to_wire(row) for row in rows]}
+
+
+def summary_to_wire(session: Session, report: AuditReport) -> dict[str, Any]:
+    """The result of a session but for its rows."""
     return {
         "id": session.id,
         "group": session.spec.group,
@@ -137,7 +145,6 @@ def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport)
         "metadata": dict(session.spec.metadata),
         "reward": session.reward,
         "rewards": session.rewards,
-        "rows": [row_to_wire(row) for row in rows],
         "audit": audit_to_wire(report),
         "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
         "drift": {reason.value: count for reason, count in session.tree.drift.items()},

@@ -34,6 +34,15 @@ class SliceAdded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SliceWaking(Event):
+    """The edge only now begins to carry out `LendSlice`: what it did first (weights to the slices that only roll out)
+    is no part of the cost of the switch. Left out where nothing came first."""
+
+    slice: SliceId
+    command: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SliceReady(Event):
     """Answer to `LendSlice` or `SyncWeights`: it serves with ``version``."""
 

@@ -36,6 +36,7 @@ from seamless_verl.scheduling.loans import LoanBook
 from seamless_verl.scheduling.patience import Patience
 from seamless_verl.scheduling.policies.protocol import Policy
 from seamless_verl.scheduling.slices import InvalidTransition, Move, SliceState, Tag
+from seamless_verl.scheduling.switch_costs import Switch
 
 _REQUEST_EVENTS = (ev.RequestStarted, ev.RequestFinished, ev.SessionFinished)
 
@@ -53,6 +54,7 @@ class Scheduler:
         self._closed: set[str] = set()
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.SliceAdded: self._slice_added,
+            ev.SliceWaking: self._slice_waking,
             ev.SliceReady: self._slice_ready,
             ev.SliceDrained: self._slice_drained,
             ev.SliceFailed: self._slice_failed,
@@ -99,6 +101,11 @@ class Scheduler:
                 version=event.version,
             )
         )
+
+    def _slice_waking(self, event: ev.SliceWaking) -> None:
+        status = self.cluster[event.slice]
+        if status.command == event.command:
+            self.cluster.costs.begin(event.slice, Switch.TO_ROLLOUT, event.at)
 
     def _slice_ready(self, event: ev.SliceReady) -> None:
         status = self.cluster[event.slice]

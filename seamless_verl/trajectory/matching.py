@@ -174,7 +174,7 @@ def _respelled(answer: Segment, transcript: Transcript, length: int) -> tuple[Dr
 def _difference(known: MessageKey, sent: MessageKey) -> set[DriftReason] | None:
     if known == sent:
         return set()
-    if sent.reasoning and sent.reasoning != known.reasoning:
+    if sent.reasoning and sent.reasoning != known.reasoning and not sent.may_have_lost(known):
         return None  # somebody else's thoughts
     pairs = (
         (DriftReason.CONTENT_WHITESPACE, known.content, sent.content),

@@ -13,7 +13,8 @@ rule                           same spelling                              same i
 tool-call ``arguments``        same characters                            same JSON value (key order, white
                                                                           space, ``1`` = ``1.0``)
 tool-call ids                  same                                       any (position decides)
-``reasoning``                  same up to outer white space               sent history has none
+``reasoning``                  same up to outer white space               sent history has none, or only its
+                                                                          end
 =============================  =========================================  ==============================
 
 Invariant: same spelling implies same identity.
@@ -25,6 +26,8 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
+
+_END_CHARS = 64  # of reasoning: enough that two answers with the same text hardly ever end their thoughts alike
 
 
 class Role(Enum):
@@ -65,6 +68,15 @@ class MessageKey:
     reasoning: bytes
     call_ids: bytes
     is_assistant: bool
+    reasoning_end: str = ""  # at most `_END_CHARS`
+
+    def may_have_lost(self, known: MessageKey) -> bool:
+        """Whether this one's reasoning is the end of ``known``'s, as far as the characters that are kept tell.
+
+        openai for Node (6.49) keeps only the last delta of ``reasoning_content`` in a streamed message. Remove when it
+        joins them as it joins ``content``.
+        """
+        return known.reasoning_end.endswith(self.reasoning_end)
 
     @property
     def spelling(self) -> bytes:
@@ -135,6 +147,7 @@ def key_of(message: Message) -> MessageKey:
         digest_of(reasoning) if reasoning else b"",
         call_ids,
         message.role is Role.ASSISTANT,
+        reasoning[-_END_CHARS:],
     )
 
 

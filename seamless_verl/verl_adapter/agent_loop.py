@@ -31,7 +31,7 @@ from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.attempts import recorder_of_process
 from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
-from seamless_verl.verl_adapter.parsers import VllmParser, make_parser
+from seamless_verl.verl_adapter.parsers import make_parser
 from seamless_verl.verl_adapter.request_log import request_log
 from seamless_verl.verl_adapter.rows import row_to_output
 
@@ -72,7 +72,7 @@ class ProxyShard:
             tokenizer,
             template_args=template_args,
             stop_token_ids=_stop_token_ids(config, tokenizer),
-            keep_special_tokens=isinstance(parser, VllmParser) and parser.keeps_special_tokens,
+            keep_special_tokens=parser.keeps_special_tokens,
         )
         rollout = config.actor_rollout_ref.rollout
         max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length

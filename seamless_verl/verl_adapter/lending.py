@@ -229,6 +229,9 @@ class LendingTrainer(RecordedTrainer):
             self._stop_rollout_profiling()
         self._tell_news()
         at = self.driver.now()
+        if isinstance(self.replay_buffer, StreamingReplayBuffer):
+            awaited = frozenset(self.replay_buffer.protocol.awaited())
+            self.driver.tell(ev.BatchOpened(at=at, awaited=awaited))
         ended = ev.StepEnded(
             at=at,
             step=self.global_steps,

@@ -18,6 +18,10 @@ from seamless_verl.trajectory.messages import Message, Role, ToolCall
 _MARKERS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_call_start", "tool_calls_begin")
 
 
+_KEYS = ("seamless.proxy.tool_parser", "seamless.proxy.reasoning_parser")
+_OPTIONS = ("--tool-parser", "--reasoning-parser")
+
+
 def make_parser(tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> AnswerParser:
     """The parser for a run; Hermes-style calls and no reasoning where nothing is configured.
 
@@ -29,12 +33,35 @@ def make_parser(tokenizer: Any, tool_parser: str | None, reasoning_parser: str |
     return VllmParser(tokenizer, tool_parser, reasoning_parser)
 
 
+def parser_of(folder: str, *, tool_parser: str | None, reasoning_parser: str | None) -> AnswerParser:
+    """The parser of a stand-alone proxy, whose model has this folder or name on the Hub.
+
+    Raises:
+        ConfigError: vLLM is not installed here, has no parser of that name, or it does not fit the tokenizer.
+    """
+    try:
+        import vllm.tool_parsers  # noqa: F401
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        named = next((key, name) for key, name in zip(_OPTIONS, (tool_parser, reasoning_parser), strict=True) if name)
+        raise ConfigError(*named, f"needs vLLM beside the proxy: {error}", "pip install vllm, or drop it") from error
+    return VllmParser(AutoTokenizer.from_pretrained(folder), tool_parser, reasoning_parser, keys=_OPTIONS)
+
+
 class VllmParser:
     """Args:
     tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``.
+    keys: what the two are called where the user wrote them.
     """
 
-    def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        *,
+        keys: tuple[str, str] = _KEYS,
+    ) -> None:
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
 
@@ -43,11 +70,11 @@ class VllmParser:
         self._reasoning: Any = None
         self._fallback = TagParser()
         if tool_parser is not None:
-            self._tool_class = _found("tool_parser", tool_parser, ToolParserManager.get_tool_parser)
-            _fitting("tool_parser", tool_parser, lambda: self._tool_class(tokenizer))
+            self._tool_class = _found(keys[0], tool_parser, ToolParserManager.get_tool_parser)
+            _fitting(keys[0], tool_parser, lambda: self._tool_class(tokenizer))
         if reasoning_parser is not None:
-            made = _found("reasoning_parser", reasoning_parser, ReasoningParserManager.get_reasoning_parser)
-            self._reasoning = _fitting("reasoning_parser", reasoning_parser, lambda: made(tokenizer))
+            made = _found(keys[1], reasoning_parser, ReasoningParserManager.get_reasoning_parser)
+            self._reasoning = _fitting(keys[1], reasoning_parser, lambda: made(tokenizer))
 
     @property
     def think_tags(self) -> tuple[str, str] | None:
@@ -58,7 +85,7 @@ class VllmParser:
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether the tool parser has to see special tokens in the text."""
+        """See `AnswerParser`."""
         request = _request([{"type": "function", "function": {"name": "f", "parameters": {}}}])
         if self._tool_class is None:
             return False
@@ -126,7 +153,7 @@ def _found(key: str, name: str, find: Any) -> Any:
         return find(name)
     except (KeyError, ImportError) as error:
         fix = "write a name that `vllm serve --help` lists"
-        raise ConfigError(f"seamless.proxy.{key}", name, f"vLLM has no such parser: {error}", fix) from error
+        raise ConfigError(key, name, f"vLLM has no such parser: {error}", fix) from error
 
 
 def _fitting(key: str, name: str, make: Any) -> Any:
@@ -134,7 +161,7 @@ def _fitting(key: str, name: str, make: Any) -> Any:
         return make()
     except (RuntimeError, ValueError, KeyError) as error:
         fix = "write the parser of this model's family"
-        raise ConfigError(f"seamless.proxy.{key}", name, f"does not fit the tokenizer: {error}", fix) from error
+        raise ConfigError(key, name, f"does not fit the tokenizer: {error}", fix) from error
 
 
 def _request(tools: Sequence[Mapping[str, Any]], *, strict: bool = False) -> Any:

@@ -204,24 +204,27 @@ class SliceDriver:
         standing = {c.slice: c.command for c in (*lends, *syncs) if c.slice not in hybrid}
         returned = [c.slice for c in lends if c.slice in standing]
         lent = [c.slice for c in lends if c.slice in hybrid]
-        failed: list[ev.Event] = []
+        told: list[ev.Event] = []
         try:
             if lent:
                 self._replicas.hold(lent)
                 self._replicas.register(lent)
         except RayError as error:
-            failed = self._failures(hybrid, error)
+            told += self._failures(hybrid, error)
             hybrid = {}
         if standing:
             self._replicas.take_in(returned)
-            failed += self._sync(standing, version)
+            failed = self._sync(standing, version)
+            told += failed
             standing = {s: number for s, number in standing.items() if s not in {f.slice for f in failed}}
             self._replicas.register([s for s in returned if s in standing])
+            at = self.now()
+            told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
         if hybrid:
             try:
                 self._replicas.wake(list(hybrid), version, self._serving)
             except RayError as error:
-                failed += self._failures(hybrid, error)
+                told += self._failures(hybrid, error)
                 hybrid = {}
         if hybrid and not self._serving:
             self._on_lending(True)
@@ -230,7 +233,7 @@ class SliceDriver:
             ev.SliceReady(at=self.now(), slice=s, command=number, version=version)
             for s, number in {**standing, **hybrid}.items()
         ]
-        return [*failed, *ready]
+        return [*told, *ready]
 
     def _sync(self, commands: dict[SliceId, int], version: int) -> list[ev.SliceFailed]:
         """A replica that dies meanwhile is left out, and the transfer begins anew for the others.

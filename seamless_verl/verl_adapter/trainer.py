@@ -22,6 +22,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import update_prometheus_config
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
@@ -111,6 +112,12 @@ def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
         correction.rollout_is = "token"
 
 
+def _interruptible_replica() -> type[RolloutReplica]:
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleReplica  # brings vLLM in
+
+    return InterruptibleReplica
+
+
 @register_trainer(TRAINER_MODE)
 class SeamlessTrainer(LendingTrainer):
     """See the module. Under `seamless_verl.main`, bad configuration is refused earlier (`seamless_verl.preflight`)."""
@@ -118,6 +125,7 @@ class SeamlessTrainer(LendingTrainer):
     def __init__(self, config: DictConfig) -> None:
         self.seamless = adopt_config(config)
         self.slices = adopt_resources(config, self.seamless)
+        RolloutReplicaRegistry.register("vllm", _interruptible_replica)
         super().__init__(config)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
         self.first_step_at: float | None = None
@@ -330,6 +338,13 @@ class SeamlessTrainer(LendingTrainer):
     ) -> dict[str, float]:
         for report in validation_report(self.global_steps, data_sources, sample_uids, reward_extra_infos_dict):
             self.reporter.validation(report)
+        wanted = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+        missing = wanted - len(sample_uids)
+        if missing:
+            self.reporter.say(
+                f"validation after step {self.global_steps}: {missing} of {wanted} rollouts are missing; verl leaves "
+                "out the whole group of a rollout that failed (the reasons are in logs/)"
+            )
         return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
 
     # ---------------------------------------------------------------- checkpoints

@@ -7,7 +7,9 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
 class Replicas:
-    """In place of `ReplicaSlices`: keeps what it was told; ``dies_in`` is the method in which a replica dies."""
+    """In place of `ReplicaSlices`: keeps what it was told. A replica dies in the method ``dies_in``; ``takes`` is
+    called for the time that a method needs.
+    """
 
     def __init__(self):
         self.addresses = {"t/0": "A", "r/0": "B"}
@@ -15,6 +17,7 @@ class Replicas:
         self.awake = {"t/0"}
         self.told = []
         self.dies_in = {}
+        self.takes = {}
         self.died = set()
         self.restarts = []
 
@@ -23,6 +26,7 @@ class Replicas:
 
     def _maybe_die(self, method):
         self.told.append(method)
+        self.takes.get(method, lambda: None)()
         victim = self.dies_in.pop(method, None)
         if victim is not None:
             self.died.add(victim)
@@ -203,3 +207,13 @@ def test_a_drain_that_waits_for_requests_ends_when_the_last_of_them_has():
     run.driver.tell_requests()
     assert run.replicas.told.count("interrupt") == before + 1
     assert run.state("t/0") != "draining"
+
+
+def test_what_the_other_replicas_take_first_is_no_part_of_a_switch():
+    from seamless_verl.scheduling.switch_costs import Switch
+
+    run = Run()
+    for method, seconds in (("sync", 5.0), ("wake", 1.0)):
+        run.replicas.takes[method] = lambda seconds=seconds: setattr(run, "time", run.time + seconds)
+    run.step()
+    assert run.scheduler.cluster.costs.typical_s(Switch.TO_ROLLOUT) == pytest.approx(1.0, abs=0.1)

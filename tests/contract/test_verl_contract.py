@@ -118,6 +118,8 @@ NAMES = [
     "transfer_queue:kv_list",
     "transfer_queue:KVBatchMeta",
     "vllm._custom_ops:_supports_onednn",
+    "ray.util:get_node_ip_address",
+    "ray.util.scheduling_strategies:NodeAffinitySchedulingStrategy",
 ]
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from fastapi import FastAPI, Request, Response
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.calls import Call, ToolChoice
+from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.constraints import structured_outputs
 from seamless_verl.proxy.parsing import Asked, TagParser
+from seamless_verl.proxy.server import ProxyServer
+from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.standalone import StandaloneConfig, serve
 from tests.fakes import CHATML, small_tokenizer
+from tests.standalone import save_tokenizer
 
 pytest.importorskip("vllm")
-from seamless_verl.verl_adapter.parsers import VllmParser, make_parser
+from seamless_verl.verl_adapter.parsers import VllmParser, make_parser, parser_of
 
 SPECIAL = ("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|im_end|>")
 TOOLS: list[Any] = [
@@ -95,3 +105,61 @@ def test_what_is_configured_wrongly_is_named() -> None:
         make_parser(_tokenizer(), "nobody", None)
     with pytest.raises(ConfigError, match=r"seamless\.proxy\.reasoning_parser=deepseek_r1: does not fit the tokenizer"):
         make_parser(small_tokenizer(), None, "deepseek_r1")
+
+
+class Qwen:
+    """Stands at the wire of a vLLM server: thinks, calls a tool, and ends once it has seen the tool's output."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.app = FastAPI()
+        self.app.router.add_route("/v1/models", self._models)
+        self.app.router.add_route("/v1/completions", self._complete, methods=["POST"])
+
+    async def _models(self, request: Request) -> Response:
+        return Response('{"data": [{"id": "tiny", "max_model_len": 4096}]}', media_type="application/json")
+
+    async def _complete(self, request: Request) -> Response:
+        prompt = self._tokenizer.decode((await request.json())["prompt"])
+        text = "done" if "<|im_start|>tool" in prompt else f"<think>\nhm\n</think>\n\n{CODER}"
+        ids = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
+        choice = {"text": text, "finish_reason": "stop", "token_ids": ids}
+        body = {"choices": [{**choice, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}]}
+        return Response(json.dumps(body), media_type="application/json")
+
+
+async def test_the_stand_alone_proxy_understands_other_families_than_hermes(tmp_path: Path) -> None:
+    tokenizer = _tokenizer()
+    folder = save_tokenizer(tmp_path / "model", tokenizer)
+    with pytest.raises(ConfigError, match="--tool-parser=nobody: vLLM has no such parser"):
+        parser_of(str(folder), tool_parser="nobody", reasoning_parser=None)
+    vllm = ProxyServer(Qwen(tokenizer).app, drain_s=1)
+    config = StandaloneConfig(
+        engine=await vllm.start(),
+        model="tiny",
+        tokenizer=str(folder),
+        record=None,
+        host="127.0.0.1",
+        port=0,
+        admin_key="admin-key",
+        parser=partial(parser_of, tool_parser="qwen3_coder", reasoning_parser="qwen3"),
+    )
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(config, stop=stop, ready=ready.set_result))
+    admin = ProxyAdmin((await ready).base_url, "admin-key")
+    handle = await admin.open_session(SessionSpec())
+    async with openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key) as agent:
+        history: list[Any] = [{"role": "user", "content": "hi"}]
+        said = (await agent.chat.completions.create(model="m", messages=history, tools=TOOLS)).choices[0].message
+        (call,) = said.tool_calls or []
+        assert (said.content, call.function.name, json.loads(call.function.arguments)) == ("I look.", "run", {"n": 3})
+        assert said.model_dump()["reasoning_content"] == "hm"
+        history += [said.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "out"}]
+        last = await agent.chat.completions.create(model="m", messages=history, tools=TOOLS)
+        assert last.choices[0].message.content == "done"
+    result = await admin.close_session(handle.id)
+    assert (result.kinds, result.audit.is_clean, len(result.rows)) == ({"clean": 2}, True, 1)
+    await admin.close()
+    stop.set()
+    await serving
+    await vllm.stop()

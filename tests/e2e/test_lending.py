@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.forced_lengths import write_workload
@@ -13,7 +14,9 @@ from seamless_verl.observe.recording import Recording, read_recording
 from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     FAST,
     Machine,
+    finish,
     machine,
+    read_until,
     summary,
 )
 
@@ -97,3 +100,35 @@ def assert_books_balance(recording: Recording) -> None:
     assert {entry.slice for entry in books} == {"trainers/0", "rollouts/0"}
     for entry in books:
         assert sum(entry.seconds.values()) == pytest.approx(entry.wall_s, rel=0.005)
+
+
+def server_on(machine: Machine, core: int) -> psutil.Process:  # noqa: F811
+    """Declared devices are cores, so a replica is known by where it runs."""
+    servers = [p for p in machine.processes() if p.name().startswith("ray::vLLM") and p.cpu_affinity() == [core]]
+    (server,) = servers
+    return server
+
+
+def test_replicas_that_are_killed_are_left_out_restarted_and_lose_no_answer(machine):  # noqa: F811
+    process = machine.start(
+        *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=40"), **environment()
+    )
+    read_until(process, "step  2/40")
+    server_on(machine, 0).kill()  # the trainer's own, lent in every step
+    read_until(process, "slice trainers/0 is out")
+    read_until(process, "slice trainers/0 is back")
+    server_on(machine, 1).kill()  # the one that only rolls out
+    read_until(process, "slice rollouts/0 is out")
+    read_until(process, "slice rollouts/0 is back")
+    code, output = finish(process)
+    assert code == 0, output
+    (folder,) = machine.runs()
+    figures = summary(folder)
+    assert figures["steps"] == 40
+    assert figures["rows_audited"] == figures["rows"] == 40 * 4 * 4
+    assert figures["staleness_max"] <= 1
+    recording = read_recording(folder / "flight")
+    finishes = Counter(event.finish for event in recording.events if isinstance(event, flight.RequestEnded))
+    assert finishes["replica_died"] > 0
+    assert_books_balance(recording)
+    machine.assert_nothing_left()

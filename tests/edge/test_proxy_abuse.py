@@ -164,6 +164,36 @@ async def test_caps_on_bodies_and_messages() -> None:
         assert error_of(slow) == (408, "body_too_slow")
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_caps_are_told_in_the_shape_of_the_dialect(path: str) -> None:
+    def kind_of(answer: httpx.Response) -> str:
+        body = answer.json()
+        assert (body.get("type") == "error") == (path == "/v1/messages")
+        assert ("param" in body["error"]) == (path != "/v1/messages")
+        return str(body["error"]["type"])
+
+    limits = Limits(max_in_flight=1, max_body_bytes=2000)
+    async with serving(delay_s=5.0, limits=limits) as proxy:
+        one, two = await proxy.open(), await proxy.open()
+        body = {"model": "m", **ASKED[path]}
+        holding = asyncio.create_task(proxy.post(one, body, path))
+        await proxy.engine.started.wait()
+        busy = await proxy.post(two, body, path)
+        assert (busy.status_code, kind_of(busy), busy.headers["retry-after"]) == (429, "rate_limit_error", "1")
+        long = await proxy.post(two, {**body, "user": "x" * 3000}, path)
+        assert (long.status_code, kind_of(long)) == (413, "request_too_large")
+        await proxy.admin.delete_session(one.id)
+        assert (await holding).status_code == 409
+
+
 BAD_BODIES: list[tuple[bytes, str]] = [
     (b"", "invalid_json"),
     (b"{", "invalid_json"),

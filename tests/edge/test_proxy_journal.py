@@ -166,6 +166,24 @@ async def test_an_answer_that_died_on_the_way_is_given_again(tmp_path: Path) -> 
     await journal.close()
 
 
+async def test_an_answer_that_was_continued_after_a_restart_is_not_given_again(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path / "j.sqlite")
+    async with serving(_words, journal=journal) as proxy:
+        handle = await proxy.open()
+        first = (await proxy.post(handle, {"model": "m", "messages": HI})).json()["choices"][0]["message"]
+    await journal.close()
+    journal, store = SqliteJournal(tmp_path / "j.sqlite"), SessionStore()
+    for session in journal.sessions():
+        store.adopt(session)
+    async with serving(_words, journal=journal, sessions=store) as proxy:
+        assert (await proxy.post(handle, {"model": "m", "messages": [*HI, first, *HI]})).status_code == 200
+        again = await proxy.post(handle, {"model": "m", "messages": HI})  # the agent starts over
+        assert again.headers["x-seamless-match"] == "fork"
+        assert len(proxy.engine.requests) == 2
+        assert (await proxy.admin.close_session(handle.id)).audit.num_generations == 3
+    await journal.close()
+
+
 async def test_a_journal_that_cannot_be_written_keeps_the_answer_back(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     journal = SqliteJournal(path)

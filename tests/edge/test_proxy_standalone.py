@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
 from benchmarks.mock_engine import Connection, PreparedAnswers
 from benchmarks.traffic import model_folder
@@ -22,6 +21,7 @@ from tests.fakes import CHATML, small_tokenizer
 from tests.standalone import KEY, Standalone, chat, refused, save_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
+ADMIN = {"authorization": f"Bearer {KEY}"}
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -153,6 +153,39 @@ async def test_a_session_closed_but_not_written_is_finished_after_a_restart(mock
     await admin.close()
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+async def test_a_close_that_is_repeated_after_a_kill_gets_the_same_rows(mock: Mock, tmp_path: Path, form: str) -> None:
+    """The rows were written and the session forgotten, but the process died before its opener heard of it."""
+    proxy = await _proxy(mock, tmp_path, "--rows", form)
+    admin = proxy.admin()
+    handle, empty, unwanted = [await admin.open_session(SessionSpec(group="g", metadata={"a": "é"})) for _ in range(3)]
+    assert (await chat(proxy.url, handle.api_key, HI)).status_code == 200
+    outcome = {"reward": 0.5, "rewards": {"style": 0.25}}
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, headers=ADMIN) as http:
+        told = [(await http.post(f"/sessions/{one.id}/close", json=outcome)).json() for one in (handle, empty)]
+        await admin.delete_session(unwanted.id)
+        proxy.kill()
+        files = {path.name: path.read_bytes() for path in (proxy.record / "rows").iterdir()}
+        await asyncio.to_thread(proxy.start)
+        again = [(await http.post(f"/sessions/{one.id}/close", json=outcome)).json() for one in (handle, empty)]
+        assert again == told
+        assert [len(result["rows"]) for result in again] == [1, 0]
+        assert (again[0]["reward"], again[0]["metadata"]) == (0.5, {"a": "é"})
+        assert {path.name: path.read_bytes() for path in (proxy.record / "rows").iterdir()} == files
+        assert (await http.delete(f"/sessions/{handle.id}")).status_code == 204
+        for path in (f"{handle.id}/reward", f"{unwanted.id}/close"):
+            refused = await http.post(f"/sessions/{path}", json=outcome)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_closed")
+    late = await chat(proxy.url, handle.api_key, HI)
+    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_closed")
+    for path in (proxy.record / "rows").iterdir():
+        path.unlink()  # its user took them away
+    with pytest.raises(ProxyRefused, match="409 session_closed"):
+        await admin.close_session(handle.id)
+    await admin.close()
+    proxy.stop()
+
+
 async def test_a_damaged_turn_is_named_and_the_earlier_ones_are_kept(mock: Mock, tmp_path: Path) -> None:
     proxy = await _proxy(mock, tmp_path)
     admin = proxy.admin()
@@ -255,6 +288,8 @@ async def test_bad_options_are_named(mock: Mock, tmp_path: Path) -> None:
     "template", [CHATML, "{{ bos_token or 'none' }}{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 )
 def test_the_folders_tokenizer_is_transformers_own(tmp_path: Path, template: str) -> None:
+    from transformers import AutoTokenizer  # brings torch, which no other test of the proxy needs
+
     folder = save_tokenizer(tmp_path / "m", small_tokenizer(template))
     ours, theirs = FolderTokenizer(folder), AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": "é & <b>"}, {"role": "user", "content": " 'quoted'\n\n"}]

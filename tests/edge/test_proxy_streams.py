@@ -204,7 +204,9 @@ async def test_a_client_that_does_not_read_is_dropped() -> None:
         while not (await proxy.admin.view_session(handle.id))["turns"]:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.05)
         await asyncio.wait_for(reader.read(64), 5)
-        await asyncio.sleep(0.5)
+        (session,) = proxy.deps.sessions
+        while not session.is_idle:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.05)
         await asyncio.wait_for(reader.read(), 20)  # ends, because the proxy hung up; it would wait for ever otherwise
         writer.close()
         retry = await proxy.post(handle, {"model": "m", "messages": HI, "stream": True, "logprobs": True})

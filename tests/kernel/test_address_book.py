@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.proxy.address_book import KEY_PREFIX, AddressBook, prefix_of
@@ -11,6 +11,7 @@ from seamless_verl.proxy.address_book import KEY_PREFIX, AddressBook, prefix_of
 TOKENS = [f"t{number}" for number in range(3000)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12))
 def test_a_further_shard_takes_an_even_share_and_nothing_else_changes(num: int) -> None:
     before = AddressBook(addresses={shard: f"u{shard}" for shard in range(num)})
@@ -22,6 +23,7 @@ def test_a_further_shard_takes_an_even_share_and_nothing_else_changes(num: int) 
         assert after.owner(f"{prefix_of(shard)}abc") == before.owner(f"{prefix_of(shard)}abc") == shard
 
 
+@settings(deadline=None)
 @given(st.integers(0, 20), st.text())
 def test_the_owner_is_in_the_name(shard: int, rest: str) -> None:
     book = AddressBook(addresses=dict.fromkeys(range(21), "u"))

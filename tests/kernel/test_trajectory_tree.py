@@ -49,6 +49,8 @@ CALL = ToolCall(id="c1", name="run", arguments='{"a": 1, "b": 2}')
         ),
         (assistant("yes \n"), assistant("yes"), "content_whitespace"),
         (assistant("yes", reasoning="since"), assistant("yes"), "reasoning_dropped"),
+        (assistant("yes", reasoning="I see, so"), assistant("yes", reasoning=" so"), "reasoning_dropped"),
+        (assistant("yes", reasoning="a" * 300), assistant("yes", reasoning="a" * 100), "reasoning_dropped"),
     ],
 )
 def test_another_spelling_keeps_the_generated_tokens_and_is_reported_once(

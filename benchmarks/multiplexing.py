@@ -1,0 +1,292 @@
+"""Idle training slices working for rollout: verl's own ways and ours, same prompts, same forced lengths, same cores.
+
+Two cores are two devices: the trainer and its lendable replica share one, the rollout-only replica has the other.
+Systems run one after the other, in rounds; the first steps of each run are left out. The idle share of verl's
+trainer is the time it waits for samples while it holds its device; ours is that of the recorded ledger, in which a
+lent slice without a request counts as idle, too.
+
+``--lengths constant`` and ``--switch-cost SECONDS`` (added to every change of hands) are negative controls. A whole
+measurement takes half an hour; ``--resume FILE --minutes 8`` takes it in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks import parts
+from benchmarks.parts import Parts
+from benchmarks.records import Record, arguments, report
+
+_ROOT = Path(__file__).parents[1]
+_CORES = {"hybrid": {"trainer": [0], "replica": [0, 1]}, "apart": {"trainer": [0], "replica": [1]}}
+_LEFT_OUT = 2
+_LONGEST = 480
+
+_VERL = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "trainer.v1.separate_async.num_warmup_batches=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_zmq",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=seamless_verl.verl_adapter.cpu_weights",
+]
+
+
+def _resources(trainer: str) -> str:
+    return (
+        f"seamless.resources=[{{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: {trainer}}},"
+        "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
+    )
+
+
+_LENDABLE = _resources("[train, rollout]")
+SYSTEMS: Mapping[str, tuple[list[str], str]] = {
+    "verl separate_async": ([*_VERL, "actor_rollout_ref.hybrid_engine=false"], "apart"),
+    "verl enable_switch": (
+        [
+            *_VERL,
+            "actor_rollout_ref.hybrid_engine=true",
+            "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
+        ],
+        "hybrid",
+    ),
+    "ours apart": ([_resources("[train]")], "apart"),
+    "ours greedy": ([_LENDABLE, "seamless.scheduler.policy=greedy"], "hybrid"),
+    "ours predictive": ([_LENDABLE, "seamless.scheduler.policy=predictive"], "hybrid"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run.
+
+    Attributes:
+        steps_s: wall time of each step that counts. With a lag of one step, long and short ones alternate: a run is
+            judged by their mean.
+        idle: share of the trainable slice's time in which it had nothing to do.
+        staleness: versions by first token, the largest; verl's metric for verl's modes.
+        loans: decisions to lend.
+        complete: rows that were audited, of all; None where rows carry no stamp.
+    """
+
+    steps_s: list[float]
+    idle: float
+    staleness: float
+    loans: int
+    complete: float | None
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.steps_s)
+
+
+def run(system: str, work: Path, lengths: str, steps: int, switch_cost_s: float, seed: int) -> Measured:
+    """Start it as a user would, and read what it leaves.
+
+    Raises:
+        RuntimeError: it did not end well.
+    """
+    overrides, cores = SYSTEMS[system]
+    with tempfile.TemporaryDirectory(prefix="mux-") as temporary:
+        folder = Path(temporary) / "run"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+            "SEAMLESS_CORES": json.dumps(_CORES[cores]),
+            "VERL_LOGGING_LEVEL": "WARN",  # verl 0.9.1: trainer_separate_async.py:181 raises at INFO without hybrid
+            "BENCHMARK_SWITCH_COST_S": str(switch_cost_s),
+        }
+        command = [sys.executable, "-m", "seamless_verl.main", *_workload(work, lengths, steps, seed), *overrides]
+        if switch_cost_s:
+            environment["VERL_USE_EXTERNAL_MODULES"] = "benchmarks.expensive_switch"
+        done = subprocess.run(
+            [*command, f"hydra.run.dir={folder}"], cwd=_ROOT, env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"{system} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        return _read(folder, ours=system.startswith("ours"))
+
+
+def _workload(work: Path, lengths: str, steps: int, seed: int) -> list[str]:
+    data = work / f"{lengths}.parquet"
+    return [
+        "+recipe=arithmetic",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        f"data.seed={seed}",
+        f"data.max_response_length={_LONGEST}",
+        f"actor_rollout_ref.rollout.max_model_len={_LONGEST + 32}",
+        f"+actor_rollout_ref.rollout.agent.agent_loop_config_path={work}/agent_loops.yaml",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.max_num_seqs=4",  # generating takes about twice as long as training, as usual in RL
+        "algorithm.rollout_correction.bypass_mode=true",
+        "trainer.rollout_data_dir=null",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        f"trainer.total_training_steps={steps}",
+    ]
+
+
+def _read(folder: Path, *, ours: bool) -> Measured:
+    log = (folder / "logs" / "trainer.log").read_text(errors="replace")
+    lines = [line for line in log.splitlines() if re.match(r"step:\d+ - ", line)]
+    steps = [dict(part.rsplit(":", 1) for part in line.split(" - ") if ":" in part) for line in lines][_LEFT_OUT:]
+    seconds = [float(step["timing_s/step"]) for step in steps]
+    if not ours:
+        waited = sum(float(step.get("timing_s/gen", 0.0)) for step in steps)
+        stale = max(_number(step["training/off_policy/trajectory_staleness/max"]) for step in steps)
+        loans = sum("timing_s/switch_to_rollout" in step for step in steps)
+        return Measured(steps_s=seconds, idle=waited / sum(seconds), staleness=stale, loans=loans, complete=None)
+    summary = json.loads((folder / "summary.json").read_text())
+    return Measured(
+        steps_s=seconds,
+        idle=_idle_share(folder),
+        staleness=summary["staleness_max"],
+        loans=_count_loans(folder),
+        complete=summary["rows_audited"] / summary["rows"],
+    )
+
+
+def _number(text: str) -> float:
+    """verl prints some of its metrics as ``np.int64(1)``."""
+    return float(text.removesuffix(")").rpartition("(")[2])
+
+
+def _idle_share(folder: Path) -> float:
+    """Of the slice that can train, from the third step's beginning to the end of the last."""
+    from seamless_verl.observe import flight
+    from seamless_verl.observe.ledger import Ledger, idle_shares
+    from seamless_verl.observe.recording import read_recording
+
+    ledger, before, books, pool = Ledger(), None, (), ""
+    for event in read_recording(folder / "flight").events:
+        if isinstance(event, flight.SliceAdded) and "train" in event.capabilities:
+            pool = event.pool
+        if isinstance(event, flight.StepBegan) and event.step == _LEFT_OUT + 1:
+            before = ledger.books(event.at)
+        ledger.handle(event)
+        if isinstance(event, flight.StepEnded):
+            books = ledger.books(event.at)
+    assert before is not None
+    return idle_shares(before, books)[pool]
+
+
+def _count_loans(folder: Path) -> int:
+    from seamless_verl.observe import flight
+    from seamless_verl.observe.recording import read_recording
+
+    events = read_recording(folder / "flight").events
+    return sum(isinstance(event, flight.DecisionMade) and event.action == "lend" for event in events)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parts.extend(parser)
+    parser.add_argument("--lengths", choices=("skewed", "constant"), default="skewed")
+    parser.add_argument("--switch-cost", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+
+
+def main() -> int:
+    from benchmarks.forced_lengths import write_workload
+
+    options = arguments(__doc__ or "", _options)
+    taken = Parts(options)
+    repeats = 1 if options.quick else options.repeats
+    with tempfile.TemporaryDirectory(prefix="mux-") as folder:
+        work = Path(folder)
+        write_workload(work, lengths=options.lengths, prompts=256, sessions=8, longest=_LONGEST)
+        for repeat in range(repeats):
+            first = repeat % len(options.systems)
+            for system in options.systems[first:] + options.systems[:first]:
+                if len(taken.of(system)) > repeat:
+                    continue
+                if taken.out_of_time:
+                    return taken.pause()
+                measured = run(system, work, options.lengths, options.steps, options.switch_cost, repeat)
+                taken.add(system, asdict(measured))
+                print(f"{repeat + 1}/{repeats} {system}: {measured.mean_s:.2f} s/step", flush=True)
+    found = {system: [Measured(**one) for one in taken.of(system)] for system in options.systems}
+    negative = options.lengths == "constant" or options.switch_cost > 0
+    return report(_records(found, negative=negative), options.json)
+
+
+def _records(found: Mapping[str, list[Measured]], *, negative: bool) -> list[Record]:
+    records = []
+    medians = {system: statistics.median([one.mean_s for one in runs]) for system, runs in found.items()}
+    for system, runs in found.items():
+        idle = statistics.median([one.idle for one in runs])
+        bar = system in ("ours greedy", "ours predictive") and not negative
+        records += [
+            Record(name=f"{system}: wall time per step", value=medians[system], unit="s"),
+            Record(
+                name="  idle share of the trainable slice",
+                value=idle,
+                unit="",
+                bar="<= 0.10" if bar else "",
+                holds=idle <= 0.10 if bar else None,
+            ),
+            Record(name="  loans per run, median", value=statistics.median([one.loans for one in runs]), unit=""),
+        ]
+        stale = max(one.staleness for one in runs)
+        ours = system.startswith("ours")
+        records.append(
+            Record(
+                name="  largest staleness by first token",
+                value=stale,
+                unit="versions",
+                bar="<= 1" if ours else "",
+                holds=stale <= 1 if ours else None,
+            )
+        )
+        if ours:
+            complete = min(one.complete or 0.0 for one in runs)
+            records.append(
+                Record(name="  share of rows audited", value=complete, unit="", bar="= 1", holds=complete == 1)
+            )
+    theirs = [system for system in found if system.startswith("verl")]
+    for system in ("ours greedy", "ours predictive"):
+        if system in found and theirs:
+            rounds = zip(*(found[other] for other in (system, *theirs)), strict=True)
+            ratios = [min(other.mean_s for other in others) / own.mean_s for own, *others in rounds]
+            ratio = statistics.median(ratios)
+            records.append(
+                Record(
+                    name=f"{system}, speed relative to verl's best of a round",
+                    value=ratio,
+                    unit="x",
+                    bar="> 1",
+                    holds=ratio > 1,
+                )
+            )
+    if "ours apart" in medians and "ours predictive" in medians:
+        loss = medians["ours predictive"] / medians["ours apart"] - 1
+        records.append(
+            Record(
+                name="ours predictive, loss against never lending",
+                value=loss,
+                unit="",
+                bar="<= 0.03" if negative else "",
+                holds=loss <= 0.03 if negative else None,
+            )
+        )
+    return records
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Interrupting a verl server whose requests queue, with verl's own code around an engine that never has a seat."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+class FullEngine:
+    """As vLLM's ``AsyncLLM``: `generate` adds the request, then waits for tokens, which here only a pause brings."""
+
+    def __init__(self):
+        self.output_processor = SimpleNamespace(request_states={})
+        self.let_in = asyncio.Event()
+        self.paused = asyncio.Event()
+
+    async def add_request(self, request_id, prompt, params, **kwargs):
+        await self.let_in.wait()
+        self.output_processor.request_states[request_id] = params
+
+    async def generate(self, prompt, sampling_params, request_id, **kwargs):
+        await self.add_request(request_id, prompt, sampling_params)
+        await self.paused.wait()
+        yield SimpleNamespace(outputs=[])
+
+    async def pause_generation(self, **kwargs):
+        self.paused.set()
+
+
+async def serve(cls, monkeypatch):
+    """A server of ``cls`` around such an engine; nothing of its construction needs a GPU, a port or a model."""
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    async def run_server(self, args):
+        self.engine = FullEngine()
+
+    monkeypatch.setattr(vLLMHttpServer, "run_server", run_server)
+    monkeypatch.setattr(vLLMHttpServer, "lora_as_adapter", False)
+    server = object.__new__(cls)
+    if hasattr(cls, "_admitting"):
+        server._on_their_way = set()
+    vars(server).update(
+        node_rank=0,
+        replica_rank=0,
+        global_steps=3,
+        config=OmegaConf.create({"max_model_len": 64, "full_determinism": False}),
+        model_config=SimpleNamespace(processor=None),
+        _disaggregation_role="null",
+        _submission_paused=False,
+        _rejecting=False,
+        _resume_event=asyncio.Event(),
+    )
+    server._admitting = 0
+    await server.run_server(None)
+    return server
+
+
+async def one_arriving(server):
+    task = asyncio.create_task(server.generate([1, 2], {"max_tokens": 4}, "r1"))
+    while not server._admitting:
+        if task.done():
+            task.result()
+        await asyncio.sleep(0)
+    return task
+
+
+async def one_queued(server):
+    task = await one_arriving(server)
+    server.engine.let_in.set()
+    for _ in range(20):  # it arrives, and whoever waits for that has been told
+        await asyncio.sleep(0)
+    assert "r1" in server.engine.output_processor.request_states
+    return task
+
+
+def test_a_queued_request_is_interrupted_at_once(monkeypatch):
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+
+    async def scenario():
+        server = await serve(InterruptibleServer, monkeypatch)
+        request = await one_queued(server)
+        assert server._admitting == 0
+        report = await server.abort_all_requests()
+        assert report["request_ids"] == ["r1"]
+        output = await request
+        assert (output.token_ids, output.stop_reason) == ([], "aborted")
+
+    asyncio.run(scenario())
+
+
+def test_a_request_half_way_into_the_engine_is_waited_for(monkeypatch):
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+
+    async def scenario():
+        server = await serve(InterruptibleServer, monkeypatch)
+        request = await one_arriving(server)
+        abort = asyncio.create_task(server.abort_all_requests())
+        await asyncio.sleep(0.05)  # several of verl's looks
+        assert not server.engine.paused.is_set()
+        server.engine.let_in.set()
+        await abort
+        await request
+        assert server._admitting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_cancelled_on_its_way_is_not_waited_for(monkeypatch):
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+
+    async def scenario():
+        server = await serve(InterruptibleServer, monkeypatch)
+        request = await one_arriving(server)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await server.abort_all_requests()
+
+    asyncio.run(scenario())
+
+
+def test_verls_own_server_would_wait_for_the_queue(monkeypatch):
+    """When this fails, verl counts as `InterruptibleServer` does, which can then go."""
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    async def scenario():
+        server = await serve(vLLMHttpServer, monkeypatch)
+        request = await one_queued(server)
+        assert server._admitting == 1
+        server.engine.paused.set()
+        await request
+
+    asyncio.run(scenario())
+
+
+def test_our_trainer_starts_such_servers():
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+    from seamless_verl.verl_adapter.trainer import _interruptible_replica
+
+    before = RolloutReplicaRegistry._registry["vllm"]
+    try:
+        RolloutReplicaRegistry.register("vllm", _interruptible_replica)
+        replica = RolloutReplicaRegistry.get("vllm")
+    finally:
+        RolloutReplicaRegistry._registry["vllm"] = before
+    assert issubclass(replica, vLLMReplica)
+    assert replica is not vLLMReplica
