@@ -2,7 +2,7 @@
 
     python -m benchmarks.staleness [--quick] [--json FILE]
 
-Only the kernel runs here, on virtual time where time matters. Live figures need a run: `python -m seamless_verl.main`.
+Only the kernel runs here, on virtual time where time matters. Whole runs are measured by `benchmarks.staleness_live`.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ def test_ctrl_c_ends_one_run_and_leaves_the_one_beside_it_alone(machine):
 
 
 def taught_arithmetic(folder: Path) -> list[str]:
-    """The arithmetic recipe with two sources and a reward that finds every even sum solved; 16 prompts are an epoch."""
-    sums = [(a, b) for a in range(4) for b in range(4)]
+    """The arithmetic recipe with two sources and a reward that finds every even sum solved; 32 prompts are an epoch."""
+    sums = [(a, b) for a in range(4) for b in range(8)]
     rows = [
         {
             "data_source": source,
@@ -234,7 +234,6 @@ def taught_arithmetic(folder: Path) -> list[str]:
     stages = "[{name: low, sources: [low], until_epoch: 1}, {name: both, sources: [low, high]}]"
     return [
         f"data.train_files={folder}/sums.parquet",
-        "data.train_batch_size=8",
         f"reward.custom_reward_function.path={folder}/reward.py",
         "seamless.curriculum.history_resampling=true",
         "seamless.curriculum.accuracy_key=acc",
@@ -252,7 +251,7 @@ def trained_sums(folder: Path, step: int) -> list[str]:
 def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     arguments = [*FAST, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.resume_mode=auto"]
     # Synchronous: every token is of the version being trained, so weights that came over wrongly would show.
-    arguments += ["seamless.staleness.eta=0", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    arguments += ["seamless.staleness.eta=0", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     arguments += taught_arithmetic(machine.folder)
     process = machine.start(*arguments)
     read_until(process, "step 2/4")
@@ -278,13 +277,13 @@ def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     assert figures["max_logprob_diff"] <= 1e-4
     machine.assert_nothing_left()
     # Steps 1 and 2 were the epoch of the first stage; what it solved is not drawn again, nor is anything drawn twice.
-    low = [f"{a}+{b}" for a in range(4) for b in range(4)]
+    low = [f"{a}+{b}" for a in range(4) for b in range(8)]
     assert sorted(trained_sums(folder, 1) + trained_sums(folder, 2)) == low
     later = trained_sums(folder, 3) + trained_sums(folder, 4)
-    assert len(set(later)) == len(later) == 16
+    assert len(set(later)) == len(later) == 32
     assert not {prompt for prompt in later if prompt in low and eval(prompt) % 2 == 0}
-    assert "both: pool 24 (8 left)" in output
-    assert figures["curriculum"] == {"stage": "both", "epochs_ended": 1, "pool": 24, "left": 8}
+    assert "both: pool 48 (16 left)" in output
+    assert figures["curriculum"] == {"stage": "both", "epochs_ended": 1, "pool": 48, "left": 16}
     assert json.loads((folder / "curriculum.jsonl").read_text().splitlines()[0])["removed"]
 
 
