@@ -33,6 +33,7 @@ RIVALS = (
     "verl_enable_switch_wait",
     "verl_sync",
     "verl_colocate_async",
+    "verl_colocate_async_wait",
     "staleflow",
 )
 SIZES = (16, 32, 64, 128)
@@ -141,7 +142,7 @@ def compare(options: argparse.Namespace) -> Iterator[Record]:
     for work, gpus, split in places:
         name = f"{work}, {gpus} GPUs, {split:.0%} train"
         for rival in RIVALS:
-            ratios = []
+            ratios, older = [], False
             for seed in range(seeds):
                 ours, theirs = (
                     cells.get(Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps))
@@ -149,8 +150,12 @@ def compare(options: argparse.Namespace) -> Iterator[Record]:
                 )
                 if ours and theirs:
                     ratios.append(theirs["step_s"] / ours["step_s"])
+                    older = older or theirs["staleness"] > ours["staleness"]
             if not ratios:
                 missing += 1
+                continue
+            if older:  # verl's default does not bound the age; `_wait` does
+                yield Record(name=f"{name}: {rival}", value=mean(ratios), unit="x", bar="older samples, no bar")
                 continue
             low, high = _interval(ratios)
             level = high >= _LEVEL if len(ratios) > 1 else mean(ratios) >= _LEVEL
@@ -208,13 +213,14 @@ def large(options: argparse.Namespace) -> Iterator[Record]:
 
 def shards(options: argparse.Namespace) -> Iterator[Record]:
     """Proxy shards for 100,000 concurrent agents: queues of sessions hashed to shards, served at the measured cost."""
-    if options.turn_cost_ms is None:
-        print("shards: left out; measure the cost of a turn (benchmarks.many_agents) and give it as --turn-cost-ms")
+    if options.measured is None:
+        print("shards: left out; measure one shard (benchmarks.many_agents --json FILE) and give it as --measured FILE")
         return
-    cost_s = 1e-3 * options.turn_cost_ms
+    taken = json.loads(options.measured.read_text())["records"]
+    cost_s = 1.0 / max(record["value"] for record in taken if record["name"].endswith(": turns/s"))
     turn_s = 500 * 0.014 + 8.0  # the agentic workload: 500 tokens at 14 ms, a tool of 8 s
     agents = 10_000 if options.quick else 100_000
-    yield Record(name="shards: measured cost of a turn", value=options.turn_cost_ms, unit="ms")
+    yield Record(name="shards: measured cost of a turn", value=1e3 * cost_s, unit="ms")
     yield Record(name="shards: turns per second", value=agents / turn_s, unit="1/s")
     for busy in (0.9, 0.7, 0.5):
         count = math.ceil(agents / turn_s * cost_s / busy)
@@ -261,7 +267,7 @@ def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="GPUS", help="only these clusters")
     parser.add_argument("--workloads", nargs="+", default=tuple(WORKLOADS), choices=tuple(WORKLOADS))
-    parser.add_argument("--turn-cost-ms", type=float, help="core time of a turn in a shard, as many_agents measures it")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="records of many_agents on one shard, for shards")
 
 
 def main() -> int:

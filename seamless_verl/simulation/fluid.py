@@ -8,12 +8,15 @@ Bound.    A batch is admitted when weights are published and must be whole eta +
           C(a) tokens generated at age a and n(t) requests in flight, dC/da = 1 / step time(n): a periodic fluid
           equation whose smallest T with C((eta + 1) T) >= longest is found by bisection.
 
-Paid.     Each step pays for what no decision avoids: every slice loads the weights once, a slice that is lent wakes up
-          and is drained at least once (the 2 T_switch of PAPERS 1.2), and what is generated last must still be trained
-          and pushed before the next version is out, so the longest trajectory has (eta + 1) T less that.
+Paid.     Each step pays for what no decision avoids: a slice that is lent wakes up and is drained at least once (the
+          2 T_switch of PAPERS 1.2); new weights stop what runs on a slice while it loads them (a request could only
+          dodge that by moving, and is prefilled again then); and what is generated last must still be trained and
+          pushed before the next version is out, so the longest trajectory has (eta + 1) T less both.
 
 The last two are what an ideal system reaches that shares all slices equally among the requests in flight; it is a limit
-for policies that decide who uses which slice when, not for clairvoyant ones that would give long requests more.
+for policies that decide who uses which slice when, not for clairvoyant ones that would give long requests more. As a
+fluid it is exact to a few per cent: simulated systems that never lend come to 0.83 to 1.03 of
+theirs (constant lengths to the least, the fullest replicas to the most).
 """
 
 from __future__ import annotations
@@ -39,12 +42,15 @@ class WorkSample:
 
     Attributes:
         longest: mean over batches of the longest trajectory, in generated tokens.
+        begins_with, grows_by: tokens of cache at the first generated token, and per generated token (tool results too).
     """
 
     generated: Any
     tool_s: Any
     longest: float
     trained: float
+    begins_with: float
+    grows_by: float
     decoding_context: float
     prefilled_share: float
 
@@ -64,10 +70,11 @@ def sample(scenario: Scenario) -> WorkSample:
     """With a seed of its own: the limit belongs to the setting, not to a run."""
     rng = random.Random(7919)
     groups = max(_GROUPS, 2 * scenario.batch)
-    generated, tools, trained, weighted, prefilled = [], [], 0.0, 0.0, 0.0
+    generated, tools, first, trained, weighted, prefilled = [], [], 0.0, 0.0, 0.0, 0.0
     for _ in range(groups):
         for trajectory in scenario.workload.group(rng, scenario.attempts):
             context = 0
+            first += trajectory[0].prompt
             for turn in trajectory:
                 context += turn.prompt
                 prefilled += turn.prompt
@@ -79,12 +86,17 @@ def sample(scenario: Scenario) -> WorkSample:
     tokens = np.array(generated)
     size = scenario.batch * scenario.attempts
     batches = tokens[: len(tokens) // size * size].reshape(-1, size)
+    begins_with = first / len(tokens)
+    decoding_context = float(weighted / tokens.sum())
+    mean_age = float((tokens**2).sum() / 2 / tokens.sum())  # generated tokens of a request that decodes
     return WorkSample(
         generated=tokens,
         tool_s=np.array(tools),
         longest=float(batches.max(axis=1).mean()),
         trained=trained / len(tokens),
-        decoding_context=weighted / tokens.sum(),
+        begins_with=begins_with,
+        grows_by=max(0.0, decoding_context - begins_with) / mean_age,
+        decoding_context=decoding_context,
         prefilled_share=prefilled / tokens.sum(),
     )
 
@@ -109,7 +121,7 @@ def fluid_limit(scenario: Scenario) -> FluidLimit:
 
     def bounded(step_s: float) -> bool:
         slices = always + lent * (1.0 - min(1.0, train_s / step_s))
-        return slices > 0 and _fits(scenario, work, everybody[0].engine, slices, step_s, 0.0)
+        return slices > 0 and _fits(scenario, work, everybody[0].engine, slices, step_s)
 
     costs = scenario.costs
     push_s = 0.0 if rules.colocated or rules.stop_the_world else costs.push
@@ -119,10 +131,10 @@ def fluid_limit(scenario: Scenario) -> FluidLimit:
         lent_s = max(0.0, step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
         always_s = max(0.0, step_s - costs.load)
         made = rate_standing * always_s + (rate_all - rate_standing) * lent_s
-        slices = (always * always_s + lent * lent_s) / step_s
+        slices = always + lent * lent_s / max(always_s, 1e-9)
         if made < tokens or step_s < train_s or slices == 0:
             return False
-        return _fits(scenario, work, everybody[0].engine, slices, step_s, last_s + push_s)
+        return _fits(scenario, work, everybody[0].engine, slices, step_s, load_s=costs.load, after_s=last_s + push_s)
 
     bounded_s = _smallest(bounded, work_s)
     return FluidLimit(train_s=train_s, work_s=work_s, bounded_s=bounded_s, paid_s=_smallest(paid, bounded_s))
@@ -147,36 +159,49 @@ def limit_of(scenario: Scenario) -> float:
 
 
 def _fits(
-    scenario: Scenario, work: WorkSample, engine: EnginePhysics, slices: float, step_s: float, after_s: float
+    scenario: Scenario,
+    work: WorkSample,
+    engine: EnginePhysics,
+    slices: float,
+    step_s: float,
+    *,
+    load_s: float = 0.0,
+    after_s: float = 0.0,
 ) -> bool:
-    """Whether a batch's trajectories end ``after_s`` before eta + 1 steps of this length do, in the periodic fluid."""
+    """Whether a batch's trajectories end ``after_s`` before eta + 1 steps of this length do, in the periodic fluid.
+
+    Nothing is generated during the first ``load_s`` of a step.
+    """
     lives = scenario.eta + 1
-    width = step_s / _CELLS
-    scale = scenario.batch * scenario.attempts / len(work.generated)
-    running = np.full(_CELLS, 0.7 * lives * scenario.batch * scenario.attempts)
+    width = (step_s - load_s) / _CELLS
+    if width <= 0:
+        return False
+    size = scenario.batch * scenario.attempts
     order = np.sort(work.generated)
     tool_share = float(work.tool_s.sum() / max(work.generated.sum(), 1.0))  # seconds of tools per generated token
+    running = np.full(_CELLS, 0.7 * lives * size)
+    context = np.full(_CELLS, work.decoding_context)
     progress = np.zeros(lives * _CELLS)
     for _ in range(40):
-        per_slice = np.clip(running / slices, 1e-3, engine.max_running)
-        step = _step_s(engine, per_slice, work)
-        speed = np.tile(1.0 / (step + tool_share), lives)
-        progress = np.cumsum(speed) * width
-        alive = (len(order) - np.searchsorted(order, progress)) * scale
-        duty = np.tile(step / (step + tool_share), lives)
-        now = (alive * duty).reshape(lives, _CELLS).sum(axis=0)
+        step = _step_s(engine, np.maximum(running / slices, 1e-3), context, work)
+        duty = step / (step + tool_share)
+        progress = np.cumsum(np.tile(duty / step, lives)) * width
+        alive = (len(order) - np.searchsorted(order, progress)) * (size / len(order))
+        decoding = alive * np.tile(duty, lives)
+        now = np.maximum(decoding.reshape(lives, _CELLS).sum(axis=0), 1e-3)
+        held = (decoding * (work.begins_with + work.grows_by * progress)).reshape(lives, _CELLS).sum(axis=0)
         if np.abs(now - running).max() < 0.5:
             break
-        running = 0.5 * (running + now)
+        running, context = 0.5 * (running + now), 0.5 * (context + held / now)
     last = len(progress) - 1 - round(after_s / width)
     return last >= 0 and bool(progress[last] >= work.longest)
 
 
-def _step_s(engine: EnginePhysics, running: Any, work: WorkSample) -> Any:
+def _step_s(engine: EnginePhysics, running: Any, context: Any, work: WorkSample) -> Any:
     """Seconds per token of one request among ``running``, with its share of everybody's prefill."""
-    fits = np.minimum(running, engine.kv_tokens / work.decoding_context)
+    fits = np.minimum(np.minimum(running, engine.max_running), engine.kv_tokens / np.maximum(context, 1.0))
     cost = engine.decode
-    step = cost.attention_base_s + cost.attention_per_token_s * fits * work.decoding_context
+    step = cost.attention_base_s + cost.attention_per_token_s * fits * context
     step = step + np.maximum(cost.floor_s, cost.base_s + cost.per_request_s * fits)
     return step * running / fits + running * work.prefilled_share * engine.prefill_s_per_token
 
@@ -187,7 +212,9 @@ def _rate(pools: list[Pool], in_flight: float, work: WorkSample) -> float:
     if not slices:
         return 0.0
     per_slice = min(in_flight / slices, min(pool.engine.max_running for pool in pools))
-    return sum(pool.slices * per_slice / float(_step_s(pool.engine, per_slice, work)) for pool in pools)
+    return sum(
+        pool.slices * per_slice / float(_step_s(pool.engine, per_slice, work.decoding_context, work)) for pool in pools
+    )
 
 
 def _train_s(scenario: Scenario, gang: list[Pool], work: WorkSample) -> float:

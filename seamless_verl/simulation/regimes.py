@@ -91,6 +91,12 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
             poll_s=_VERL_POLL_S,
         ),
+        "verl_colocate_async_wait": Regime(
+            colocated=True,
+            policy=_colocated,
+            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
+            poll_s=_VERL_POLL_S,
+        ),
         "verl_one_step_off": Regime(
             policy=_disaggregated,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=0),

@@ -6,7 +6,8 @@ The policy fits generation speed and lengths to what finishes (`prediction.sessi
 * **hold** against **lend m slices until x groups are ready**, for several m and x, with the measured costs of waking
   and of taking back; lent is the cheapest plan if it beats holding by a margin;
 * while slices are lent, **take back now** against later: the interrupt is sent one switch before the x-th group is
-  expected, so that the gang is free just then, and shortly before that lent slices get no new requests;
+  expected, so that the gang is free just then, and shortly before that lent slices get no new requests; a forecast of
+  which nothing has come true yet is not believed (lengths that are all equal all come at once, or all late);
 * the router learns when each loan should end and can keep long work on slices that are never taken back.
 
 **No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released
@@ -43,6 +44,7 @@ from seamless_verl.scheduling.switch_costs import Switch
 
 _SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
 _ENOUGH_LENGTHS = 4
+_ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 
 
@@ -247,7 +249,8 @@ class Predictive:
                 if worth < best.worth:
                     best = _Plan(worth=worth, back_s=at, groups=groups)
         soon = max(0.25 * back_s, 0.02)
-        if best.back_s <= soon and best.worth < math.inf:
+        arriving = due or cluster.ready >= _ARRIVED * trainer.minimum
+        if best.back_s <= soon and best.worth < math.inf and arriving:
             yield self._reclaim(lent, f"{cluster.ready} groups are ready; taking back takes {back_s:.2f} s")
             return
         self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon)

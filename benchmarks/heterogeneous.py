@@ -1,0 +1,97 @@
+"""Adaptive against static priorities on unlike slices (open question 2 of SeamlessFlow's paper).
+
+Half of the trainers' slices decode at half the speed (an older card, a shared host). The scheduler ranks slices for
+rollout and predicts with their speeds: from a data sheet that is right, from one that is wrong (it names the slow
+half as the fast one), from one that says all are alike, or as it measures while the run goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import mean
+
+from benchmarks.records import Record, arguments, report
+from benchmarks.settings import cell
+from seamless_verl.scheduling.roofline import Roofline
+from seamless_verl.scheduling.slices import SliceId
+from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.scenario import Scenario, Simulation
+
+_SLOWER = 2.0
+
+
+class _Static(Roofline):
+    """Speeds as a data sheet has them; what is measured is ignored."""
+
+    def __init__(self, speeds: Mapping[str, float]) -> None:
+        super().__init__()
+        self._speeds = speeds
+
+    def measured(self, slice_id: SliceId, seconds_per_token_ratio: float) -> None:
+        pass
+
+    def speed(self, slice_id: SliceId) -> float:
+        return self._speeds[slice_id.split("/")[0]]
+
+
+def _slowed(engine: EnginePhysics) -> EnginePhysics:
+    cost = engine.decode
+    slow = replace(
+        cost,
+        floor_s=cost.floor_s * _SLOWER,
+        base_s=cost.base_s * _SLOWER,
+        per_request_s=cost.per_request_s * _SLOWER,
+        attention_base_s=cost.attention_base_s * _SLOWER,
+        attention_per_token_s=cost.attention_per_token_s * _SLOWER,
+    )
+    return replace(engine, decode=slow)
+
+
+def mixed(system: str, work: str, *, seed: int, steps: int) -> Scenario:
+    """32 GPUs: two fast and two slow trainer slices, four fast rollout slices."""
+    base = cell(system, work, 32, 0.5, seed=seed, steps=steps)
+    trainers, rollouts = base.pools
+    fast = replace(trainers, name="fast", slices=trainers.slices // 2)
+    slow = replace(fast, name="slow", engine=_slowed(trainers.engine))
+    return replace(base, pools=(slow, fast, rollouts))
+
+
+def step_s(scenario: Scenario, speeds: Mapping[str, float] | None) -> float:
+    """``speeds``: static ones by pool; None: measured."""
+    simulation = Simulation(scenario)
+    if speeds is not None:
+        simulation.scheduler.cluster.roofline = _Static(speeds)
+    return simulation.run().step_s
+
+
+def main() -> int:
+    options = arguments(__doc__ or "")
+    seeds, steps = ((0,), 10) if options.quick else ((0, 1, 2), 14)
+    average = 8 / (6 + 2 / _SLOWER)
+    slow = average / _SLOWER
+    sheets: dict[str, Mapping[str, float] | None] = {
+        "adaptive": None,
+        "static, sheet right": {"fast": average, "slow": slow, "rollouts": average},
+        "static, all alike": {"fast": 1.0, "slow": 1.0, "rollouts": 1.0},
+        "static, sheet wrong": {"fast": slow, "slow": average, "rollouts": average},
+    }
+    records = []
+    for work in ("lognormal", "skewed"):
+        found = {
+            name: mean(step_s(mixed("predictive", work, seed=seed, steps=steps), speeds) for seed in seeds)
+            for name, speeds in sheets.items()
+        }
+        records += [Record(name=f"{work}: step, {name}", value=value, unit="s") for name, value in found.items()]
+        for name in list(sheets)[1:]:
+            ratio = found[name] / found["adaptive"]
+            holds = ratio >= 0.98
+            records.append(
+                Record(name=f"{work}: {name} / adaptive", value=ratio, unit="x", bar="ahead or level", holds=holds)
+            )
+    return report(records, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
