@@ -53,7 +53,7 @@ class FolderSink:
         path = self._path(session_id)
         if not path.exists():
             return None
-        records = _read_parquet(path) if self._parquet else [msgspec.json.decode(line) for line in path.open("rb")]
+        records = _read_parquet(path) if self._parquet else _read_lines(path)
         return [{name: record[name] for name in ROW_FIELDS} for record in records]
 
     def _path(self, session_id: str) -> Path:
@@ -92,6 +92,10 @@ def _write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
         ]
     )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tables, schema=schema), path)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
