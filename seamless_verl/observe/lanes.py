@@ -30,7 +30,8 @@ class Lane:
 
 
 def thin(lanes: Sequence[Lane], *, budget: int) -> tuple[tuple[Lane, ...], float]:
-    """Join what is too short to be seen until about ``budget`` stretches and ``budget`` points of load remain in all.
+    """Join what is too short to be seen until about ``budget`` stretches and ``budget`` points of load remain in all;
+    a gap between stretches is never closed.
 
     Returns:
         The lanes, and the length in seconds below which stretches were joined; 0 when nothing had to be.
