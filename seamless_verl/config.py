@@ -152,13 +152,14 @@ class RouterConfig:
         policy: ``least_requests`` is verl's rule. ``marginal_gain`` is StaleFlow's: where throughput gains most by a
             model of the decode step, and held back while no replica gains enough.
         mu: share of the gain on an empty replica that a placement must bring.
-        migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM).
+        migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM);
+            off until it has been in a whole run.
         cost: coefficients of the model: 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1 (published, H20).
     """
 
     policy: str = "least_requests"
     mu: float = 0.3
-    migrate: bool = True
+    migrate: bool = False
     cost: str = "7b-tp1"
 
     def __post_init__(self) -> None:

@@ -320,7 +320,7 @@ def test_cutting_reaches_the_attempts_under_way_and_is_forgotten():
             r"agent_loop_manager_class=my\.Manager.*leave it out",
         ),
         (
-            ["+seamless.router.policy=marginal_gain", "actor_rollout_ref.rollout.name=sglang"],
+            ["+seamless.router={policy: marginal_gain, migrate: true}", "actor_rollout_ref.rollout.name=sglang"],
             r"migrate=True.*write false",
         ),
         (["+seamless.staleness.stuck=truncate", "actor_rollout_ref.rollout.name=sglang"], r"stuck=truncate.*retry or"),

@@ -200,7 +200,7 @@ async def test_a_replica_that_starves_takes_over_half_of_what_runs_elsewhere_wit
     from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
 
     full, starving = Replica(), Replica()
-    balancer = balancer_of({"full": Remote(full)})
+    balancer = balancer_of({"full": Remote(full)}, migrate=True)
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 400, "name": "vllm"}}})
     client = VersionedLLMClient(config, Awaitable(balancer))
     calls = [
@@ -223,7 +223,7 @@ async def test_a_replica_that_starves_takes_over_half_of_what_runs_elsewhere_wit
 
 async def test_without_migration_requests_stay_where_they_are():
     full = Replica()
-    balancer = balancer_of({"full": Remote(full)}, migrate=False)
+    balancer = balancer_of({"full": Remote(full)})
     for number in range(8):
         await balancer.acquire_server(f"r{number}", prompt_ids=[0], attempt=f"a{number}")
     balancer.add_servers({"starving": Remote(Replica())})
@@ -232,7 +232,7 @@ async def test_without_migration_requests_stay_where_they_are():
 
 async def test_requests_without_a_name_cannot_be_moved():
     full = Replica()
-    balancer = balancer_of({"full": Remote(full)})
+    balancer = balancer_of({"full": Remote(full)}, migrate=True)
     for number in range(8):
         await balancer.acquire_server(f"r{number}", prompt_ids=[0])
     balancer.add_servers({"starving": Remote(Replica())})
