@@ -5,8 +5,9 @@ Systems run one after the other, in rounds; the first steps of each run are left
 trainer is the time it waits for samples while it holds its device; ours is that of the recorded ledger, in which a
 lent slice without a request counts as idle, too.
 
-``--lengths constant`` and ``--switch-cost SECONDS`` (added to every change of hands) are negative controls. A whole
-measurement takes half an hour; ``--resume FILE --minutes 8`` takes it in pieces.
+``--lengths constant`` and ``--switch-cost SECONDS`` (added to every change of hands) are negative controls: what the
+policy loses by them, and that it stops lending where a switch costs more than it brings. A whole measurement takes half
+an hour; ``--resume FILE --minutes 8`` takes it in pieces.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Measured:
         idle: share of the trainable slice's time in which it had nothing to do.
         staleness: versions by first token, the largest; verl's metric for verl's modes.
         loans: decisions to lend.
+        late_loans: those of the second half of the run, when every cost is known.
         complete: rows that were audited, of all; None where rows carry no stamp.
     """
 
@@ -83,6 +85,7 @@ class Measured:
     staleness: float
     loans: int
     complete: float | None
+    late_loans: int | None = None
 
     @property
     def mean_s(self) -> float:
@@ -157,6 +160,7 @@ def _read(folder: Path, *, ours: bool) -> Measured:
         idle=_idle_share(folder),
         staleness=summary["staleness_max"],
         loans=_count_loans(folder),
+        late_loans=_count_loans(folder, after_step=(_LEFT_OUT + len(steps)) // 2),
         complete=summary["rows_audited"] / summary["rows"],
     )
 
@@ -185,12 +189,17 @@ def _idle_share(folder: Path) -> float:
     return idle_shares(before, books)[pool]
 
 
-def _count_loans(folder: Path) -> int:
+def _count_loans(folder: Path, *, after_step: int = 0) -> int:
     from seamless_verl.observe import flight
     from seamless_verl.observe.recording import read_recording
 
-    events = read_recording(folder / "flight").events
-    return sum(isinstance(event, flight.DecisionMade) and event.action == "lend" for event in events)
+    loans = step = 0
+    for event in read_recording(folder / "flight").events:
+        if isinstance(event, flight.StepBegan):
+            step = event.step
+        elif isinstance(event, flight.DecisionMade) and event.action == "lend" and step > after_step:
+            loans += 1
+    return loans
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -223,10 +232,10 @@ def main() -> int:
                 print(f"{repeat + 1}/{repeats} {system}: {measured.mean_s:.2f} s/step", flush=True)
     found = {system: [Measured(**one) for one in taken.of(system)] for system in options.systems}
     negative = options.lengths == "constant" or options.switch_cost > 0
-    return report(_records(found, negative=negative), options.json)
+    return report(_records(found, negative=negative, dear=options.switch_cost > 0), options.json)
 
 
-def _records(found: Mapping[str, list[Measured]], *, negative: bool) -> list[Record]:
+def _records(found: Mapping[str, list[Measured]], *, negative: bool, dear: bool) -> list[Record]:
     records = []
     medians = {system: statistics.median([one.mean_s for one in runs]) for system, runs in found.items()}
     for system, runs in found.items():
@@ -283,6 +292,17 @@ def _records(found: Mapping[str, list[Measured]], *, negative: bool) -> list[Rec
                 unit="",
                 bar="<= 0.03" if negative else "",
                 holds=loss <= 0.03 if negative else None,
+            )
+        )
+    if dear and "ours predictive" in found:
+        late = max(one.late_loans for one in found["ours predictive"] if one.late_loans is not None)
+        records.append(
+            Record(
+                name="ours predictive, loans in the second half of a run, most",
+                value=late,
+                unit="",
+                bar="= 0",
+                holds=late == 0,
             )
         )
     return records

@@ -134,6 +134,32 @@ def _check_batches(config: Mapping[str, Any]) -> None:
             f"{mini} prompts x {group} rollouts do not divide evenly over {devices} trainer devices",
             f"make ppo_mini_batch_size x rollout.n a multiple of {devices}",
         )
+    _check_micro_batches(config["actor_rollout_ref"], batch * group, mini * group, devices)
+
+
+def _check_micro_batches(actor_rollout_ref: Mapping[str, Any], batch: int, mini: int, devices: int) -> None:
+    """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches)."""
+    actor, rollout = actor_rollout_ref["actor"], actor_rollout_ref["rollout"]
+    if not str(actor.get("strategy", "fsdp")).startswith("fsdp"):
+        return  # the other engines' data-parallel size hangs on more keys than are worth repeating here
+    ranks = max(1, devices // actor.get("ulysses_sequence_parallel_size", 1))
+    batch, mini = batch // ranks, mini // ranks
+    checked = (
+        (actor, "actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
+        # verl infers over a whole batch or over a mini-batch: what divides neither cannot work.
+        (rollout, "rollout", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", (mini, batch)),
+    )
+    for section, name, key, dynamic, shares in checked:
+        micro = section.get(key)
+        if section.get(dynamic) or not micro or any(share % micro == 0 for share in shares):
+            continue
+        near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
+        raise ConfigError(
+            f"actor_rollout_ref.{name}.{key}",
+            micro,
+            f"does not divide the {mini} rows of a mini-batch that one data-parallel rank of the trainer gets",
+            f"write {near}, or actor_rollout_ref.{name}.{dynamic}=true",
+        )
 
 
 def _check_lengths(config: Mapping[str, Any]) -> None:

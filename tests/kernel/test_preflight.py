@@ -74,6 +74,16 @@ def test_a_sound_configuration_passes():
     [
         (dict(data__train_batch_size=10), "actor_rollout_ref.actor.ppo_mini_batch_size", "write 5"),
         (dict(trainer__n_gpus_per_node=3), "actor_rollout_ref.actor.ppo_mini_batch_size", "multiple of 3"),
+        (
+            dict(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=24),
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            "write 16",
+        ),
+        (
+            dict(actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=48),
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+            "log_prob_use_dynamic_bsz=true",
+        ),
         (dict(actor_rollout_ref__rollout__nnodes=0), "actor_rollout_ref.rollout.nnodes", "trainer_mode=sync"),
         (
             dict(actor_rollout_ref__rollout__tensor_model_parallel_size=2),
@@ -90,6 +100,28 @@ def test_a_setting_that_cannot_work_names_its_key_and_the_fix(changes, key, fix)
         check(config(**changes))
     assert refused.value.key == key
     assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=32),
+        dict(
+            actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=24,
+            actor_rollout_ref__actor__use_dynamic_bsz=True,
+        ),
+        # Two ranks of 32 rows each, where four devices would have 16.
+        dict(
+            trainer__n_gpus_per_node=4,
+            actor_rollout_ref__actor__ulysses_sequence_parallel_size=2,
+            actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=32,
+        ),
+        # Whole batches of 128 rows, mini-batches of 64.
+        dict(actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128),
+    ],
+)
+def test_micro_batches_that_work_in_verl_are_not_refused(changes):
+    check(config(**changes))
 
 
 def test_a_reward_function_that_its_file_does_not_define_is_refused_without_running_the_file(tmp_path):
