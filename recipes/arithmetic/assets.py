@@ -100,19 +100,15 @@ def _warm_start(tokenizer: Any) -> Any:
 
 
 def _demonstrations(tokenizer: Any, rng: random.Random) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """Batches whose prompts and answers have one length each, so that no padding is needed."""
+    """Batches of prompts and answers; numbers are padded to two places, so that all have one length."""
     for _ in range(_STEPS):
         prompts: list[list[int]] = []
         answers: list[list[int]] = []
-        wide = rng.random() < 0.5
-        while len(prompts) < _BATCH:
-            a, b = (rng.randint(10, _LARGEST), rng.randint(10, _LARGEST)) if wide else (rng.randint(0, 9),) * 2
-            if not wide:
-                b = rng.randint(0, 9)
+        for _ in range(_BATCH):
+            a, b = rng.randint(0, _LARGEST), rng.randint(0, _LARGEST)
             total = a + b if rng.random() < _RIGHT else rng.randint(max(0, a + b - 3), a + b + 3)
-            answer = [*tokenizer.encode(f"{total:>2}"), tokenizer.eos_token_id]
             prompts.append(_prompt_ids(tokenizer, a, b))
-            answers.append(answer)
+            answers.append([*tokenizer.encode(f"{total:>2}"), tokenizer.eos_token_id])
         yield prompts, answers
 
 

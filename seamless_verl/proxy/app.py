@@ -24,15 +24,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from seamless_verl.proxy.calls import Exchange
-from seamless_verl.proxy.chat import invalid, parse_chat
+from seamless_verl.proxy.chat import parse_chat, validated
 from seamless_verl.proxy.completions import parse_completion
 from seamless_verl.proxy.constraints import refuse_unable
 from seamless_verl.proxy.engine import Ability, Engine
@@ -66,7 +65,6 @@ DIALECTS: dict[str, Callable[[bytes], Exchange]] = {
     "/v1/responses": parse_responses,
     "/v1/messages": parse_messages,
 }
-_Body = TypeVar("_Body", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +132,7 @@ class Proxy:
         if len(self._deps.sessions) >= self._deps.limits.max_sessions:
             story = f"The proxy holds {len(self._deps.sessions)} sessions, which is its limit."
             raise ApiError(429, "too_many_sessions", story, retry_after_s=5.0)
-        spec = _validated(OpenBody, await read_body(request, self._deps.limits)).spec()
+        spec = validated(OpenBody, await read_body(request, self._deps.limits) or b"{}").spec()
         session, api_key = self._deps.sessions.open(spec, now=time.time())
         try:
             await self._deps.journal.opened(session)
@@ -158,14 +156,14 @@ class Proxy:
 
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)
-        outcome = _validated(RewardBody, await read_body(request, self._deps.limits))
+        outcome = validated(RewardBody, await read_body(request, self._deps.limits) or b"{}")
         session = await self.handover.reward(request.path_params["session_id"], outcome)
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:
         """End a session and answer its rows; asked again, the same, until they are acknowledged."""
         self._require_admin(request)
-        outcome = _validated(RewardBody, await read_body(request, self._deps.limits))
+        outcome = validated(RewardBody, await read_body(request, self._deps.limits) or b"{}")
         body = await self.handover.close(request.path_params["session_id"], outcome)
         return Response(body, media_type="application/json")
 
@@ -223,13 +221,13 @@ class Proxy:
     async def pause(self, request: Request) -> Response:
         """Hold requests back; answers when the engine has nothing to do any more, or after ``timeout_s``."""
         gate = self._require_gate(request)
-        body = _validated(PauseBody, await read_body(request, self._deps.limits))
+        body = validated(PauseBody, await read_body(request, self._deps.limits) or b"{}")
         is_quiet = await gate.close(body.timeout_s)
         return _json({"quiet": is_quiet, "at_engine": gate.num_inside})
 
     async def resume(self, request: Request) -> Response:
         gate = self._require_gate(request)
-        body = _validated(ResumeBody, await read_body(request, self._deps.limits))
+        body = validated(ResumeBody, await read_body(request, self._deps.limits) or b"{}")
         try:
             gate.open(body.version)
         except OSError as error:
@@ -333,10 +331,3 @@ def _speaking(proxy: Proxy, parse: Callable[[bytes], Exchange]) -> Callable[[Req
 
 def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(encoded(content), status_code=status, headers=headers, media_type="application/json")
-
-
-def _validated(model: type[_Body], body: bytes) -> _Body:
-    try:
-        return model.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        raise invalid(error) from None

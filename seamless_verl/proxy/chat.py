@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from seamless_verl.proxy.calls import Call, ToolChoice
 from seamless_verl.proxy.chat_answer import ChatExchange
 from seamless_verl.proxy.errors import ApiError, bad_request
+from seamless_verl.proxy.requests import refuse_infinite
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, join_text_parts
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -146,6 +147,7 @@ def validated(model: type[_Model], body: bytes) -> _Model:
     Raises:
         ApiError: 400, naming the parameter at fault.
     """
+    refuse_infinite(body)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import math
+import re
+from typing import Any, NoReturn
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -42,6 +44,34 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise ApiError(408, "body_too_slow", story) from None
     except ClientDisconnect:
         raise ClientGone from None
+
+
+# What a body must contain to mean a number that JSON cannot write; texts may contain it, too.
+_PERHAPS_INFINITE = re.compile(rb"NaN|Infinity|[0-9][eE][+]?[0-9]{3}|[0-9]{200}")
+
+
+def refuse_infinite(body: bytes) -> None:
+    """Numbers like ``NaN`` and ``1e999`` anywhere in a body: pydantic takes them where a schema says "anything".
+
+    Raises:
+        ApiError: 400.
+    """
+    if not _PERHAPS_INFINITE.search(body):
+        return
+
+    def refuse(number: str) -> NoReturn:
+        raise bad_request(f"The body is not valid JSON: {number[:40]} is not a finite number.", code="invalid_json")
+
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):
+            refuse(number)
+        return value
+
+    try:
+        json.loads(body, parse_constant=refuse, parse_float=finite, parse_int=finite)
+    except (ValueError, RecursionError):
+        return  # the model's own parser says what is wrong
 
 
 def encoded(content: Any) -> bytes:

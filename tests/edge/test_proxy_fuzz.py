@@ -106,6 +106,39 @@ async def test_no_bytes_make_a_server_error(path: str) -> None:
         assert (await proxy.http.get("/healthz")).status_code == 200
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 400])
+async def test_a_number_that_no_answer_could_repeat_is_refused_wherever_it_stands(number: str) -> None:
+    deep = '{"anything": [{"deeper": ' + number + "}]}"
+    wishes = {
+        "/v1/chat/completions": (
+            "tools",
+            '[{"type": "function", "function": {"name": "f", "parameters": ' + deep + "}}]",
+        ),
+        "/v1/responses": ("metadata", deep),
+        "/v1/messages": ("tools", '[{"name": "f", "input_schema": ' + deep + "}]"),
+        "/sessions": ("metadata", deep),
+    }
+    async with serving(streams=True, abilities=frozenset(Ability)) as proxy:
+        for path, (field, value) in wishes.items():
+            handle = await proxy.open()
+            key = "admin-key" if path == "/sessions" else handle.api_key
+            good = {name: value for name, value in GOOD[path].items() if name not in (field, "tool_choice")}
+            content = json.dumps({**good, field: 0}).replace(f'"{field}": 0', f'"{field}": {value}').encode()
+            response = await proxy.http.post(path, content=content, headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == 400, (path, response.text[:300])
+            assert "not a finite number" in response.text
+
+
+async def test_what_looks_like_such_a_number_may_stand_in_a_text() -> None:
+    async with serving() as proxy:
+        handle = await proxy.open()
+        body = {"model": "m", "messages": [{"role": "user", "content": "is NaN > 1e999? " + "9" * 400}]}
+        response = await proxy.http.post(
+            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {handle.api_key}"}
+        )
+        assert response.status_code == 200, response.text
+
+
 async def _said(proxy: Served, *parts: bytes, pause_s: float = 0.0) -> bytes:
     """All that a server says to these bytes until it hangs up."""
     host, port = proxy.server.base_url.removeprefix("http://").split(":")
