@@ -17,7 +17,7 @@ from seamless_verl.recipes import cache as asset_cache
 _NAME = "arithmetic"
 _RIGHT = 0.5
 _LARGEST = 19
-_STEPS, _BATCH = 400, 64
+_STEPS, _BATCH, _RATE = 400, 64, 4e-3
 _SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -87,7 +87,8 @@ def _warm_start(tokenizer: Any) -> Any:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=_STEPS, pct_start=0.1)
     for prompt, answer in _demonstrations(tokenizer, random.Random(1)):
         ids = torch.tensor([p + a for p, a in zip(prompt, answer, strict=True)])
         labels = ids.clone()
@@ -96,6 +97,7 @@ def _warm_start(tokenizer: Any) -> Any:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
     return model
 
 

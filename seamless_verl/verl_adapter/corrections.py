@@ -31,11 +31,14 @@ def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:
     return len(overlong) / max(1, len(real))
 
 
-def write_interpolation_weights(batch: KVBatchMeta, version: int) -> None:
+def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta:
     """A-3PO's ``a`` per response token, from the weight version that generated it.
 
     Args:
         version: weight version being trained.
+
+    Returns:
+        ``batch`` with the new field: workers fetch only what it names.
     """
     fields = ["response_mask", "extra_fields"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
@@ -46,7 +49,7 @@ def write_interpolation_weights(batch: KVBatchMeta, version: int) -> None:
     ):
         spans = ((info or {}).get(ROW_FIELD) or {}).get("version_spans")
         rows.append(interpolation_weights(mask, tag, spans, version))
-    _put(batch.partition_id, batch.keys, "rollout_is_weights", rows)
+    return _put(batch.partition_id, batch.keys, "rollout_is_weights", rows)
 
 
 def interpolation_weights(
@@ -73,6 +76,7 @@ def interpolation_weights(
     return weights
 
 
-def _put(partition_id: str, keys: Sequence[str], name: str, rows: Sequence[torch.Tensor]) -> None:
+def _put(partition_id: str, keys: Sequence[str], name: str, rows: Sequence[torch.Tensor]) -> KVBatchMeta:
     nested = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-    tq.kv_batch_put(keys=list(keys), partition_id=partition_id, fields=TensorDict({name: nested}, batch_size=len(keys)))
+    fields = TensorDict({name: nested}, batch_size=len(keys))
+    return tq.kv_batch_put(keys=list(keys), partition_id=partition_id, fields=fields)

@@ -296,7 +296,7 @@ class SeamlessTrainer(LendingTrainer):
             share = zero_overlong_advantages(batch, self.config.data.max_response_length)
             metrics["training/overlong_share"] = share
         if self.seamless.staleness.correction == "a3po":
-            write_interpolation_weights(batch, self.global_steps - 1)
+            batch = write_interpolation_weights(batch, self.global_steps - 1)
         return batch
 
     def _compute_metrics(

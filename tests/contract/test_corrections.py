@@ -166,6 +166,9 @@ def stored(monkeypatch):
         for name, column in fields.items():
             for key, row in zip(keys, column.unbind(), strict=True):
                 rows[key][name] = row
+        return transfer_queue.KVBatchMeta(
+            partition_id=partition_id, keys=keys, tags=[{} for _ in keys], fields=[*rows[keys[0]]]
+        )
 
     monkeypatch.setattr(transfer_queue, "kv_batch_get", get)
     monkeypatch.setattr(transfer_queue, "kv_batch_put", put)
@@ -191,6 +194,7 @@ def test_rows_that_were_cut_off_have_zero_advantage(stored):
 def test_interpolation_weights_are_stored_where_verl_passes_them_on(stored):
     from seamless_verl.verl_adapter.corrections import write_interpolation_weights
 
-    write_interpolation_weights(batch(), version=3)
+    written = write_interpolation_weights(batch(), version=3)
+    assert "rollout_is_weights" in written.fields  # else no worker fetches them
     assert stored["a"]["rollout_is_weights"].tolist() == [1.0, 1.0]
     assert stored["b"]["rollout_is_weights"].tolist() == [0.5] * 4
