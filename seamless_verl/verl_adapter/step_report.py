@@ -90,9 +90,13 @@ class StepMeter:
             self._sessions[session] = (int(index), float(row["rm_scores"].sum()), info.get("passed"))
 
     def count_staleness(self, batch: KVBatchMeta, current_version: int) -> None:
-        """Versions between the first token of every row and the weights that it is about to change."""
+        """Versions between the first token of every row and the weights that it is about to change.
+
+        Replayed rows count as fresh: verl's `SkipManager` tags them with the step that trains them, which is one above
+        the weights that it begins with.
+        """
         self._staleness += [
-            current_version - tag["min_global_steps"] for tag in batch.tags if not tag.get("is_padding", False)
+            max(0, current_version - tag["min_global_steps"]) for tag in batch.tags if not tag.get("is_padding", False)
         ]
 
     def compare_log_probs(self, batch: KVBatchMeta, current_version: int) -> None:
