@@ -144,7 +144,11 @@ class ProxyAdmin:
         await self._client.aclose()
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        response = await self._client.request(method, path, json=body)
+        try:
+            response = await self._client.request(method, path, json=body)
+        except (httpx.NetworkError, httpx.RemoteProtocolError):
+            # It died, and is started again at its address. A session that was opened twice is never used, and expires.
+            response = await self._client.request(method, path, json=body)
         if response.is_error:
             error = response.json().get("error", {})
             raise ProxyRefused(response.status_code, str(error.get("code")), str(error.get("message")))

@@ -22,7 +22,7 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.journal import JournalFailed
 from seamless_verl.proxy.journal_format import VERSION, Damaged, pack, unpack
-from seamless_verl.proxy.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState
+from seamless_verl.proxy.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState, SessionStore
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import TrajectoryError
 from seamless_verl.trajectory.segments import TurnRecord
@@ -89,6 +89,17 @@ class SqliteJournal:
             return await loop.run_in_executor(self._thread, _read_summary, self._db, session_id)
         except sqlite3.Error as error:
             raise JournalFailed(f"{type(error).__name__}: {error}") from error
+
+    def resume(self, sessions: SessionStore) -> None:
+        """Hand over every session that the last process left, and the memory of those that are gone.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        for session in self.sessions():
+            sessions.adopt(session)
+        for session_id, digest in self.gone():
+            sessions.bury(session_id, digest)
 
     def gone(self) -> list[tuple[str, bytes]]:
         """Ids and key digests of the sessions that were forgotten last, the oldest first.
