@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import secrets
@@ -44,6 +45,7 @@ class _Ask(msgspec.Struct, array_like=True):
     prompt_ids: bytes
     sampling: dict[str, Any]
     deadline: float
+    images: list[bytes]
 
 
 class _Answer(msgspec.Struct, array_like=True):
@@ -124,8 +126,8 @@ class EngineHost:
                 message = _messages.decode(frame)
                 if message.ask is not None:
                     number = message.ask.number
-                    task = running[number] = asyncio.create_task(self._generate(message.ask, writer))
-                    task.add_done_callback(lambda _, number=number: running.pop(number))
+                    running[number] = asyncio.create_task(self._generate(message.ask, writer))
+                    running[number].add_done_callback(functools.partial(_ended, running, number))
                 elif message.cancelled is not None and message.cancelled in running:
                     running[message.cancelled].cancel()
         finally:
@@ -143,6 +145,7 @@ class EngineHost:
                     prompt_ids=array("i", ask.prompt_ids),
                     sampling=ask.sampling,
                     deadline=ask.deadline,
+                    images=ask.images,
                 )
             )
         except EngineRefused as error:
@@ -182,10 +185,11 @@ class RemoteEngine:
             prompt_ids=pack_ids(request.prompt_ids).tobytes(),
             sampling=dict(request.sampling),
             deadline=request.deadline,
+            images=list(request.images),
         )
         _write(self._writer, _Message(ask=ask))
         try:
-            answer = await waiting
+            answer: _Answer = await waiting
         except asyncio.CancelledError:
             _write(self._writer, _Message(cancelled=number))
             raise
@@ -218,6 +222,10 @@ class RemoteEngine:
             for number, waiting in self._waiting.items():
                 if not waiting.done():
                     waiting.set_result(_Answer(number, unavailable="its owner is gone"))
+
+
+def _ended(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del running[number]
 
 
 def _user_of(connection: socket.socket) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 
@@ -35,8 +34,7 @@ class ProxyAgentLoop(AgentLoopBase):
         Raises:
             RuntimeError: the agent never got an answer, so there is nothing to train on; verl refills the group.
         """
-        template_args = OmegaConf.to_container(OmegaConf.create(dict(self.apply_chat_template_kwargs)))
-        shard = await ProxyShard.get(self.config, self.server_manager, self.tokenizer, template_args)
+        shard = await ProxyShard.get(self)
         extra_info = kwargs.get("extra_info") or {}
         task = extra_info.get("task")
         task = json.loads(task) if isinstance(task, str) else dict(task or {})
@@ -102,6 +100,7 @@ class ProxyAgentLoop(AgentLoopBase):
             metrics=metrics,
             extra_fields={"reward_extra_info": {**report.rewards, "task_id": task_id}, "drift": dict(result.drift)},
             violations=len(result.audit.violations),
+            images=result.images,
         )
 
 

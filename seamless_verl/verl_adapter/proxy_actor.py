@@ -18,6 +18,7 @@ from typing import Any
 from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.engine import Ability, Engine
+from seamless_verl.proxy.images import ImageReader
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.parsing import AnswerParser
 from seamless_verl.proxy.remote_engine import RemoteEngine
@@ -25,6 +26,7 @@ from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.vision import ProcessorReader
 from seamless_verl.verl_adapter.parsers import make_parser
 
 
@@ -34,7 +36,9 @@ class ShardSettings:
 
     Attributes:
         tokenizer: verl's, of the model and with the chat template that is trained.
-        template_args: of that template.
+        processor: verl's, of a model that takes pictures; None for one that does not.
+        processor_args: of its calls.
+        template_args: of the chat template.
         stop_token_ids: ids that end an answer.
         tool_parser, reasoning_parser: vLLM's, by name; see `make_parser`.
         max_model_len: prompt and answer together, in tokens.
@@ -42,6 +46,8 @@ class ShardSettings:
     """
 
     tokenizer: Any
+    processor: Any
+    processor_args: Mapping[str, Any]
     template_args: Mapping[str, Any]
     stop_token_ids: Sequence[int]
     tool_parser: str | None
@@ -51,28 +57,36 @@ class ShardSettings:
     admin_key: str
     abilities: frozenset[Ability]
 
-    def text_side(self) -> tuple[TokenizerRenderer, AnswerParser]:
-        """The way from messages to token ids, and back.
+    def text_side(self) -> tuple[TokenizerRenderer, AnswerParser, ImageReader | None]:
+        """The way from messages and pictures to token ids, and back.
 
         Raises:
             ConfigError: there is no such parser.
         """
         parser = make_parser(self.tokenizer, self.tool_parser, self.reasoning_parser)
+        images = None
+        if getattr(self.processor, "image_token", None) is not None:
+            images = ProcessorReader(self.processor, self.processor_args, max_pixels=Limits().max_image_pixels)
+        template = getattr(self.processor, "chat_template", None)
         renderer = TokenizerRenderer(
             self.tokenizer,
-            template_args=dict(self.template_args),
+            template_args={**({"chat_template": template} if template else {}), **self.template_args},
             stop_token_ids=self.stop_token_ids,
             keep_special_tokens=parser.keeps_special_tokens,
+            placeholder=None if images is None else images.placeholder,
         )
-        return renderer, parser
+        return renderer, parser, images
 
-    def deps(self, engine: Engine, renderer: TokenizerRenderer, parser: AnswerParser) -> ProxyDeps:
+    def deps(
+        self, engine: Engine, renderer: TokenizerRenderer, parser: AnswerParser, images: ImageReader | None
+    ) -> ProxyDeps:
         """A proxy that keeps its sessions in memory."""
         return ProxyDeps(
             engine=engine,
             renderer=renderer,
             codec=renderer,
             parser=parser,
+            images=images,
             abilities=self.abilities,
             admin_key=self.admin_key,
             model=self.model,

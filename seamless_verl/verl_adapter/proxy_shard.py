@@ -8,6 +8,7 @@ one it is served from the worker's own event loop.
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from seamless_verl.agents.contract import AgentRunner
 from seamless_verl.config import SeamlessConfig
@@ -103,28 +105,31 @@ class ProxyShard:
         self.places = asyncio.Semaphore(seamless.agent.max_concurrent)
 
     @classmethod
-    async def get(cls, config: Any, client: Any, tokenizer: Any, template_args: dict[str, Any]) -> ProxyShard:
-        """This worker's shard.
+    async def get(cls, loop: AgentLoopBase) -> ProxyShard:
+        """This worker's shard; ``loop`` tells of the model and of the client to its replicas.
 
         Raises:
             SeamlessError: it cannot start, or its proxy has ended for good.
         """
         task = cls._current
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):  # a failed start too
-            cls._current = asyncio.ensure_future(cls._start(config, client, tokenizer, template_args))
+            cls._current = asyncio.ensure_future(cls._start(loop))
         shard = await asyncio.shield(cls._current)
         if isinstance(shard._proxy, ActorProxy):
             shard._proxy.check()
         return shard
 
     @classmethod
-    async def _start(cls, config: Any, client: Any, tokenizer: Any, template_args: dict[str, Any]) -> ProxyShard:
+    async def _start(cls, loop: AgentLoopBase) -> ProxyShard:
+        config, tokenizer = loop.config, loop.tokenizer
         seamless = SeamlessConfig.from_mapping(OmegaConf.to_container(config.seamless, resolve=True))
         runner = _runner(seamless)
         rollout = config.actor_rollout_ref.rollout
         settings = ShardSettings(
             tokenizer=tokenizer,
-            template_args=template_args,
+            processor=_portable(loop.processor),
+            processor_args=_plain(loop.mm_processor_kwargs),
+            template_args=_plain(loop.apply_chat_template_kwargs),
             stop_token_ids=_stop_token_ids(config, tokenizer),
             tool_parser=seamless.proxy.tool_parser,
             reasoning_parser=seamless.proxy.reasoning_parser,
@@ -133,12 +138,13 @@ class ProxyShard:
             admin_key=secrets.token_urlsafe(32),
             abilities=ABILITIES,
         )
-        renderer, parser = settings.text_side()
+        renderer, parser, images = settings.text_side()
         engine = VerlEngine(
-            client,
+            loop.server_manager,
             decode=renderer.decode,
             max_model_len=settings.max_model_len,
             stop_token_ids=renderer.stop_token_ids,
+            processor_args=settings.processor_args,
         )
         host, port = seamless.proxy.host, seamless.proxy.port
         if seamless.proxy.journal and seamless.run_dir is not None:
@@ -147,9 +153,21 @@ class ProxyShard:
             admin = ProxyAdmin(actor.base_url, settings.admin_key)
             await actor.start(admin)
             return cls(seamless, actor, admin, runner)
-        app = make_app(settings.deps(engine, renderer, parser))
+        app = make_app(settings.deps(engine, renderer, parser, images))
         server = ProxyServer(app, host, port)
         return cls(seamless, server, ProxyAdmin(await server.start(), settings.admin_key, app=app), runner)
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(OmegaConf.create(dict(section or {}))))
+
+
+def _portable(processor: Any) -> Any:
+    """Without the functions of the model's class that verl binds to it: nobody here calls them, nor can pickle them."""
+    copied = copy.copy(processor)
+    for name in ("get_rope_index", "get_vision_position_ids"):
+        getattr(copied, "__dict__", {}).pop(name, None)
+    return copied
 
 
 def _runner(seamless: SeamlessConfig) -> AgentRunner:

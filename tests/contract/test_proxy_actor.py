@@ -36,6 +36,8 @@ def cluster() -> Iterator[None]:
 def _settings(tokenizer: Any) -> ShardSettings:
     return ShardSettings(
         tokenizer=tokenizer,
+        processor=None,
+        processor_args={},
         template_args={},
         stop_token_ids=[tokenizer.eos_token_id],
         tool_parser=None,
