@@ -278,14 +278,20 @@ class ProxyConfig:
         port: 0 lets the system choose. With several rollout workers on a machine it must be 0.
         tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``;
             ``None``: Hermes-style tool calls, and no reasoning told from content.
+        journal: the proxy is a process beside its rollout worker, and writes every answer to the run's folder before
+            the agent has it: killed at any instant, it goes on where it was. Without it, and in runs without a folder,
+            it is part of the worker.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    journal: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.journal, bool):
+            raise ConfigError("seamless.proxy.journal", self.journal, "is neither true nor false", "write true")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
             raise ConfigError("seamless.proxy.port", self.port, "is not a TCP port", "write 0 to let the system choose")
 

@@ -316,12 +316,18 @@ async def serving(
     delay_s: float = 0.0,
     template: str = CHATML,
     streams: bool = False,
+    sees: bool = False,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """Start a proxy, stop it at the end; ``options`` go to :class:`ProxyDeps`."""
-    tokenizer = small_tokenizer(template)
+    """Start a proxy, stop it at the end; ``options`` go to :class:`ProxyDeps`. ``sees``: the model takes pictures."""
+    if sees:
+        from seamless_verl.proxy.vision import ProcessorReader
+        from tests.pictures import small_processor
+
+        options["images"] = ProcessorReader(small_processor(), {}, max_pixels=1_000_000)
+    tokenizer = small_processor().tokenizer if sees else small_tokenizer(template)
     engine = ScriptedEngine(tokenizer, script, delay_s=delay_s, num_versions=2, streams=streams)
-    renderer = TokenizerRenderer(tokenizer)
+    renderer = TokenizerRenderer(tokenizer, placeholder=options["images"].placeholder if sees else None)
     deps = ProxyDeps(engine=engine, renderer=renderer, codec=renderer, admin_key="admin-key", model="tiny", **options)
     server = ProxyServer(make_app(deps), drain_s=1.0)
     base_url = await server.start()

@@ -30,7 +30,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from seamless_verl.proxy.calls import Exchange
+from seamless_verl.proxy.calls import Call, Exchange
 from seamless_verl.proxy.chat import parse_chat, validated
 from seamless_verl.proxy.completions import parse_completion
 from seamless_verl.proxy.constraints import refuse_unable
@@ -40,6 +40,7 @@ from seamless_verl.proxy.flights import ClientGone
 from seamless_verl.proxy.gate import Gate, GatedEngine
 from seamless_verl.proxy.generating import Generator
 from seamless_verl.proxy.handover import HandOver, RowSink
+from seamless_verl.proxy.images import ImageIntake, ImageReader
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.messages import parse_count, parse_messages
@@ -78,6 +79,7 @@ class ProxyDeps:
         parser: finds reasoning and tool calls in the model's text.
         abilities: what the engine can do beyond plain generation; what it cannot is refused.
         sink: takes the rows of closed sessions; None leaves them to whoever closes.
+        images: reads pictures for the model; None where the model, or the engine, takes text only.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
 
@@ -95,6 +97,7 @@ class ProxyDeps:
     abilities: frozenset[Ability] = frozenset()
     timing: StreamTiming = field(default_factory=StreamTiming)
     sink: RowSink | None = None
+    images: ImageReader | None = None
     base_url: str = ""
 
 
@@ -125,6 +128,7 @@ class Proxy:
             counters=deps.counters,
         )
         self._turns = TurnService(generator=generator, limits=deps.limits, counters=deps.counters)
+        self._images = ImageIntake(deps.images, deps.limits)
 
     async def open_session(self, request: Request) -> Response:
         self._require_admin(request)
@@ -181,11 +185,19 @@ class Proxy:
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
             async with self._residency.hold(session):
-                ask = self._turns.begin(session, exchange.call, retry_count=retry_count_of(request))
+                call = await self._with_images(session, exchange.call)
+                ask = self._turns.begin(session, call, retry_count=retry_count_of(request))
                 reply = Reply(request, exchange, ask, timing=self._deps.timing, on_failure=self.count_refusal)
                 await reply.send(scope, receive, send)
 
         return Running(run)
+
+    async def _with_images(self, session: Session, call: Call) -> Call:
+        try:
+            return await self._images.take(session.id, session.images, self._deps.journal, call)
+        except JournalFailed as error:
+            story = f"A picture could not be recorded: {error}."
+            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
 
     def count_refusal(self, error: ApiError) -> None:
         self._deps.counters.refusals[error.code] += 1
@@ -195,6 +207,7 @@ class Proxy:
         session = self._session_of(request)
         call = parse_count(await read_body(request, self._deps.limits))
         async with self._residency.hold(session):
+            call = await self._with_images(session, call)
             return _json({"input_tokens": await self._turns.count_prompt(session, call)})
 
     async def models(self, request: Request) -> Response:

@@ -17,7 +17,7 @@ from seamless_verl.proxy.calls import Call, ToolChoice
 from seamless_verl.proxy.chat_answer import ChatExchange
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.requests import refuse_infinite
-from seamless_verl.trajectory.messages import Message, Role, ToolCall, join_text_parts
+from seamless_verl.trajectory.messages import Image, Message, Role, ToolCall, join_text_parts
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
@@ -46,10 +46,17 @@ class RawTool(TypedDict, total=False):
     function: FunctionSpec
 
 
+@with_config(ConfigDict(extra="forbid"))
+class RawImage(TypedDict, total=False):
+    url: str
+    detail: Literal["auto", "low", "high"] | None
+
+
 @with_config(ConfigDict(extra="ignore"))
 class RawPart(TypedDict, total=False):
     type: str
     text: str
+    image_url: RawImage
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -237,6 +244,7 @@ def canonical_message(raw: Mapping[str, Any], number: int) -> Message:
     if role is None:
         raise bad_request(f"{where}.role is {raw.get('role')!r:.40}; it must be one of {sorted(_ROLES)}.", param=where)
     content = raw.get("content")
+    parts = () if content is None or isinstance(content, str) else _parts_of(content, where)
     calls = raw.get("tool_calls") or ()
     if calls and role is not Role.ASSISTANT:
         raise bad_request(f"{where}: only assistant messages have tool_calls.", param=f"{where}.tool_calls")
@@ -244,7 +252,8 @@ def canonical_message(raw: Mapping[str, Any], number: int) -> Message:
         raise bad_request(f"{where}.content is missing.", param=f"{where}.content")
     return Message(
         role=role,
-        content=content if isinstance(content, str) else _text_of(content or (), where),
+        content=content if isinstance(content, str) else join_text_parts(tuple(p for p in parts if isinstance(p, str))),
+        parts=parts if any(isinstance(part, Image) for part in parts) else (),
         tool_calls=tuple(_canonical_call(call, where) for call in calls),
         tool_call_id=raw.get("tool_call_id") or "",
         name=raw.get("name") or "",
@@ -252,15 +261,21 @@ def canonical_message(raw: Mapping[str, Any], number: int) -> Message:
     )
 
 
-def _text_of(parts: Sequence[Mapping[str, Any]], where: str) -> str:
+def _parts_of(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[str | Image, ...]:
+    """Texts, and the pictures that :mod:`~seamless_verl.proxy.images` has put in place of their URLs."""
+    found: list[str | Image] = []
     for number, part in enumerate(parts):
-        if part.get("type") != "text" or "text" not in part:
+        if part.get("type") == "text" and "text" in part:
+            found.append(part["text"])
+        elif part.get("type") == "image_url" and isinstance(part.get("image_url"), Image):
+            found.append(part["image_url"])
+        else:
             raise bad_request(
-                f"{where}.content.{number} has type {part.get('type')!r:.40}; this model takes text only.",
+                f"{where}.content.{number} has type {part.get('type')!r:.40}; this model takes text and pictures only.",
                 param=f"{where}.content.{number}",
                 code="unsupported_content",
             )
-    return join_text_parts(tuple(part["text"] for part in parts))
+    return tuple(found)
 
 
 def _canonical_call(call: Mapping[str, Any], where: str) -> ToolCall:

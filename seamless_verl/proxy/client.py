@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class SessionResult:
 
     Attributes:
         rows: one per leaf, the one with the most generated tokens first; empty when the agent never asked anything.
+        images: the files of the pictures in the rows, by their digests.
         audit: comparison of the rows with the engine's ledger; ``audit.violations`` must be empty.
         kinds: turns by ``clean``, ``realign``, ``fork``.
         drift: how often each reason kept a turn from being clean.
@@ -52,6 +54,7 @@ class SessionResult:
     reward: float | None
     rewards: Mapping[str, float]
     rows: tuple[Row, ...]
+    images: Mapping[str, bytes]
     audit: AuditReport
     kinds: Mapping[str, int]
     drift: Mapping[str, int]
@@ -111,6 +114,7 @@ class ProxyAdmin:
             reward=data["reward"],
             rewards=data["rewards"],
             rows=tuple(row_from_wire(row) for row in data["rows"]),
+            images={digest: b64decode(text) for digest, text in data.get("images", {}).items()},
             audit=audit_from_wire(data["audit"]),
             kinds=data["kinds"],
             drift=data["drift"],
@@ -144,7 +148,11 @@ class ProxyAdmin:
         await self._client.aclose()
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        response = await self._client.request(method, path, json=body)
+        try:
+            response = await self._client.request(method, path, json=body)
+        except (httpx.NetworkError, httpx.RemoteProtocolError):
+            # It died, and is started again at its address. A session that was opened twice is never used, and expires.
+            response = await self._client.request(method, path, json=body)
         if response.is_error:
             error = response.json().get("error", {})
             raise ProxyRefused(response.status_code, str(error.get("code")), str(error.get("message")))

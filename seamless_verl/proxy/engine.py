@@ -49,6 +49,7 @@ class GenerationRequest:
             where asked for; ``structured_outputs`` (vLLM's: ``{"json": …}`` or ``{"structural_tag": …}``) and
             ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`.
         deadline: Unix time after which nobody waits for the answer.
+        images: pictures in the prompt, in its order, as the files that were sent; none to an engine that takes none.
         on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never
             calls it. What the call returns in the end repeats all of them.
     """
@@ -58,6 +59,7 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     sampling: Mapping[str, Any]
     deadline: float
+    images: Sequence[bytes] = ()
     on_tokens: Callable[[TokenChunk], None] | None = None
 
 
@@ -92,9 +94,13 @@ class Ledger:
     def entries(self) -> tuple[LedgerEntry, ...]:
         return tuple(self._entries.values())
 
-    async def generate(self, engine: Engine, request: GenerationRequest) -> Generation:
-        """Call the engine and write down both sides of the call."""
-        digest, length = digest_ids(request.prompt_ids), len(request.prompt_ids)
+    async def generate(self, engine: Engine, request: GenerationRequest, prompt_ids: Sequence[int]) -> Generation:
+        """Call the engine and write down both sides of the call.
+
+        Args:
+            prompt_ids: as the tree has them, pictures told apart (:mod:`seamless_verl.trajectory.images`).
+        """
+        digest, length = digest_ids(prompt_ids), len(prompt_ids)
         generation = await engine.generate(request)
         entry = ledger_entry(generation_id=request.request_id, prompt_ids=(), generation=generation)
         self._entries[request.request_id] = replace(entry, prompt_digest=digest, prompt_len=length)

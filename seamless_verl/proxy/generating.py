@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from seamless_verl.proxy.calls import Answer, Call, StreamHead
@@ -84,7 +84,8 @@ class Generator:
             wanted, granted = await self._reserve(sample, pending)
             clipped = "max_tokens" in call.sampling and granted < wanted
             overrides = (*sample.overrides, *([f"max_tokens={granted}"] if clipped else ()))
-            asked = self._asked(call, pending, generation_id)
+            prompt_ids = session.images.plain(pending.prompt_ids)
+            asked = self._asked(call, prompt_ids, generation_id)
             sampling = dict(sample.sampling) | {"max_tokens": granted}
             constraint = structured_outputs(call, self._parser, thinking=asked.thinking)
             if constraint is not None:
@@ -96,12 +97,13 @@ class Generator:
             request = GenerationRequest(
                 request_id=generation_id,
                 session_id=session.id,
-                prompt_ids=pending.prompt_ids,
+                prompt_ids=prompt_ids,
                 sampling=sampling,
                 deadline=session.deadline,
+                images=[stored.data for stored in session.images.shown_in(pending.prompt_ids)],
                 on_tokens=on_tokens,
             )
-            generation = await self._generate(session, request)
+            generation = await self._generate(session, request, pending)
             answer = self._read(head, generation, call, asked)
             draft.check(generation, answer.message)
             await sample.siblings.generated()
@@ -126,6 +128,8 @@ class Generator:
                 ids = call.prompt if isinstance(call.prompt, tuple) else await self._encode(call.prompt)
                 if ids and max(ids) >= self._codec.num_tokens:
                     raise TrajectoryError(f"the model knows {self._codec.num_tokens} tokens, not {max(ids)}")
+                if self._codec.placeholder in ids:
+                    raise TrajectoryError(f"token {self._codec.placeholder} stands for a picture, and there is none")
                 return session.tree.prepare_ids(transcript, ids)
             route = session.tree.route(transcript)
             if _num_chars_to_render(route) > _BIG_RENDER_CHARS:
@@ -155,10 +159,10 @@ class Generator:
         granting = session.reserve(min(wanted, room), shares=sample.siblings.take_share())
         return wanted, await _until_deadline(session, granting)
 
-    def _asked(self, call: Call, pending: PendingTurn, generation_id: str) -> Asked:
+    def _asked(self, call: Call, prompt_ids: Sequence[int], generation_id: str) -> Asked:
         thinking = False
         if self._parser.think_tags is not None:
-            tail = self._codec.decode(pending.prompt_ids[-_PROMPT_TAIL:])
+            tail = self._codec.decode(prompt_ids[-_PROMPT_TAIL:])
             thinking = tail.rstrip().endswith(self._parser.think_tags[0])
         tools = call.raw_tools if call.parse_tools else ()
         return Asked(tools=tools, thinking=thinking, call_prefix=f"call_{generation_id[:20]}_")
@@ -168,9 +172,10 @@ class Generator:
         stops = call.sampling.get("stop", ())
         return Draft(progress, self._codec, settler, stops, show_tokens=call.logprobs is not None)
 
-    async def _generate(self, session: Session, request: GenerationRequest) -> Generation:
+    async def _generate(self, session: Session, request: GenerationRequest, pending: PendingTurn) -> Generation:
+        generating = session.ledger.generate(self._engine, request, pending.prompt_ids)
         try:
-            generation = await _until_deadline(session, session.ledger.generate(self._engine, request))
+            generation = await _until_deadline(session, generating)
         except EngineRefused as error:
             raise bad_request(f"The engine refuses this request: {error}.", code="engine_refused") from None
         except EngineUnavailable as error:

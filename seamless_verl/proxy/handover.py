@@ -238,6 +238,7 @@ def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:
     """Rows of a session that has ended, audited, also as the body of a response."""
     rows = build_rows(session.tree)
     report = audit_rows(rows, session.ledger.entries)
+    rows = tuple(session.images.released(row) for row in rows)
     result = result_to_wire(session, rows, report)
     try:
         body = msgspec.json.encode(result)

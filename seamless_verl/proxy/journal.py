@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from seamless_verl.proxy.flights import Served
+from seamless_verl.proxy.images import StoredImage
 from seamless_verl.proxy.sessions import Session
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.segments import TurnRecord
@@ -35,6 +36,10 @@ class Journal(Protocol):
     async def opened(self, session: Session) -> None: ...
 
     async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None: ...
+
+    async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
+        """A picture that a turn is about to show; the same one may be told again."""
+        ...
 
     async def updated(self, session: Session) -> None:
         """State and rewards of the session have changed."""
@@ -62,6 +67,9 @@ class NullJournal:
         return None
 
     async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
+        return None
+
+    async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
         return None
 
     async def updated(self, session: Session) -> None:

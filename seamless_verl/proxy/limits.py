@@ -13,6 +13,9 @@ class Limits:
         max_body_bytes: longest request body (413).
         body_timeout_s: time in which a body must have arrived (408).
         max_messages: messages in one request (413).
+        max_image_bytes: one picture (413).
+        max_image_pixels: width times height of one picture (400).
+        max_session_image_bytes: all pictures of one session (413).
         max_sessions: sessions held at once (429).
         max_model_len: tokens of prompt and answer together, where a session does not say otherwise (400).
         max_in_flight: generations of all sessions at once (429).
@@ -25,6 +28,9 @@ class Limits:
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 30.0
     max_messages: int = 10_000
+    max_image_bytes: int = 20 << 20
+    max_image_pixels: int = 50_000_000
+    max_session_image_bytes: int = 256 << 20
     max_sessions: int = 100_000
     max_model_len: int = 1 << 20
     max_in_flight: int = 4096

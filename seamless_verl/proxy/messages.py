@@ -8,7 +8,8 @@ block                         becomes
 ``thinking``                  reasoning of its assistant message
 ``tool_use``                  a tool call; ``input`` as JSON text
 ``tool_result``               a tool message, before the rest of its user message
-``image``, ``document``, …    refused: the model takes text
+``image`` (base64)            a picture of its user message, or of its tool message
+``document``, …               refused: the model takes text and pictures
 ============================  ==================================================
 """
 
@@ -173,7 +174,7 @@ def _turn(turn: Turn, where: str) -> list[dict[str, Any]]:
     rest = [block for block in turn.content if block.type != "tool_result"]
     if not rest and results:
         return results
-    return [*results, {"role": turn.role, "content": _texts(rest, where)}]
+    return [*results, {"role": turn.role, "content": _content(rest, where)}]
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
@@ -205,16 +206,40 @@ def _result(block: Block, where: str) -> dict[str, Any]:
     fields = block.model_extra or {}
     content = fields.get("content") or ""
     if isinstance(content, list):
-        parts = []
         for number, part in enumerate(content):
-            if not isinstance(part, dict) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise _unsupported(Block(type=str(kind)), f"{where}.content.{number}")
-            parts.append(_field(part, "text", str, f"{where}.content.{number}"))
-        content = "\n".join(parts)
-    if not isinstance(content, str):
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                raise _unsupported(Block(type=str(part)), f"{where}.content.{number}")
+        content = _content([Block.model_validate(part) for part in content], where)
+    elif not isinstance(content, str):
         raise bad_request(f"{where}.content is neither text nor blocks.", param=where)
     return {"role": "tool", "tool_call_id": _field(fields, "tool_use_id", str, where), "content": content}
+
+
+def _content(blocks: Sequence[Block], where: str) -> str | list[dict[str, Any]]:
+    """Text, or parts where there are pictures among the blocks."""
+    if all(block.type != "image" for block in blocks):
+        return _texts(blocks, where)
+    parts: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        place, fields = f"{where}.content.{number}", block.model_extra or {}
+        if block.type == "text":
+            parts.append({"type": "text", "text": _field(fields, "text", str, place)})
+        elif block.type == "image":
+            parts.append(
+                {"type": "image_url", "image_url": {"url": _image_url(fields.get("source"), place)}, "place": place}
+            )
+        else:
+            raise _unsupported(block, place)
+    return parts
+
+
+def _image_url(source: Any, where: str) -> str:
+    if not isinstance(source, dict):
+        return ""
+    if source.get("type") == "base64":
+        media = _field(source, "media_type", str, f"{where}.source")
+        return f"data:{media};base64,{_field(source, 'data', str, f'{where}.source')}"
+    return str(source.get("url") or "")  # refused where all pictures that would have to be fetched are
 
 
 def _texts(blocks: Sequence[Block], where: str) -> str:
@@ -235,5 +260,5 @@ def _field(fields: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
 
 
 def _unsupported(block: Block, where: str) -> ApiError:
-    story = f"{where} has type {block.type[:40]!r}; this model takes text, tool calls and their results."
+    story = f"{where} has type {block.type[:40]!r}; this model takes text, pictures, tool calls and their results."
     return bad_request(story, param=where, code="unsupported_content")

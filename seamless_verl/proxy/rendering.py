@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from seamless_verl.proxy.word_cache import WordCache
-from seamless_verl.trajectory.messages import Message, Role
+from seamless_verl.trajectory.messages import Image, Message, Role
 from seamless_verl.trajectory.rendering import Extension, ExtensionRefused
 
 _MARK = "Zq7SeamlessMark7qZ"
@@ -44,6 +44,11 @@ class Codec(Protocol):
         """Size of the vocabulary; every id is below it."""
         ...
 
+    @property
+    def placeholder(self) -> int | None:
+        """Id that stands for pictures only; None for a model that takes none."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -59,6 +64,7 @@ class TokenizerRenderer:
         template_args: extra arguments of the template, e.g. ``{"enable_thinking": False}``.
         stop_token_ids: ids that end an answer; the tokenizer's end-of-sequence token when None.
         keep_special_tokens: whether decoded text shows special tokens, for parsers that look for them.
+        placeholder: id of the token that the template writes for a picture; None for a model that takes none.
     """
 
     def __init__(
@@ -68,8 +74,10 @@ class TokenizerRenderer:
         template_args: dict[str, Any] | None = None,
         stop_token_ids: Sequence[int] | None = None,
         keep_special_tokens: bool = False,
+        placeholder: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._placeholder = placeholder
         # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._words = WordCache.of(self._backend) if self._backend is not None else None
@@ -82,6 +90,10 @@ class TokenizerRenderer:
     @property
     def stop_token_ids(self) -> frozenset[int]:
         return self._stop_token_ids
+
+    @property
+    def placeholder(self) -> int | None:
+        return self._placeholder
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
@@ -113,7 +125,7 @@ class TokenizerRenderer:
 
     def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> Sequence[int]:
         """See :class:`seamless_verl.trajectory.rendering.Renderer`."""
-        return self._encode_prompt(self._text(messages, tools, add_generation_prompt=True))
+        return self._with_images(self._encode_prompt(self._text(messages, tools, add_generation_prompt=True)), messages)
 
     @lru_cache(maxsize=128)  # noqa: B019 - a renderer lives as long as its process
     def _encode_prompt(self, text: str) -> array[int]:
@@ -143,8 +155,31 @@ class TokenizerRenderer:
         if not tail_after.startswith(tail_before):
             raise ExtensionRefused("the template changes what stands after an earlier answer when messages follow it")
         closing = self._encode_closing(self._closing(tail_before, tools))
-        added = self.encode(tail_after[len(tail_before) :])
-        return self._join(known_ids, closing, added)
+        added = self._with_images(self.encode(tail_after[len(tail_before) :]), new_messages)
+        return self._join(known_ids, closing, list(added))
+
+    def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        """The ids with each picture in its place.
+
+        Raises:
+            RenderingFailed: a text contains the placeholder, or the template writes no picture where there is one.
+        """
+        if self._placeholder is None:
+            return ids
+        images = [part for message in messages for part in message.parts if isinstance(part, Image)]
+        if not images and self._placeholder not in ids:
+            return ids
+        places = [at for at, token in enumerate(ids) if token == self._placeholder]
+        if len(places) != len(images):
+            story = f"the prompt has {len(places)} places for {len(images)} pictures; no text may name one"
+            raise RenderingFailed(story)
+        filled, start = array("i"), 0
+        for at, image in zip(places, images, strict=True):
+            filled.extend(ids[start:at])
+            filled.extend(image.token_ids)
+            start = at + 1
+        filled.extend(ids[start:])
+        return filled
 
     def _join(self, known_ids: Sequence[int], closing: list[int], added: list[int]) -> Extension:
         """Continue after whatever part of the closing the model generated itself."""
@@ -207,7 +242,8 @@ def _stub(previous: Sequence[Message]) -> list[Message]:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    parts = [{"type": "image"} if isinstance(p, Image) else {"type": "text", "text": p} for p in message.parts]
+    plain: dict[str, Any] = {"role": message.role.value, "content": parts or message.content}
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _value(call.arguments)}}

@@ -4,7 +4,7 @@
 item                         becomes
 ===========================  =======================================================
 ``instructions``             a system message
-``message``                  a message; its text parts joined
+``message``                  a message; its text parts joined, its pictures between them
 ``reasoning``                reasoning of the assistant message that follows
 ``function_call``            a tool call of the assistant message before it
 ``function_call_output``     a tool message
@@ -235,14 +235,33 @@ def _other(kind: Any, item: Mapping[str, Any], where: str) -> dict[str, Any]:
         role = _string(item, "role", where)
         if role not in ("user", "system", "developer"):
             raise bad_request(f"{where}.role is {role[:40]!r}.", param=f"{where}.role")
-        return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+        return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
     if kind == "function_call_output":
         return {
             "role": "tool",
             "tool_call_id": _string(item, "call_id", where),
-            "content": _text(item.get("output"), f"{where}.output"),
+            "content": _content(item.get("output"), f"{where}.output"),
         }
     raise _unsupported(kind, where)
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Text, or parts where there are pictures among them."""
+    pictured = isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") == "input_image" for part in content
+    )
+    if not pictured:
+        return _text(content, where)
+    parts: list[dict[str, Any]] = []
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "input_image":
+            parts.append({"type": "text", "text": _part_text(part, f"{where}.{number}")})
+            continue
+        url = {"url": part.get("image_url") or "", "detail": part.get("detail")}
+        if part.get("file_id") is not None:
+            raise _unsupported("input_image with file_id", f"{where}.{number}")
+        parts.append({"type": "image_url", "image_url": url, "place": f"{where}.{number}"})
+    return parts
 
 
 def _text(content: Any, where: str) -> str:
@@ -250,13 +269,14 @@ def _text(content: Any, where: str) -> str:
         return content
     if not isinstance(content, Sequence):
         raise bad_request(f"{where} is missing.", param=where)
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in _TEXT_PARTS:
-            raise _unsupported(kind, f"{where}.{number}")
-        texts.append(_string(part, "text", f"{where}.{number}"))
-    return "\n".join(texts)
+    return "\n".join(_part_text(part, f"{where}.{number}") for number, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind not in _TEXT_PARTS:
+        raise _unsupported(kind, where)
+    return _string(part, "text", where)
 
 
 def _string(item: Mapping[str, Any], name: str, where: str) -> str:
@@ -267,5 +287,5 @@ def _string(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _unsupported(kind: Any, where: str) -> ApiError:
-    story = f"{where} has type {str(kind)[:40]!r}; this model takes text, function calls and their outputs."
+    story = f"{where} has type {str(kind)[:40]!r}; this model takes text, pictures, function calls and their outputs."
     return bad_request(story, param=where, code="unsupported_content")

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from seamless_verl.errors import ConfigError
 
 _HEAD_S = 20.0
+_BACKLOG = 2048  # as uvicorn's
 
 
 class _Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -73,14 +74,23 @@ class ProxyServer:
         host: address to bind; loopback unless told otherwise.
         port: 0 takes a free one.
         drain_s: how long :meth:`stop` waits for answers under way.
+        listener: a socket that is bound already, in place of ``host`` and ``port``.
     """
 
-    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0, *, drain_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        drain_s: float = 5.0,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._app = app
         self._host = host
         self._port = port
         self._drain_s = drain_s
-        self._socket: socket.socket | None = None
+        self._socket = listener
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -89,8 +99,7 @@ class ProxyServer:
         """``http://host:port``, once started."""
         if self._socket is None:
             raise RuntimeError("ProxyServer.base_url before start(): the port is not known yet")
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return base_url_of(self._socket)
 
     async def start(self) -> str:
         """Bind and serve; returns the base URL once requests are taken.
@@ -98,7 +107,7 @@ class ProxyServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._socket = _bind(self._host, self._port)
+        self._socket = self._socket or _bind(self._host, self._port)
         config = uvicorn.Config(
             self._app,
             log_level="warning",
@@ -126,6 +135,23 @@ class ProxyServer:
         if self._socket is not None:
             self._socket.close()
         self._server = self._task = None
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A socket that takes connections, for a server that may come later.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    listener = _bind(host, port)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def base_url_of(listener: socket.socket) -> str:
+    """``http://host:port`` of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -27,6 +27,7 @@ from seamless_verl.proxy.address_book import KEY_PREFIX
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.flights import FlightBoard, Served
+from seamless_verl.proxy.images import ImageTable
 from seamless_verl.trajectory.messages import Transcript
 from seamless_verl.trajectory.tree import SessionTree
 
@@ -88,6 +89,7 @@ class Session:
         self.state = SessionState.OPEN
         self.tree = SessionTree()
         self.ledger = Ledger()
+        self.images = ImageTable()
         self.num_in_flight = 0
         self.num_generated = 0
         self.num_reserved = 0
@@ -110,12 +112,13 @@ class Session:
     @property
     def weight_bytes(self) -> int:
         """About how much memory its turns take."""
-        return _BYTES_PER_TOKEN * self.tree.num_stored_tokens + _BYTES_PER_TURN * self.tree.num_turns
+        tokens, turns = self.tree.num_stored_tokens, self.tree.num_turns
+        return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + self.images.num_bytes
 
     def unload(self) -> None:
         """Let the turns go; who was answered is remembered, so that a retry and a second sample stay apart."""
         self._delivered = self.board.delivered()
-        self.tree, self.ledger = SessionTree(), Ledger()
+        self.tree, self.ledger, self.images = SessionTree(), Ledger(), ImageTable()
         self.recent, self.board = RecentTranscripts(), FlightBoard()
         self.is_resident = False
 

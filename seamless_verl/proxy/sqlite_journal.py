@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -20,11 +21,12 @@ from typing import Any
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.flights import Served
+from seamless_verl.proxy.images import StoredImage
 from seamless_verl.proxy.journal import JournalFailed
 from seamless_verl.proxy.journal_format import VERSION, Damaged, pack, unpack
-from seamless_verl.proxy.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState
+from seamless_verl.proxy.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState, SessionStore
 from seamless_verl.trajectory.audit import LedgerEntry
-from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.generation import TrajectoryError, pack_ids
 from seamless_verl.trajectory.segments import TurnRecord
 
 _SCHEMA = """
@@ -32,13 +34,21 @@ CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT, state TEXT, rewards TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (number INTEGER PRIMARY KEY, session_id TEXT, body BLOB);
 CREATE INDEX IF NOT EXISTS turns_of ON turns (session_id);
+CREATE TABLE IF NOT EXISTS images (
+    session_id TEXT, number INTEGER, digest TEXT, placeholder INTEGER, token_ids BLOB, data BLOB,
+    PRIMARY KEY (session_id, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY, id TEXT UNIQUE, key_digest BLOB, summary BLOB);
 """
 _OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
 _APPENDED = "INSERT INTO turns (session_id, body) VALUES (?, ?)"
+_PICTURED = "INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)"
 _UPDATED = "UPDATE sessions SET state = ?, rewards = ? WHERE id = ?"
 _BURIED = "INSERT OR IGNORE INTO gone (id, key_digest, summary) SELECT id, key_digest, ? FROM sessions WHERE id = ?"
-_FORGOTTEN = ("DELETE FROM turns WHERE session_id = ?", "DELETE FROM sessions WHERE id = ?")
+_FORGOTTEN = (
+    "DELETE FROM turns WHERE session_id = ?",
+    "DELETE FROM images WHERE session_id = ?",
+    "DELETE FROM sessions WHERE id = ?",
+)
 _TRIMMED = "DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?"
 
 _Statement = tuple[str, tuple[Any, ...]]
@@ -76,6 +86,10 @@ class SqliteJournal:
     async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
         await self._write([(_APPENDED, (session_id, pack(record, entry, served)))])
 
+    async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
+        ids = pack_ids(stored.token_ids).tobytes()
+        await self._write([(_PICTURED, (session_id, number, stored.digest, stored.placeholder, ids, stored.data))])
+
     async def updated(self, session: Session) -> None:
         await self._write([(_UPDATED, (session.state.value, _rewards(session), session.id))])
 
@@ -89,6 +103,17 @@ class SqliteJournal:
             return await loop.run_in_executor(self._thread, _read_summary, self._db, session_id)
         except sqlite3.Error as error:
             raise JournalFailed(f"{type(error).__name__}: {error}") from error
+
+    def resume(self, sessions: SessionStore) -> None:
+        """Hand over every session that the last process left, and the memory of those that are gone.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        for session in self.sessions():
+            sessions.adopt(session)
+        for session_id, digest in self.gone():
+            sessions.bury(session_id, digest)
 
     def gone(self) -> list[tuple[str, bytes]]:
         """Ids and key digests of the sessions that were forgotten last, the oldest first.
@@ -115,9 +140,11 @@ class SqliteJournal:
     async def load(self, session: Session) -> None:
         loop = asyncio.get_running_loop()
         try:
-            bodies = await loop.run_in_executor(self._thread, _read_turns, self._db, session.id)
+            images, bodies = await loop.run_in_executor(self._thread, _read_turns, self._db, session.id)
         except sqlite3.Error as error:
             raise JournalFailed(f"{type(error).__name__}: {error}") from error
+        for image in images:
+            session.images.add(image)
         _restore(session, bodies)
 
     async def close(self) -> None:
@@ -213,9 +240,15 @@ def _read_summary(db: sqlite3.Connection, session_id: str) -> bytes:
     return bytes(found[0]) if found is not None else b""
 
 
-def _read_turns(db: sqlite3.Connection, session_id: str) -> list[bytes]:
+def _read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredImage], list[bytes]]:
     rows = db.execute("SELECT body FROM turns WHERE session_id = ? ORDER BY number", (session_id,))
-    return [bytes(body) for (body,) in rows]
+    bodies = [bytes(body) for (body,) in rows]
+    fields = "digest, placeholder, token_ids, data"
+    images = db.execute(f"SELECT {fields} FROM images WHERE session_id = ? ORDER BY number", (session_id,))
+    return [
+        StoredImage(digest=digest, placeholder=placeholder, token_ids=array("i", bytes(ids)), data=bytes(data))
+        for digest, placeholder, ids, data in images
+    ], bodies
 
 
 def _restore(session: Session, bodies: Sequence[bytes]) -> None:

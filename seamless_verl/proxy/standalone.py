@@ -125,10 +125,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     sessions, journal, sink = SessionStore(prefix=config.prefix), _journal(config), _sink(config)
     counters = Counters()
     if isinstance(journal, SqliteJournal):
-        for session in journal.sessions():
-            sessions.adopt(session)
-        for session_id, digest in journal.gone():
-            sessions.bury(session_id, digest)
+        journal.resume(sessions)
         counters.num_sessions = len(sessions)
     app = make_app(
         ProxyDeps(

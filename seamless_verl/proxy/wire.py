@@ -5,6 +5,7 @@ Invariant: ``row_from_wire(row_to_wire(row)) == row``, also through JSON text.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +88,7 @@ def row_to_wire(row: Row) -> dict[str, Any]:
             for turn in row.turns
         ],
         "version_spans": [[span.start, span.stop, span.version] for span in row.version_spans],
+        **({"images": row.images} if row.images else {}),
     }
 
 
@@ -110,6 +112,7 @@ def row_from_wire(data: Mapping[str, Any]) -> Row:
         version_spans=tuple(
             RowSpan(start=start, stop=stop, version=version) for start, stop, version in data["version_spans"]
         ),
+        images=tuple(data.get("images", ())),
     )
 
 
@@ -133,7 +136,9 @@ def audit_from_wire(data: Mapping[str, Any]) -> AuditReport:
 
 def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport) -> dict[str, Any]:
     """What closing a session answers; read back by :class:`seamless_verl.proxy.client.SessionResult`."""
-    return {**summary_to_wire(session, report), "rows": [row_to_wire(row) for row in rows]}
+    images = {digest: b64encode(data).decode() for digest, data in session.images.files(rows).items()}
+    result = {**summary_to_wire(session, report), "rows": [row_to_wire(row) for row in rows]}
+    return {**result, "images": images} if images else result
 
 
 def summary_to_wire(session: Session, report: AuditReport) -> dict[str, Any]:

@@ -15,6 +15,7 @@ tool-call ``arguments``        same characters                            same J
 tool-call ids                  same                                       any (position decides)
 ``reasoning``                  same up to outer white space               sent history has none, or only its
                                                                           end
+pictures                       same bytes at the same places between the texts
 =============================  =========================================  ==============================
 
 Invariant: same spelling implies same identity.
@@ -22,6 +23,7 @@ Invariant: same spelling implies same identity.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from enum import Enum
@@ -47,11 +49,28 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """A picture in a message.
+
+    Attributes:
+        digest: names its bytes.
+        token_ids: what stands in a prompt for it, marked (:mod:`seamless_verl.trajectory.images`).
+    """
+
+    digest: str
+    token_ids: tuple[int, ...] = dataclasses.field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message in canonical form; absent text is the empty string."""
+    """One chat message in canonical form; absent text is the empty string.
+
+    ``parts`` are texts and pictures in their order, where there are pictures; ``content`` then joins the texts.
+    """
 
     role: Role
     content: str = ""
+    parts: tuple[str | Image, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
@@ -128,9 +147,10 @@ def key_of(message: Message) -> MessageKey:
     """Digests of a message under the rules in this module's table."""
     content = message.content
     trimmed = (content.replace("\r\n", "\n") if "\r" in content else content).strip()
-    content_spelling = b"" if trimmed == content else digest_of(content)
+    content_spelling = b"" if trimmed == content and not message.parts else digest_of(content)
     if not message.tool_calls:
-        identity = digest_of(message.role.value, message.name, trimmed)
+        meaning = _meaning(message.parts) if message.parts else [trimmed]
+        identity = digest_of(message.role.value, message.name, *meaning)
         call_ids = digest_of(message.tool_call_id) if message.tool_call_id else b""
         arguments = b""
     else:
@@ -149,6 +169,14 @@ def key_of(message: Message) -> MessageKey:
         message.role is Role.ASSISTANT,
         reasoning[-_END_CHARS:],
     )
+
+
+def _meaning(parts: tuple[str | Image, ...]) -> list[str]:
+    """Which picture stands where; nothing for text alone, whose parts are all in ``content``."""
+    meaning: list[str] = []
+    for part in parts:
+        meaning += ("image", part.digest) if isinstance(part, Image) else ("text", part.replace("\r\n", "\n").strip())
+    return meaning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

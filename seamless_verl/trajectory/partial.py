@@ -9,8 +9,9 @@ Invariant: the answer is one that a single attempt could have given. The token b
 first stop string ends the answer even where it lies across a seam, which no attempt alone can see; noise drawn from a
 seed is not drawn twice; every token keeps its log-prob and its weight version.
 
-Under a grammar an interrupted attempt is given up instead: engines start grammars at the first token they generate
-themselves, so that a continuation would be forced to begin the text again in its middle.
+Under a grammar an interrupted attempt goes on only where the engine moves the grammar over the kept tokens first; it is
+given up otherwise. Engines start grammars at the first token they generate themselves, so that a continuation would be
+forced to begin the text again in its middle.
 
 Source: SeamlessFlow (arXiv 2508.11553), data plane.
 """
@@ -24,6 +25,9 @@ from typing import Any
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
+GRAMMAR_PREFIX = (
+    "seamless_grammar_prefix"  # in ``extra_args``: how many tokens of the prompt's end the grammar has seen
+)
 
 
 class PartialGeneration:
@@ -33,10 +37,13 @@ class PartialGeneration:
         sampling: what the whole answer was asked for; ``max_tokens``, ``seed``, ``stop`` and ``structured_outputs``
             are understood, the rest is handed on.
         decode: token ids to text; without it, stop strings across a seam are not found.
+        moves_grammars: the engine understands `GRAMMAR_PREFIX`.
     """
 
-    def __init__(self, sampling: Mapping[str, Any], decode: Decode | None) -> None:
+    def __init__(self, sampling: Mapping[str, Any], decode: Decode | None, *, moves_grammars: bool = False) -> None:
         self._sampling = dict(sampling)
+        self._is_forced = self._sampling.get("structured_outputs") is not None
+        self._moves_grammars = moves_grammars
         self._decode = decode
         self._log_probs: list[float] = []
         self._alternatives: list[Sequence[tuple[int, float]]] = []
@@ -50,6 +57,8 @@ class PartialGeneration:
         num_kept = len(self.token_ids)
         if num_kept and "max_tokens" in asked:
             asked["max_tokens"] -= num_kept
+        if num_kept and self._is_forced:
+            asked["extra_args"] = {**(asked.get("extra_args") or {}), GRAMMAR_PREFIX: num_kept}
         if num_kept and asked.get("seed") is not None:
             # The same seed again would give token ``num_kept + i`` the noise that token ``i`` has had.
             mixed = blake2b(f"{asked['seed']}:{num_kept}".encode(), digest_size=4).digest()
@@ -61,7 +70,7 @@ class PartialGeneration:
         num_kept = len(self.token_ids)
         self._finish = attempt.finish_reason
         is_interrupted = attempt.finish_reason is FinishReason.ABORTED
-        if is_interrupted and self._sampling.get("structured_outputs") is not None:
+        if is_interrupted and self._is_forced and not self._moves_grammars:
             return False
         self.token_ids.extend(attempt.token_ids)
         self._log_probs.extend(attempt.log_probs)

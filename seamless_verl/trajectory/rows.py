@@ -57,6 +57,7 @@ class Row:
         prompt_len: tokens before the first generated token of the row, shared or not.
         turns: the answers on the path, oldest first.
         version_spans: weight versions of all generated tokens on the path, in order.
+        images: digests of the pictures in ``token_ids``, in order, once these are the model's own ids again.
     """
 
     token_ids: tuple[int, ...]
@@ -65,6 +66,7 @@ class Row:
     prompt_len: int
     turns: tuple[RowTurn, ...]
     version_spans: tuple[RowSpan, ...]
+    images: tuple[str, ...] = ()
 
     @property
     def num_trained(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -16,6 +18,7 @@ from seamless_verl.proxy.engine import (
     GenerationRequest,
     VersionSpan,
 )
+from seamless_verl.proxy.vision import open_image
 from seamless_verl.trajectory.partial import Decode
 
 # verl's server tells the log-prob of the chosen token only, and answers as a whole: no alternatives, no streaming.
@@ -30,12 +33,20 @@ class VerlEngine:
         decode: token ids to text.
         max_model_len: prompt and answer together, in tokens.
         stop_token_ids: ids that end an answer.
+        processor_args: of the model's processor, as the trainer calls it (``data.mm_processor_kwargs``).
     """
 
     def __init__(
-        self, client: LLMServerClient, *, decode: Decode, max_model_len: int, stop_token_ids: frozenset[int]
+        self,
+        client: LLMServerClient,
+        *,
+        decode: Decode,
+        max_model_len: int,
+        stop_token_ids: frozenset[int],
+        processor_args: Mapping[str, Any] | None = None,
     ) -> None:
         self._client = client
+        self._processor_args = dict(processor_args or {})
         self._decode = decode
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids
@@ -46,9 +57,17 @@ class VerlEngine:
         params: dict[str, Any] = {**request.sampling, "logprobs": True, "repetition_penalty": 1.0}
         if "structured_outputs" in params:
             params["structured_outputs"] = _constraint(params["structured_outputs"])
+        shown: dict[str, Any] = {}
+        if request.images:
+            pictures = await asyncio.to_thread(lambda: [open_image(data) for data in request.images])
+            shown = {"image_data": pictures, "mm_processor_kwargs": self._processor_args}
         try:
             output = await self._client.generate(
-                request_id=request.session_id, prompt_ids=prompt_ids, sampling_params=params, decode=self._decode
+                request_id=request.session_id,
+                prompt_ids=prompt_ids,
+                sampling_params=params,
+                decode=self._decode,
+                **shown,
             )
         except RayTaskError as error:
             if isinstance(error.cause, _client_errors()):

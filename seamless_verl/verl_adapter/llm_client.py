@@ -65,7 +65,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
         if budget is not None:
             params["max_tokens"] = budget
-        partial = PartialGeneration(params, decode)
+        partial = PartialGeneration(params, decode, moves_grammars=self._is_vllm)
         group = request_log.group_of(request_id)
         if cutting.is_cut(group):
             partial.cut_short()
@@ -123,6 +123,11 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             return server_id, handle
 
     @property
+    def _is_vllm(self) -> bool:
+        """Its engine process loads our plug-in (`vllm_grammar`), and it can end a single request."""
+        return bool(OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm")
+
+    @property
     def _outlives_replicas(self) -> bool:
         """A scheduler that is told of a dead replica goes on without it; verl's own trainer cannot."""
         return OmegaConf.select(self.config, "seamless.scheduler.policy") is not None
@@ -141,10 +146,9 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     def _freed(self, group: str) -> Iterator[None]:
         """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
         place = _Place()
-        is_vllm = OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm"
 
         def abort() -> None:
-            if is_vllm and place.server is not None and place.request:
+            if self._is_vllm and place.server is not None and place.request:
                 place.server.abort_request.remote(place.request, reset_prefix_cache=False)
 
         token = _PLACE.set(place)

@@ -12,6 +12,7 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils.model import compute_position_id_with_mask
 
+from seamless_verl.proxy.vision import open_image
 from seamless_verl.trajectory.rows import Row
 
 ROW_FIELD = "seamless"
@@ -43,13 +44,20 @@ def row_digest(prompt_ids: Any, response_ids: Any, response_mask: Any, log_probs
 
 
 def row_to_output(
-    row: Row, *, reward: float | None, metrics: AgentLoopMetrics, extra_fields: Mapping[str, Any], violations: int
+    row: Row,
+    *,
+    reward: float | None,
+    metrics: AgentLoopMetrics,
+    extra_fields: Mapping[str, Any],
+    violations: int,
+    images: Mapping[str, bytes],
 ) -> AgentLoopOutput:
     """One row as verl's V1 path takes it.
 
     Args:
         extra_fields: further fields of the sample; versions and stamp are added.
         violations: of the audit of the row's session.
+        images: files of the row's pictures, by digest; verl computes the model's inputs from them.
     """
     prompt_ids, response_ids = row.token_ids[: row.prompt_len], row.token_ids[row.prompt_len :]
     mask, log_probs = row.mask[row.prompt_len :], row.log_probs[row.prompt_len :]
@@ -64,6 +72,7 @@ def row_to_output(
         response_ids=list(response_ids),
         response_mask=list(mask),
         response_logprobs=list(log_probs),
+        multi_modal_data={"images": [open_image(images[digest]) for digest in row.images]} if row.images else None,
         reward_score=reward,
         num_turns=len(row.turns),
         metrics=metrics,
@@ -100,7 +109,8 @@ def rows_to_dataproto(
         `AgentLoopWorker._postprocess` of verl 0.9.1 makes of the same rows (held by a contract test).
 
     Raises:
-        ValueError: no rows, a row that does not fit, or another number of rewards. Nothing is cut silently.
+        ValueError: no rows, a row that does not fit or has pictures (their inputs need the model's processor:
+            `row_to_output`), or another number of rewards. Nothing is cut silently.
     """
     if not rows or (rewards is not None and len(rewards) != len(rows)):
         raise ValueError(f"{len(rows)} rows and {len(rewards or ())} rewards: at least one row, one reward per row")
@@ -112,6 +122,8 @@ def rows_to_dataproto(
     scores = torch.zeros((len(rows), response_length), dtype=torch.float32)
     for number, row in enumerate(rows):
         num_prompt, num_response = row.prompt_len, len(row.token_ids) - row.prompt_len
+        if row.images:
+            raise ValueError(f"row {number} has {len(row.images)} pictures, which a batch of tokens cannot carry")
         if num_prompt > prompt_length or num_response > response_length:
             raise ValueError(
                 f"row {number} has {num_prompt} prompt and {num_response} response tokens; "

@@ -7,11 +7,17 @@ import os
 import select
 import threading
 
+import wrapt
+
+from seamless_verl.verl_adapter import vllm_grammar
+
 _SERVER = "SEAMLESS_VLLM_SERVER"
 
 
 def register() -> None:
-    """Make vLLM's CPU backend accept weight updates, fork its worker, stay on its core and end with its server."""
+    """Continue grammars; make the CPU backend accept weight updates, fork its worker, stay on its core and end with its
+    server."""
+    wrapt.register_post_import_hook(vllm_grammar.install, "vllm.v1.structured_output")
     if os.environ.get("VERL_PLATFORM", "").lower() != "cpu":
         return
     import vllm._custom_ops as ops

@@ -8,17 +8,29 @@ counts until the engine has it, from where a pause reaches it. Remove when verl 
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from typing import Any
 
 import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+_PLUGINS = "VLLM_PLUGINS"
+
+
+def load_plug_in(environment: MutableMapping[str, str]) -> None:
+    """Grammars of interrupted answers need ours in the engine's process (`vllm_grammar`), whatever a user lists."""
+    listed = environment.get(_PLUGINS)
+    if listed is not None and "seamless_verl" not in listed.split(","):
+        environment[_PLUGINS] = f"{listed},seamless_verl"
+
 
 class InterruptibleServer(vLLMHttpServer):
     """Keeps its own account of the requests on their way into the engine, by request id."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        load_plug_in(os.environ)
         self._on_their_way: set[str] = set()
         super().__init__(*args, **kwargs)
 

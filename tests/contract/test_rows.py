@@ -51,7 +51,7 @@ def _verls_own(rows: tuple[Row, ...], rewards: list[float | None]) -> Any:
     async def finish() -> Any:
         outputs = [
             await worker._agent_loop_postprocess(
-                row_to_output(row, reward=reward, metrics=AgentLoopMetrics(), extra_fields={}, violations=0),
+                row_to_output(row, reward=reward, metrics=AgentLoopMetrics(), extra_fields={}, violations=0, images={}),
                 validate=False,
                 raw_prompt=[],
             )
@@ -87,7 +87,9 @@ def test_a_batch_is_what_verl_would_make_of_the_same_rows(rows: tuple[Row, ...],
 
 def test_a_sample_carries_its_versions_and_a_stamp_of_what_left_the_proxy(rows: tuple[Row, ...]) -> None:
     row = rows[0]
-    output = row_to_output(row, reward=1.0, metrics=AgentLoopMetrics(), extra_fields={"drift": {}}, violations=2)
+    output = row_to_output(
+        row, reward=1.0, metrics=AgentLoopMetrics(), extra_fields={"drift": {}}, violations=2, images={}
+    )
     assert (*output.prompt_ids, *output.response_ids) == row.token_ids
     assert output.response_mask == list(row.mask[row.prompt_len :])
     assert sum(output.response_mask) == row.num_trained

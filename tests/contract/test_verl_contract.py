@@ -360,14 +360,14 @@ class _Scripted:
         )
 
 
-def _client(monkeypatch, attempts):
+def _client(monkeypatch, attempts, **rollout):
     from omegaconf import OmegaConf
 
     from seamless_verl.verl_adapter import llm_client
 
     scripted = _Scripted(attempts)
     monkeypatch.setattr(llm_client.LLMServerClient, "generate", lambda self, **kw: scripted(self, **kw))
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 50}}})
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 50, **rollout}}})
     return llm_client.VersionedLLMClient(config), scripted
 
 
@@ -400,8 +400,25 @@ async def test_without_a_limit_the_configured_response_length_is_the_budget(monk
     assert output.extra_fields["version_spans"] == [(1, 21)]
 
 
-async def test_an_interrupted_answer_under_a_grammar_starts_anew(monkeypatch):
-    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted"), ([3, 4], 5, "completed")])
+async def test_under_vllm_an_interrupted_answer_under_a_grammar_goes_on(monkeypatch):
+    from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
+
+    attempts = [([1, 2], 4, "aborted"), ([3], 5, "aborted"), ([4], 5, "completed")]
+    client, scripted = _client(monkeypatch, attempts, name="vllm")
+    params = {"max_tokens": 10, "structured_outputs": object()}
+    output = await client.generate("r", prompt_ids=[9], sampling_params=params)
+    assert output.token_ids == [1, 2, 3, 4]
+    assert output.extra_fields["version_spans"] == [(4, 2), (5, 2)]
+    told = [(prompt, asked["max_tokens"], asked.get("extra_args")) for prompt, asked in scripted.asked]
+    assert told == [
+        ([9], 10, None),
+        ([9, 1, 2], 8, {GRAMMAR_PREFIX: 2}),
+        ([9, 1, 2, 3], 7, {GRAMMAR_PREFIX: 3}),
+    ]
+
+
+async def test_under_another_engine_an_interrupted_answer_under_a_grammar_starts_anew(monkeypatch):
+    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted"), ([3, 4], 5, "completed")], name="sglang")
     params = {"max_tokens": 10, "structured_outputs": object()}
     output = await client.generate("r", prompt_ids=[9], sampling_params=params)
     assert (output.token_ids, output.log_probs) == ([3, 4], [-0.5, -0.5])

@@ -187,17 +187,17 @@ def test_blocks_become_messages() -> None:
     assert call.raw_tools[0]["function"]["parameters"] == TOOLS[0]["input_schema"]
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+DOCUMENT = {"type": "document", "source": {"type": "url", "url": "x"}}
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages.0.content.0"),
         (
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [DOCUMENT]}]}
                 ]
             },
             "messages.0.content.0.content.0",

@@ -129,7 +129,7 @@ def test_items_become_messages() -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content.0"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input.0.name"),
         ({"input": [{"role": "owl", "content": "x"}]}, "input.0.role"),

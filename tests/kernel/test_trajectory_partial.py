@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
-from seamless_verl.trajectory.partial import PartialGeneration
+from seamless_verl.trajectory.partial import GRAMMAR_PREFIX, PartialGeneration
 
 _TEXTS = ["a", "b", "S", "T", "OP", "STO", "P"]  # of token ids 0 to 6
 
@@ -99,6 +99,21 @@ def test_under_a_grammar_an_interrupted_attempt_is_given_up() -> None:
     assert partial.add(_attempt([1, 1], 0, partial.sampling(), version=2, patience=None))
     assert partial.generation().token_ids == [1, 1]
     assert partial.generation().version_spans == (VersionSpan(version=2, num_tokens=2),)
+
+
+def test_where_the_engine_moves_grammars_the_kept_tokens_are_counted_out_for_it() -> None:
+    sampling = {"max_tokens": 6, "structured_outputs": {"json": {}}, "extra_args": {"mine": 1}}
+    partial = PartialGeneration(sampling, _decode, moves_grammars=True)
+    assert partial.sampling()["extra_args"] == {"mine": 1}
+    assert not partial.add(_attempt([0, 1, 0], 0, partial.sampling(), version=1, patience=2))
+    kept = list(partial.token_ids)
+    assert kept
+    asked = partial.sampling()
+    assert asked["extra_args"] == {"mine": 1, GRAMMAR_PREFIX: len(kept)}
+    assert asked["max_tokens"] == 6 - len(kept)
+    assert partial.add(_attempt([0, 1, 0], len(kept), asked, version=2, patience=None))
+    assert partial.generation().token_ids == [0, 1, 0]
+    assert [span.version for span in partial.generation().version_spans] == [1, 2]
 
 
 def test_without_a_decoder_a_stop_across_a_seam_is_not_found() -> None:

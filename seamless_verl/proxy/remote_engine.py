@@ -1,0 +1,258 @@
+"""A proxy in a process of its own, beside the process that owns its engine and its listening socket.
+
+::
+
+    owner    listening socket ──handed over──▶ proxy ◀── agents
+             engine ◀──── requests, answers (msgpack over a Unix socket) ────┘
+
+Invariant: the owner keeps the listening socket, so its address outlives the proxy. While one that was killed is being
+started again, agents that connect wait in the socket's backlog instead of being refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import os
+import secrets
+import socket
+import struct
+from array import array
+from typing import Any
+
+import msgspec
+
+from seamless_verl.proxy.engine import (
+    Engine,
+    EngineRefused,
+    EngineUnavailable,
+    Generation,
+    GenerationRequest,
+)
+from seamless_verl.trajectory.generation import pack_ids
+
+_LENGTH_BYTES = 4
+
+
+class _Ask(msgspec.Struct, array_like=True):
+    """One request; token ids as they lie in memory, four bytes each."""
+
+    number: int
+    request_id: str
+    session_id: str
+    prompt_ids: bytes
+    sampling: dict[str, Any]
+    deadline: float
+    images: list[bytes]
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """How a request ended: with a generation, or with one of the three stories."""
+
+    number: int
+    generation: Generation | None = None
+    refused: str = ""
+    unavailable: str = ""
+    failed: str = ""
+
+
+class _Message(msgspec.Struct, array_like=True):
+    """From the proxy: a request, or the number of one that nobody waits for any more."""
+
+    ask: _Ask | None = None
+    cancelled: int | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_messages = msgspec.msgpack.Decoder(_Message)
+_answers = msgspec.msgpack.Decoder(_Answer)
+
+
+class EngineHost:
+    """The owner's side: hands its listening socket to whoever connects, then generates for them.
+
+    Args:
+        engine: streams nothing to the proxy, which sees answers as a whole.
+        listener: bound and listening.
+
+    Attributes:
+        address: of the Unix socket. It is no file, so that nothing is left behind by a process that is killed; only
+            processes of the same user are served.
+    """
+
+    def __init__(self, engine: Engine, listener: socket.socket) -> None:
+        self._engine = engine
+        self._listener = listener
+        self.address = f"\0seamless-engine-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.address)
+        self._socket.listen()
+        self._socket.setblocking(False)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Take connections from now on."""
+        self._keep(asyncio.create_task(self._accept()))
+
+    async def close(self) -> None:
+        """Take no more, and cancel what is generated."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._socket)
+            if _user_of(connection) != os.geteuid():
+                connection.close()
+                continue
+            socket.send_fds(connection, [b"\0"], [self._listener.fileno()])
+            self._keep(asyncio.create_task(self._serve(connection)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        running: dict[int, asyncio.Task[None]] = {}
+        try:
+            while (frame := await _read(reader)) is not None:
+                message = _messages.decode(frame)
+                if message.ask is not None:
+                    number = message.ask.number
+                    running[number] = asyncio.create_task(self._generate(message.ask, writer))
+                    running[number].add_done_callback(functools.partial(_ended, running, number))
+                elif message.cancelled is not None and message.cancelled in running:
+                    running[message.cancelled].cancel()
+        finally:
+            for task in tuple(running.values()):
+                task.cancel()  # what the proxy does not live to record is not worth its replica
+            writer.close()
+
+    async def _generate(self, ask: _Ask, writer: asyncio.StreamWriter) -> None:
+        answer = _Answer(ask.number)
+        try:
+            answer.generation = await self._engine.generate(
+                GenerationRequest(
+                    request_id=ask.request_id,
+                    session_id=ask.session_id,
+                    prompt_ids=array("i", ask.prompt_ids),
+                    sampling=ask.sampling,
+                    deadline=ask.deadline,
+                    images=ask.images,
+                )
+            )
+        except EngineRefused as error:
+            answer.refused = str(error) or "for no reason that it told"
+        except EngineUnavailable as error:
+            answer.unavailable = str(error) or "for no reason that it told"
+        except Exception as error:  # noqa: BLE001 - raised again on the proxy's side, which waits for an answer
+            answer.failed = f"{type(error).__name__}: {error}"
+        _write(writer, answer)
+
+
+class RemoteEngine:
+    """The proxy's side: an :class:`~seamless_verl.proxy.engine.Engine` that asks its owner."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[_Answer]] = {}
+        self._reading = asyncio.create_task(self._read_answers(reader))
+
+    @classmethod
+    async def connect(cls, address: str) -> tuple[RemoteEngine, socket.socket]:
+        """The engine, and the listening socket to serve on."""
+        connection, listener = await asyncio.to_thread(_dial, address)
+        return cls(*await asyncio.open_unix_connection(sock=connection)), listener
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """See :class:`~seamless_verl.proxy.engine.Engine`."""
+        if self._reading.done():
+            raise EngineUnavailable("its owner is gone")
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        ask = _Ask(
+            number=number,
+            request_id=request.request_id,
+            session_id=request.session_id,
+            prompt_ids=pack_ids(request.prompt_ids).tobytes(),
+            sampling=dict(request.sampling),
+            deadline=request.deadline,
+            images=list(request.images),
+        )
+        _write(self._writer, _Message(ask=ask))
+        try:
+            answer: _Answer = await waiting
+        except asyncio.CancelledError:
+            _write(self._writer, _Message(cancelled=number))
+            raise
+        finally:
+            del self._waiting[number]
+        if answer.generation is not None:
+            return answer.generation
+        if answer.refused:
+            raise EngineRefused(answer.refused)
+        if answer.unavailable:
+            raise EngineUnavailable(answer.unavailable)
+        raise RuntimeError(f"the engine's owner failed: {answer.failed}")
+
+    async def ended(self) -> None:
+        """Returns when the owner is gone."""
+        await asyncio.wait({self._reading})
+
+    async def close(self) -> None:
+        self._writer.close()
+        await self.ended()
+
+    async def _read_answers(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while (frame := await _read(reader)) is not None:
+                answer = _answers.decode(frame)
+                waiting = self._waiting.get(answer.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        finally:
+            for number, waiting in self._waiting.items():
+                if not waiting.done():
+                    waiting.set_result(_Answer(number, unavailable="its owner is gone"))
+
+
+def _ended(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del running[number]
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Effective user id of the process at the other end."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)
+
+
+def _dial(address: str) -> tuple[socket.socket, socket.socket]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(address)
+        _, handles, _, _ = socket.recv_fds(connection, 1, 1)
+    except OSError:
+        connection.close()
+        raise
+    return connection, socket.socket(fileno=handles[0])
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes | None:
+    """One message; None when the other side is gone."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        head = await reader.readexactly(_LENGTH_BYTES)
+        return await reader.readexactly(int.from_bytes(head, "little"))
+    return None
+
+
+def _write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    body = _encode(message)
+    writer.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)

@@ -1,0 +1,118 @@
+"""The proxy of a rollout worker as a real Ray actor: killed with -9 in the middle of a session, it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+pytest.importorskip("verl")
+import ray
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.verl_adapter.proxy_actor import ShardSettings
+from seamless_verl.verl_adapter.proxy_shard import ActorProxy
+from tests.fakes import ScriptedEngine, small_tokenizer
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init("local", num_cpus=1, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+def _settings(tokenizer: Any) -> ShardSettings:
+    return ShardSettings(
+        tokenizer=tokenizer,
+        processor=None,
+        processor_args={},
+        template_args={},
+        stop_token_ids=[tokenizer.eos_token_id],
+        tool_parser=None,
+        reasoning_parser=None,
+        max_model_len=4096,
+        model="m",
+        admin_key="admin",
+        abilities=frozenset(),
+    )
+
+
+@pytest.fixture
+async def engine() -> ScriptedEngine:
+    return ScriptedEngine(small_tokenizer(), lambda prompt: f"answer {prompt.count('<|im_end|>')}", num_versions=2)
+
+
+@pytest.fixture
+async def proxy(cluster: None, engine: ScriptedEngine, tmp_path: Path) -> AsyncIterator[ActorProxy]:
+    started = ActorProxy(_settings(engine.tokenizer), engine, "127.0.0.1", 0, tmp_path / "proxy" / "worker_0")
+    yield started
+    await started.close()
+
+
+def _kill() -> None:
+    names = {one.pid: " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])}
+    ours = {child.pid for child in psutil.Process().children(recursive=True)}
+    (actor,) = [pid for pid, name in names.items() if "ray::ProxyActor" in name and pid in ours]
+    os.kill(actor, signal.SIGKILL)
+
+
+async def test_a_killed_proxy_comes_back_at_its_address_and_sessions_go_on(
+    proxy: ActorProxy, engine: ScriptedEngine
+) -> None:
+    admin = ProxyAdmin(proxy.base_url, "admin")
+    await proxy.start(admin)
+    session = await admin.open_session(SessionSpec(max_tokens=1000))
+    history: list[Any] = []
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60) as agent:
+
+        async def turn(number: int) -> None:
+            history.append({"role": "user", "content": f"question {number}"})
+            raw = await agent.chat.completions.with_raw_response.create(model="m", messages=history)
+            assert raw.headers["x-seamless-match"] == "clean"
+            history.append({"role": "assistant", "content": raw.parse().choices[0].message.content})
+
+        await turn(0)
+        _kill()  # between two turns: the next one connects to a socket that nobody serves yet
+        await turn(1)
+        engine.delay_s = 60.0
+        engine.started.clear()
+        asking = asyncio.create_task(turn(2))
+        await engine.started.wait()
+        engine.delay_s = 0.0
+        _kill()  # while the engine generates: the SDK asks again
+        await asking
+        assert engine.num_cancelled == 1
+    _kill()
+    result = await admin.close_session(session.id, 1.0)
+    assert result.audit.is_clean
+    (row,) = result.rows
+    assert result.kinds == {"clean": 3}
+    # What was sent with the third question holds the first two answers, token for token.
+    sent = list(engine.requests[-1].prompt_ids)
+    assert list(row.token_ids[: len(sent)]) == sent
+    assert [history[at]["content"] for at in (1, 3, 5)] == ["answer 1", "answer 3", "answer 5"]
+    await admin.close()
+
+
+async def test_a_proxy_that_cannot_start_says_why(cluster: None, engine: ScriptedEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "worker_0"
+    proxy = ActorProxy(_settings(engine.tokenizer), engine, "127.0.0.1", 0, folder)
+    (folder / "journal.sqlite").mkdir()
+    admin = ProxyAdmin(proxy.base_url, "admin")
+    with pytest.raises(SeamlessError) as caught:
+        await proxy.start(admin)
+    assert "proxy.journal" in str(caught.value.__cause__)
+    await admin.close()
+    await proxy.close()
