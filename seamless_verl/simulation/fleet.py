@@ -133,6 +133,18 @@ class Fleet:
         unit.accepting = False
         self._release(unit.replica.take_all())
 
+    def spread(self, names: Iterable[str], version: int) -> None:
+        """Slices that take weights of ``version``, or wake up to join them: what is on them and what is held is placed
+        anew among all that will serve, and waits there."""
+        requests = []
+        for name in names:
+            unit = self.units[name]
+            requests += unit.replica.take_all()
+            unit.accepting = True
+            unit.replica.version = version
+        self._release(requests)
+        self.pump()
+
     def even_out(self) -> None:
         """Replicas have come or taken other weights: place what waits, and move what runs if the system does that."""
         if self._rebalance and any(unit.accepting and not unit.replica.load for unit in self.units.values()):
