@@ -132,10 +132,18 @@ class MarginalGain:
     def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
         loads = {load.replica: load for load in replicas}
         decisions: list[Route | Hold] = []
+        refused: dict[tuple[int, int], str] = {}  # what is held back stays so for its like until a load changes
         for request in sorted(requests, key=lambda request: request.version):  # most stale first; stable
+            alike = (request.version, request.tokens)
+            if alike in refused:
+                decisions.append(Hold(request=request.request, reason=refused[alike]))
+                continue
             decision = self._place(request, loads)
             if isinstance(decision, Route):
                 loads[decision.replica] = loads[decision.replica].with_request(request.tokens)
+                refused.clear()
+            else:
+                refused[alike] = decision.reason
             decisions.append(decision)
         return decisions
 
