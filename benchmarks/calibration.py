@@ -3,6 +3,8 @@
 ``python -m benchmarks.calibration``: three splits (two of verl's three modes are fitted, the third is predicted), then
 the fit to all three, which also predicts the published switching experiment. Residuals and the effect of every
 assumption are printed and written.
+
+    python -m benchmarks.calibration [--quick] [--json FILE] [--resume FILE --minutes N]
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks import parts
 from benchmarks.records import Record, arguments, report
+from benchmarks.runs import OutOfTime, Runs
 from seamless_verl.simulation.published import MODES, SWITCHING, Fitted, Measured, attention_efficiencies, scenario
-from seamless_verl.simulation.scenario import simulate
 
 _BAR = 0.10
 _MODEL_SD = 0.05  # of the logarithm of a step time: what the model leaves out
@@ -25,30 +29,36 @@ _MODEL_SD = 0.05  # of the logarithm of a step time: what the model leaves out
 _TRAINING, _TRAINING_SD = 300e-6, 0.5
 
 
-def predicted_step_s(run: Measured, fitted: Fitted, seeds: Sequence[int], steps: int) -> float:
-    """Mean seconds per step over the seeds."""
-    return sum(simulate(scenario(run, fitted, steps=steps, seed=seed)).step_s for seed in seeds) / len(seeds)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """How published runs are simulated; every figure is the mean over the seeds."""
+
+    runs: Runs
+    seeds: Sequence[int]
+    steps: int
+
+    def step_s(self, run: Measured, fitted: Fitted) -> float:
+        wanted = [scenario(run, fitted, steps=self.steps, seed=seed) for seed in self.seeds]
+        return statistics.mean(self.runs.get(one)["step_s"] for one in wanted)
 
 
-def fit(runs: Sequence[Measured], seeds: Sequence[int], steps: int, *, sigma: float) -> Fitted:
+def fit(runs: Sequence[Measured], simulated: Simulated, *, sigma: float) -> Fitted:
     """Most probable parameters, by Gauss-Newton on the logarithms of the step times from two starts.
 
     Two step times do not always determine two parameters: a pipeline may be held up by training or by generation with
     the same result. What is known of training from elsewhere (`_TRAINING`) decides between such solutions.
     """
-    found = [_descend(runs, seeds, steps, sigma, start) for start in (_TRAINING, 2 * _TRAINING)]
+    found = [_descend(runs, simulated, sigma, start) for start in (_TRAINING, 2 * _TRAINING)]
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _descend(
-    runs: Sequence[Measured], seeds: Sequence[int], steps: int, sigma: float, training: float
-) -> tuple[float, Fitted]:
+def _descend(runs: Sequence[Measured], simulated: Simulated, sigma: float, training: float) -> tuple[float, Fitted]:
     def at(point: Sequence[float]) -> Fitted:
         decode, train, attention = (math.exp(value) for value in point)
         return Fitted(decode=decode, train_gpu_s_per_token=train, attention=attention, sigma=sigma)
 
     def residuals(point: Sequence[float]) -> list[float]:
-        times = [math.log(predicted_step_s(run, at(point), seeds, steps) / run.step_s) / _MODEL_SD for run in runs]
+        times = [math.log(simulated.step_s(run, at(point)) / run.step_s) / _MODEL_SD for run in runs]
         prior = [(point[1] - math.log(_TRAINING)) / _TRAINING_SD, (point[2] - centre) / spread]
         return times + prior
 
@@ -73,27 +83,27 @@ def _descend(
     return error, at(best)
 
 
-def _split(left_out: Measured, seeds: Sequence[int], steps: int, *, sigma: float) -> list[Record]:
+def _split(left_out: Measured, simulated: Simulated, *, sigma: float) -> list[Record]:
     runs = [run for run in MODES if run is not left_out]
-    fitted = fit(runs, seeds, steps, sigma=sigma)
-    error = predicted_step_s(left_out, fitted, seeds, steps) / left_out.step_s - 1
+    fitted = fit(runs, simulated, sigma=sigma)
+    error = simulated.step_s(left_out, fitted) / left_out.step_s - 1
     tag = f"sigma {sigma}: without {left_out.name}"
     records = [
         Record(name=f"{tag}: decode factor", value=fitted.decode, unit=""),
         Record(name=f"{tag}: training", value=fitted.train_gpu_s_per_token * 1e6, unit="GPU-us/t"),
         Record(name=f"{tag}: attention efficiency", value=fitted.attention, unit=""),
     ]
-    records += _residuals(tag, runs, fitted, seeds, steps)
+    records += _residuals(tag, runs, fitted, simulated)
     bar = f"within {_BAR:.0%}" if sigma == Fitted(decode=1, train_gpu_s_per_token=1).sigma else ""
     holds = abs(error) <= _BAR if bar else None
     return [*records, Record(name=f"{tag}: predicted error", value=100 * error, unit="%", bar=bar, holds=holds)]
 
 
-def _residuals(tag: str, runs: Sequence[Measured], fitted: Fitted, seeds: Sequence[int], steps: int) -> list[Record]:
+def _residuals(tag: str, runs: Sequence[Measured], fitted: Fitted, simulated: Simulated) -> list[Record]:
     return [
         Record(
             name=f"{tag}: residual of {run.name}",
-            value=100 * (predicted_step_s(run, fitted, seeds, steps) / run.step_s - 1),
+            value=100 * (simulated.step_s(run, fitted) / run.step_s - 1),
             unit="%",
         )
         for run in runs
@@ -101,25 +111,36 @@ def _residuals(tag: str, runs: Sequence[Measured], fitted: Fitted, seeds: Sequen
 
 
 def main() -> int:
-    options = arguments(__doc__ or "")
-    seeds, steps = ((0,), 16) if options.quick else ((0, 1), 24)
+    options = arguments(__doc__ or "", parts.extend)
+    runs = Runs(options)
+    try:
+        records = calibrate(runs, quick=options.quick)
+    except OutOfTime:
+        return runs.pause()
+    return report(records, options.json)
+
+
+def calibrate(runs: Runs, *, quick: bool) -> list[Record]:
+    """All fits, their residuals and predictions."""
+    simulated = Simulated(runs=runs, seeds=(0,), steps=16) if quick else Simulated(runs=runs, seeds=(0, 1), steps=24)
     sigma = Fitted(decode=1, train_gpu_s_per_token=1).sigma
     records = []
     for left_out in MODES:
-        records += _split(left_out, seeds, steps, sigma=sigma)
-    everything = fit(MODES, seeds, steps, sigma=sigma)
+        records += _split(left_out, simulated, sigma=sigma)
+    everything = fit(MODES, simulated, sigma=sigma)
     records += [
         Record(name="all three: decode factor", value=everything.decode, unit=""),
         Record(name="all three: training", value=everything.train_gpu_s_per_token * 1e6, unit="GPU-us/t"),
         Record(name="all three: attention efficiency", value=everything.attention, unit=""),
-        *_residuals("all three", MODES, everything, seeds, steps),
-        *_residuals("all three, never fitted", SWITCHING, everything, seeds, steps),
+        *_residuals("all three", MODES, everything, simulated),
+        *_residuals("all three, never fitted", SWITCHING, everything, simulated),
     ]
-    if not options.quick:
+    if not quick:
+        rough = replace(simulated, seeds=simulated.seeds[:1], steps=simulated.steps // 2)
         for other in (0.5, 0.9):
             for left_out in MODES:
-                records += _split(left_out, seeds[:1], steps // 2, sigma=other)[-1:]
-    return report(records, options.json)
+                records += _split(left_out, rough, sigma=other)[-1:]
+    return records
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 ``python -m benchmarks.claims``: each claim with its measurement and whether it holds. Calibrated physics
 (``benchmarks/calibration.py``), the live kernels, three seeds.
+
+    python -m benchmarks.claims [--quick] [--json FILE] [--resume FILE --minutes N]
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
 
+from benchmarks import parts
 from benchmarks.records import Record, arguments, report
+from benchmarks.runs import Figures, OutOfTime, Runs, figures
 from benchmarks.settings import cell
 from seamless_verl.simulation.agents import Group
 from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
 from seamless_verl.simulation.regimes import REGIMES, Regime
-from seamless_verl.simulation.scenario import Noise, Result, Scenario, Simulation, simulate
+from seamless_verl.simulation.scenario import Noise, Scenario, Simulation
 from seamless_verl.simulation.workload import LogNormal
 from seamless_verl.staleness.protocol import StalenessProtocol
 
@@ -29,16 +33,17 @@ class Claims:
     seeds: of every figure; steps: of every run.
     """
 
-    def __init__(self, seeds: Sequence[int], steps: int) -> None:
+    def __init__(self, runs: Runs, seeds: Sequence[int], steps: int) -> None:
+        self._runs = runs
         self._seeds = seeds
         self._steps = steps
         self.records: list[Record] = []
 
-    def runs(self, scenario: Scenario, rules: Regime | None = None) -> list[Result]:
-        return [simulate(replace(scenario, seed=seed, steps=self._steps), rules) for seed in self._seeds]
+    def runs(self, scenario: Scenario, variant: str = "", rules: Regime | None = None) -> list[Figures]:
+        return [self._runs.get(replace(scenario, seed=seed, steps=self._steps), variant, rules) for seed in self._seeds]
 
-    def step_s(self, scenario: Scenario, rules: Regime | None = None) -> float:
-        return mean(result.step_s for result in self.runs(scenario, rules))
+    def step_s(self, scenario: Scenario, variant: str = "", rules: Regime | None = None) -> float:
+        return mean(run["step_s"] for run in self.runs(scenario, variant, rules))
 
     def add(self, name: str, value: float, unit: str, bar: str = "", holds: bool | None = None) -> None:
         self.records.append(Record(name=name, value=value, unit=unit, bar=bar, holds=holds))
@@ -52,8 +57,8 @@ class Claims:
             colocated = self.step_s(cell("colocated_bounded", work))
             for system in ("greedy_streaming", "predictive"):
                 results = self.runs(cell(system, work))
-                step_s = mean(result.step_s for result in results)
-                idle = mean(result.books.trainable_idle_share for result in results)
+                step_s = mean(run["step_s"] for run in results)
+                idle = mean(run["idle"] for run in results)
                 tag = f"SeamlessFlow 4, {work}, {system}"
                 ratio = disaggregated / step_s
                 self.add(f"{tag}: against disaggregated", ratio, "x", "> 1", ratio > 1)
@@ -98,17 +103,17 @@ class Claims:
 
     def bound(self) -> None:
         """1: V_buf - V_traj <= eta at consumption, no group twice, at most (eta + 1) B in flight; failures included."""
-        violations = doubled = over = 0
+        violations = doubled = over = 0.0
         for eta in (0, 1, 2, 3):
             for seed in self._seeds:
                 base = cell("staleflow", "skewed")
                 noisy = replace(
                     base, eta=eta, seed=seed, steps=self._steps, noise=Noise(slowdown=0.2, failures_per_hour=2.0)
                 )
-                result, watched = _watched(noisy)
-                violations += sum(value > eta for step in result.steps for value in step.staleness)
-                doubled += watched.doubled
-                over += watched.most > (eta + 1) * noisy.batch
+                found = self._watched(noisy)
+                violations += found["too_old"]
+                doubled += found["doubled"]
+                over += found["most"] > (eta + 1) * noisy.batch
         self.add("StaleFlow 1: groups older than eta", violations, "", "0", violations == 0)
         self.add("StaleFlow 1: groups consumed twice", doubled, "", "0", doubled == 0)
         self.add("StaleFlow 1: runs with more than (eta+1) B in flight", over, "", "0", over == 0)
@@ -117,12 +122,12 @@ class Claims:
         """2: without the repair step STUCK time rises, safety is unchanged."""
         stuck = {}
         for repair in (True, False):
-            shares, worst = [], 0
+            shares, worst = [], 0.0
             for seed in self._seeds:
                 scenario = replace(cell("staleflow", "skewed"), eta=2, seed=seed, steps=self._steps)
-                result, watched = _watched(scenario, repair=repair)
-                worst = max(worst, result.max_staleness)
-                shares.append(watched.stuck_s / watched.now())
+                found = self._watched(scenario, repair=repair)
+                worst = max(worst, found["staleness"])
+                shares.append(found["stuck"])
             stuck[repair] = mean(shares)
             name = "with" if repair else "without"
             self.add(
@@ -137,11 +142,12 @@ class Claims:
     def saturation(self) -> None:
         """3: eta = 0 is the synchronous order; throughput saturates by eta 1 to 3."""
         zero = self.runs(replace(cell("staleflow", "lognormal"), eta=0))
-        worst = max(result.max_staleness for result in zero)
+        worst = max(run["staleness"] for run in zero)
         self.add("StaleFlow 3: staleness at eta 0", worst, "", "0", worst == 0)
-        speeds = {0: mean(result.tokens_per_s for result in zero)}
+        speeds = {0: mean(run["tokens_per_s"] for run in zero)}
         for eta in (1, 2, 3, 4, 6):
-            speeds[eta] = mean(r.tokens_per_s for r in self.runs(replace(cell("staleflow", "lognormal"), eta=eta)))
+            runs = self.runs(replace(cell("staleflow", "lognormal"), eta=eta))
+            speeds[eta] = mean(run["tokens_per_s"] for run in runs)
         for eta, speed in speeds.items():
             self.add(f"StaleFlow 3: tokens/s at eta {eta}", speed, "tok/s")
         rest = speeds[6] / speeds[3] - 1
@@ -160,30 +166,34 @@ class Claims:
         for work in ("constant", "skewed"):
             ours = self.runs(cell("staleflow", work))
             for name, rules in rivals.items():
-                theirs = self.runs(cell("staleflow", work), rules)
-                ratio = mean(r.step_s for r in theirs) / mean(r.step_s for r in ours)
-                worst = max(r.max_staleness for r in theirs)
+                theirs = self.runs(cell("staleflow", work), name, rules)
+                ratio = mean(run["step_s"] for run in theirs) / mean(run["step_s"] for run in ours)
+                worst = round(max(run["staleness"] for run in theirs))
                 self.add(f"StaleFlow 4, {work}: {name}, worst staleness", worst, "")
                 bar = "1 +- 0.03 (control)"
                 holds: bool | None = abs(ratio - 1) <= 0.03
                 if work == "skewed":
                     bar, holds = ">= 1", ratio >= 1
-                if worst > ours[0].scenario.eta:  # another bound: compared at the age that it really reaches
+                if worst > cell("staleflow", work).eta:  # another bound: compared at the age that it really reaches
                     bar, holds = "older samples, no bar", None
                     as_old = self.step_s(replace(cell("staleflow", work), eta=worst))
-                    level = mean(r.step_s for r in theirs) / as_old
+                    level = mean(run["step_s"] for run in theirs) / as_old
                     told = f"StaleFlow 4, {work}: {name} / protocol with eta {worst}, step time"
                     self.add(told, level, "x", ">= 1", level >= 1)
                 self.add(f"StaleFlow 4, {work}: {name} / protocol, step time", ratio, "x", bar, holds)
-                bias = _mean_answer(theirs) / _mean_answer(ours)
+                bias = mean(run["mean_answer"] for run in theirs) / mean(run["mean_answer"] for run in ours)
                 self.add(f"StaleFlow 4, {work}: {name}, trained length / protocol's", bias, "x")
 
     def router(self) -> None:
         """5: the router beats least-requests under skew."""
         for work in ("skewed", "lognormal"):
             scenario = replace(cell("staleflow", work), noise=Noise(slowdown=0.1))
-            gain = self.step_s(scenario, replace(_STALEFLOW, router="least_requests")) / self.step_s(scenario)
+            plain = replace(_STALEFLOW, router="least_requests")
+            gain = self.step_s(scenario, "least requests", plain) / self.step_s(scenario)
             self.add(f"StaleFlow 5, {work}: least requests / router, step time", gain, "x", "> 1", gain > 1)
+
+    def _watched(self, scenario: Scenario, *, repair: bool = True) -> Figures:
+        return self._runs.other(f"watched {scenario!r} {repair}", lambda: _watched(scenario, repair=repair))
 
 
 class _WatchedFeed(Bounded):
@@ -222,7 +232,7 @@ class _WatchedFeed(Bounded):
         self._since = self.now() if blocked else None
 
 
-def _watched(scenario: Scenario, *, repair: bool = True) -> tuple[Result, _WatchedFeed]:
+def _watched(scenario: Scenario, *, repair: bool) -> Figures:
     def feed(draw: Draw, batch: int, eta: int) -> Feed:
         return _WatchedFeed(draw, StalenessProtocol(eta=eta, batch_size=batch, repair=repair))
 
@@ -230,11 +240,13 @@ def _watched(scenario: Scenario, *, repair: bool = True) -> tuple[Result, _Watch
     watched = simulation.feed
     assert isinstance(watched, _WatchedFeed)
     watched.now = lambda: simulation.clock.now
-    return simulation.run(), watched
-
-
-def _mean_answer(results: list[Result]) -> float:
-    return mean(length for result in results for step in result.steps for length in step.answers)
+    result = simulation.run()
+    return figures(result) | {
+        "too_old": sum(value > scenario.eta for step in result.steps for value in step.staleness),
+        "doubled": watched.doubled,
+        "most": watched.most,
+        "stuck": watched.stuck_s / watched.now(),
+    }
 
 
 def _rises(values: Sequence[float]) -> bool:
@@ -242,20 +254,24 @@ def _rises(values: Sequence[float]) -> bool:
 
 
 def main() -> int:
-    options = arguments(__doc__ or "")
-    claims = Claims(seeds=(0,) if options.quick else (0, 1, 2), steps=10 if options.quick else 20)
-    for check in (
-        claims.multiplexing,
-        claims.growth,
-        claims.expensive_switch,
-        claims.bound,
-        claims.repair,
-        claims.saturation,
-        claims.buckets,
-        claims.router,
-    ):
-        check()
-        print(f"{check.__doc__}".strip(), flush=True)
+    options = arguments(__doc__ or "", parts.extend)
+    runs = Runs(options)
+    claims = Claims(runs, seeds=(0,) if options.quick else (0, 1, 2), steps=10 if options.quick else 20)
+    try:
+        for check in (
+            claims.multiplexing,
+            claims.growth,
+            claims.expensive_switch,
+            claims.bound,
+            claims.repair,
+            claims.saturation,
+            claims.buckets,
+            claims.router,
+        ):
+            check()
+            print(f"\r{check.__doc__}".strip(), flush=True)
+    except OutOfTime:
+        return runs.pause()
     return report(claims.records, options.json)
 
 

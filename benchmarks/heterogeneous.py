@@ -3,6 +3,8 @@
 Half of the trainers' slices decode at half the speed (an older card, a shared host). The scheduler ranks slices for
 rollout and predicts with their speeds: from a data sheet that is right, from one that is wrong (it names the slow
 half as the fast one), from one that says all are alike, or as it measures while the run goes on.
+
+    python -m benchmarks.heterogeneous [--quick] [--json FILE] [--resume FILE --minutes N]
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 
+from benchmarks import parts
 from benchmarks.records import Record, arguments, report
+from benchmarks.runs import Figures, OutOfTime, Runs, figures
 from benchmarks.settings import cell
 from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import SliceId
@@ -58,17 +63,27 @@ def mixed(system: str, work: str, *, seed: int, steps: int) -> Scenario:
     return replace(base, pools=(slow, fast, rollouts))
 
 
-def step_s(scenario: Scenario, speeds: Mapping[str, float] | None) -> float:
+def run(scenario: Scenario, speeds: Mapping[str, float] | None) -> Figures:
     """``speeds``: static ones by pool; None: measured."""
     simulation = Simulation(scenario)
     if speeds is not None:
         simulation.scheduler.cluster.roofline = _Static(speeds)
-    return simulation.run().step_s
+    return figures(simulation.run())
 
 
 def main() -> int:
-    options = arguments(__doc__ or "")
-    seeds, steps = ((0,), 10) if options.quick else ((0, 1, 2), 14)
+    options = arguments(__doc__ or "", parts.extend)
+    runs = Runs(options)
+    try:
+        records = compare(runs, quick=options.quick)
+    except OutOfTime:
+        return runs.pause()
+    return report(records, options.json)
+
+
+def compare(runs: Runs, *, quick: bool) -> list[Record]:
+    """Step times with each data sheet over those with measured speeds."""
+    seeds, steps = ((0,), 10) if quick else ((0, 1, 2), 14)
     average = 8 / (6 + 2 / _SLOWER)
     slow = average / _SLOWER
     sheets: dict[str, Mapping[str, float] | None] = {
@@ -79,8 +94,11 @@ def main() -> int:
     }
     records = []
     for work in ("lognormal", "skewed"):
+        settings = [mixed("predictive", work, seed=seed, steps=steps) for seed in seeds]
         found = {
-            name: mean(step_s(mixed("predictive", work, seed=seed, steps=steps), speeds) for seed in seeds)
+            name: mean(
+                runs.other(f"{setting!r} {name}", partial(run, setting, speeds))["step_s"] for setting in settings
+            )
             for name, speeds in sheets.items()
         }
         records += [Record(name=f"{work}: step, {name}", value=value, unit="s") for name, value in found.items()]
@@ -90,7 +108,7 @@ def main() -> int:
             records.append(
                 Record(name=f"{work}: {name} / adaptive", value=ratio, unit="x", bar="ahead or level", holds=holds)
             )
-    return report(records, options.json)
+    return records
 
 
 if __name__ == "__main__":

@@ -1,28 +1,29 @@
 """What the predictive policy is worth on clusters that we do not have, beside the systems it is compared with.
 
-``python -m benchmarks.simulator --part NAME``: ``limit``, ``table``, ``idle``, ``scale``, ``shards``. Cells of the
-table are kept in ``--cells`` as they are done; a run that was stopped, by hand or by ``--minutes``, goes on there.
+    python -m benchmarks.simulator --part NAME [--quick] [--json FILE] [--resume FILE --minutes N]
+
+Parts: ``limit``, ``table``, ``idle``, ``scale``, ``large``, ``shards``. The table takes what is known when time is up.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import random
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import seamless_verl
+from benchmarks import parts
 from benchmarks.records import Record, arguments, report
+from benchmarks.runs import Figures, OutOfTime, Runs
 from benchmarks.settings import WORKLOADS, cell
 from seamless_verl.simulation.fluid import fluid_limit
 from seamless_verl.simulation.published import CALIBRATED, MODES, SEPARATE_COSTS, SWITCHING, scenario
@@ -58,46 +59,6 @@ class Cell:
         return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=self.steps, warm=warm)
 
 
-class Cells:
-    """Finished cells on disk, of this version of the code only."""
-
-    def __init__(self, file: Path, minutes: float) -> None:
-        self._file = file
-        self._until = time.monotonic() + 60 * minutes
-        self._code = _digest_of_code()
-        self._known: dict[str, dict[str, float]] = {}
-        for line in file.read_text().splitlines() if file.exists() else ():
-            entry = json.loads(line)
-            if entry["code"] == self._code:
-                self._known[entry["cell"]] = entry["figures"]
-
-    def get(self, wanted: Cell) -> dict[str, float] | None:
-        """Figures of the cell, run if there is time left; None when there is not."""
-        key = repr(wanted)
-        if key not in self._known and time.monotonic() < self._until:
-            result = simulate(wanted.scenario())
-            figures = {
-                "step_s": result.step_s,
-                "idle": result.books.trainable_idle_share,
-                "staleness": result.max_staleness,
-                "lends": result.lends,
-            }
-            self._known[key] = figures
-            with self._file.open("a") as stream:
-                stream.write(json.dumps({"code": self._code, "cell": key, "figures": figures}) + "\n")
-        return self._known.get(key)
-
-
-def _digest_of_code() -> str:
-    root = Path(seamless_verl.__file__).parent
-    found = hashlib.sha256()
-    for name in ("simulation", "scheduling", "staleness"):
-        for file in sorted((root / name).rglob("*.py")):
-            found.update(file.read_bytes())
-    found.update(Path(__file__).with_name("settings.py").read_bytes())
-    return found.hexdigest()[:16]
-
-
 # ---------------------------------------------------------------- parts
 
 
@@ -131,13 +92,16 @@ def _share(name: str, wanted: Scenario) -> Iterator[Record]:
 
 def compare(options: argparse.Namespace) -> Iterator[Record]:
     """Step time of each rival over ours, cell by cell; cells that were not run are left out and counted."""
-    cells = Cells(options.cells, options.minutes)
+    runs = Runs(options)
     seeds, steps = (1, 8) if options.quick else (options.seeds, 10)
     places = [(work, gpus, split) for gpus in options.sizes for work in options.workloads for split in SPLITS]
-    for seed in range(seeds):  # all cells with one seed before any with two
-        for work, gpus, split in places:
-            for system in ("predictive", *RIVALS):
-                cells.get(Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps))
+    known: dict[Cell, Figures] = {}
+    with suppress(OutOfTime):
+        for seed in range(seeds):  # all cells with one seed before any with two
+            for work, gpus, split in places:
+                for system in ("predictive", *RIVALS):
+                    wanted = Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps)
+                    known[wanted] = runs.get(wanted.scenario())
     missing = behind = 0
     for work, gpus, split in places:
         name = f"{work}, {gpus} GPUs, {split:.0%} train"
@@ -145,7 +109,7 @@ def compare(options: argparse.Namespace) -> Iterator[Record]:
             ratios, older = [], False
             for seed in range(seeds):
                 ours, theirs = (
-                    cells.get(Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps))
+                    known.get(Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps))
                     for system in ("predictive", rival)
                 )
                 if ours and theirs:
@@ -260,10 +224,8 @@ _PARTS = {"limit": limit, "table": compare, "idle": idle, "scale": scale, "large
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
-    kept = Path(tempfile.gettempdir()) / "seamless-verl-simulator-cells.jsonl"
+    parts.extend(parser)
     parser.add_argument("--part", choices=tuple(_PARTS), action="append", help="only this; may be repeated")
-    parser.add_argument("--cells", type=Path, default=kept, help="finished cells of the table (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin no cell of the table later than that")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="GPUS", help="only these clusters")
     parser.add_argument("--workloads", nargs="+", default=tuple(WORKLOADS), choices=tuple(WORKLOADS))

@@ -68,7 +68,7 @@ class Issuer:
         for status in statuses:
             status.move(Move.DRAIN, self._cluster.now, why)
             status.interrupted = interrupt
-            self._cluster.costs.abandon(status.slice.id)
+            self._cluster.costs.abandon(status.slice.id, self._cluster.now)
             if interrupt:
                 self._cluster.costs.begin(status.slice.id, Switch.TO_TRAIN, self._cluster.now)
             number = self._number(status, self._patience.interrupt_s if interrupt else self._patience.drain_s)
@@ -80,7 +80,7 @@ class Issuer:
         self.say(SyncWeights(command=number, slice=status.slice.id, version=version))
 
     def fail_over(self, status: SliceStatus, reason: str, *, restartable: bool) -> None:
-        self._cluster.costs.abandon(status.slice.id)
+        self._cluster.costs.abandon(status.slice.id, self._cluster.now)
         if Tag.ROLLOUT in status.slice.capabilities:
             self.say(FailOver(slice=status.slice.id, reason=reason))
         status.restarting, status.lost_for_good = restartable, not restartable

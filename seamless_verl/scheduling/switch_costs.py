@@ -23,19 +23,28 @@ class Switch(Enum):
 
 @dataclass(slots=True)
 class SwitchCosts:
-    """Seconds per episode, oldest first, at most five of each kind; failed slices are left out."""
+    """Seconds per episode, oldest first, at most five of each kind; failed slices are left out.
+
+    Attributes:
+        at_least: how long a switch lasted that was broken off, while none was ever completed.
+    """
 
     measured: dict[Switch, deque[float]] = field(
         default_factory=lambda: {switch: deque(maxlen=_WINDOW) for switch in Switch}
     )
     counts: dict[Switch, int] = field(default_factory=lambda: dict.fromkeys(Switch, 0))
+    at_least: dict[Switch, float] = field(default_factory=dict)
     _open: dict[SliceId, tuple[Switch, float]] = field(default_factory=dict)
 
     def begin(self, slice_id: SliceId, switch: Switch, at: float) -> None:
         self._open[slice_id] = (switch, at)
 
-    def abandon(self, slice_id: SliceId) -> None:
-        self._open.pop(slice_id, None)
+    def abandon(self, slice_id: SliceId, at: float) -> None:
+        """Broken off: superseded, or the slice failed."""
+        episode = self._open.pop(slice_id, None)
+        if episode is not None:
+            switch, began = episode
+            self.at_least[switch] = max(self.at_least.get(switch, 0.0), at - began)
 
     def end(self, slice_id: SliceId, at: float) -> None:
         episode = self._open.pop(slice_id, None)
@@ -46,6 +55,6 @@ class SwitchCosts:
         self.counts[switch] += 1
 
     def typical_s(self, switch: Switch) -> float | None:
-        """Median of the last episodes; None before the first."""
+        """Median of the last episodes; before the first what is known of one that was broken off, or None."""
         measured = self.measured[switch]
-        return statistics.median(measured) if measured else None
+        return statistics.median(measured) if measured else self.at_least.get(switch)

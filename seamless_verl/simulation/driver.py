@@ -16,7 +16,7 @@ from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
 from seamless_verl.scheduling.decisions import Outcome, Verb
-from seamless_verl.scheduling.slices import Slice, SliceState
+from seamless_verl.scheduling.slices import Slice, SliceId, SliceState
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock, Signal
 from seamless_verl.simulation.fleet import Fleet
@@ -79,6 +79,7 @@ class Driver:
         self._granted: dict[str, tuple[str, ...]] = {}
         self._varied_at, self._factor = -1.0, 1.0
         self._settling = False
+        self._joining: list[str] = []
 
     @property
     def now(self) -> float:
@@ -169,7 +170,17 @@ class Driver:
         self._number(command.slice, command.command)
         self._fleet.units[command.slice].turn_to(Use.SWITCH)
         version = command.version or 0
+        if self.loading():  # at the end of a step: what new weights interrupt is spread over the slice, too
+            self._joining.append(command.slice)
+            self._clock.after(0.0, self._join)
         self._clock.after(self._vary(self._costs.wake), self._ready, command.slice, command.command, version)
+
+    def _join(self) -> None:
+        joining, self._joining = self._joining, []
+        waking = [name for name in joining if self._cluster[SliceId(name)].state is SliceState.WAKING]
+        if waking:
+            syncing = [s.slice.id for s in self._cluster if s.state is SliceState.SYNCING]
+            self._fleet.spread([*syncing, *waking], self._cluster.published or 0)
 
     def _sync(self, command: cmd.SyncWeights) -> None:
         self._number(command.slice, command.command)

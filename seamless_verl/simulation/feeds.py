@@ -185,7 +185,7 @@ class Bounded:
         return groups
 
     def finish(self, group: Group) -> None:
-        self.protocol.occupy(group.name)
+        self.protocol.occupy(group.name, tokens=group.tokens)
 
     def take(self, count: int) -> tuple[list[Group], list[Group]]:
         consumption = self.protocol.consume(count)

@@ -80,7 +80,8 @@ class Fleet:
         self._started = started
         self._stopped = stopped
         self._finished = finished
-        self._held: list[Request] = []
+        self._held: dict[str, tuple[Request, PendingRequest]] = {}
+        self._holds = 0
         self._home: dict[object, str] = {}  # sessions stay where their cache is
 
     def add(self, name: str, *, gpus: int, trainable: bool, physics: EnginePhysics) -> Unit:
@@ -104,7 +105,11 @@ class Fleet:
             else:
                 homeless.append(request)
         if homeless:
-            self._held += homeless
+            for request in homeless:
+                self._holds += 1
+                name, tokens = str(self._holds), round(request.context + request.done)
+                pending = PendingRequest(request=name, version=request.version or 0, tokens=tokens)
+                self._held[name] = (request, pending)
             self.pump()
 
     def pump(self) -> None:
@@ -114,24 +119,31 @@ class Fleet:
         names = [name for name, unit in self.units.items() if unit.accepting]
         if not names:
             return
-        held, self._held = self._held, []
-        by_name = {str(number): request for number, request in enumerate(held)}
-        pending = [
-            PendingRequest(request=name, version=request.version or 0, tokens=round(request.context + request.done))
-            for name, request in by_name.items()
-        ]
+        held, self._held = self._held, {}
+        pending = [waiting for _, waiting in held.values()]
         for decision in self._router.route(pending, [self._load(name) for name in names]):
-            request = by_name[decision.request]
             if isinstance(decision, Route):
-                self._place(request, self.units[decision.replica])
+                self._place(held[decision.request][0], self.units[decision.replica])
             else:
-                self._held.append(request)
+                self._held[decision.request] = held[decision.request]
 
     def vacate(self, name: str) -> None:
         """Interrupt everything on a slice (tokens kept) and place it elsewhere."""
         unit = self.units[name]
         unit.accepting = False
         self._release(unit.replica.take_all())
+
+    def spread(self, names: Iterable[str], version: int) -> None:
+        """Slices that take weights of ``version``, or wake up to join them: what is on them and what is held is placed
+        anew among all that will serve, and waits there."""
+        requests = []
+        for name in names:
+            unit = self.units[name]
+            requests += unit.replica.take_all()
+            unit.accepting = True
+            unit.replica.version = version
+        self._release(requests)
+        self.pump()
 
     def even_out(self) -> None:
         """Replicas have come or taken other weights: place what waits, and move what runs if the system does that."""

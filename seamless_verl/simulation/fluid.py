@@ -22,7 +22,7 @@ theirs (constant lengths to the least, the fullest replicas to the most).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario
 
 _CELLS = 48  # per step
+_PLACES = 5  # where in a step the loan is tried
 _GROUPS = 256  # sampled
 
 
@@ -41,13 +42,13 @@ class WorkSample:
     """Sampled trajectories: generated tokens and tool seconds of each, and means over all of them.
 
     Attributes:
-        longest: mean over batches of the longest trajectory, in generated tokens.
+        longest: of each group of a batch the tokens of its longest trajectory, ascending, mean over batches.
         begins_with, grows_by: tokens of cache at the first generated token, and per generated token (tool results too).
     """
 
     generated: Any
     tool_s: Any
-    longest: float
+    longest: Any
     trained: float
     begins_with: float
     grows_by: float
@@ -84,15 +85,15 @@ def sample(scenario: Scenario) -> WorkSample:
             tools.append(sum(turn.tool_s for turn in trajectory))
             trained += context
     tokens = np.array(generated)
-    size = scenario.batch * scenario.attempts
-    batches = tokens[: len(tokens) // size * size].reshape(-1, size)
+    maxima = tokens.reshape(groups, scenario.attempts).max(axis=1)
+    batches = np.sort(maxima[: groups // scenario.batch * scenario.batch].reshape(-1, scenario.batch), axis=1)
     begins_with = first / len(tokens)
     decoding_context = float(weighted / tokens.sum())
     mean_age = float((tokens**2).sum() / 2 / tokens.sum())  # generated tokens of a request that decodes
     return WorkSample(
         generated=tokens,
         tool_s=np.array(tools),
-        longest=float(batches.max(axis=1).mean()),
+        longest=batches.mean(axis=0),
         trained=trained / len(tokens),
         begins_with=begins_with,
         grows_by=max(0.0, decoding_context - begins_with) / mean_age,
@@ -118,26 +119,46 @@ def fluid_limit(scenario: Scenario) -> FluidLimit:
     lent = sum(pool.slices for pool in gang) if rules.lends or rules.colocated else 0
 
     always = sum(pool.slices for pool in standing)
+    engine = everybody[0].engine
+
+    ends = [(float(work.longest[-1]), 0.0)]
 
     def bounded(step_s: float) -> bool:
-        slices = always + lent * (1.0 - min(1.0, train_s / step_s))
-        return slices > 0 and _fits(scenario, work, everybody[0].engine, slices, step_s)
+        windows = _windows(always, lent, step_s, lent_s=step_s - train_s)
+        return any(_fits(scenario, work, engine, window, step_s, ends) for window in windows)
 
     costs = scenario.costs
     push_s = 0.0 if rules.colocated or rules.stop_the_world else costs.push
-    last_s = train_s * scenario.mini_batch / scenario.batch if rules.streaming else train_s
+    mini = scenario.mini_batch if rules.streaming else scenario.batch
+    trained = [
+        (float(work.longest[ready - 1]), train_s * (scenario.batch - ready + mini) / scenario.batch + push_s)
+        for ready in range(mini, scenario.batch + 1, mini)
+    ]
 
     def paid(step_s: float) -> bool:
         lent_s = max(0.0, step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
         always_s = max(0.0, step_s - costs.load)
         made = rate_standing * always_s + (rate_all - rate_standing) * lent_s
-        slices = always + lent * lent_s / max(always_s, 1e-9)
-        if made < tokens or step_s < train_s or slices == 0:
+        if made < tokens or step_s < train_s:
             return False
-        return _fits(scenario, work, everybody[0].engine, slices, step_s, load_s=costs.load, after_s=last_s + push_s)
+        return any(
+            _fits(scenario, work, engine, window, step_s, trained, load_s=costs.load)
+            for window in _windows(always, lent, step_s, lent_s=lent_s)
+        )
 
     bounded_s = _smallest(bounded, work_s)
     return FluidLimit(train_s=train_s, work_s=work_s, bounded_s=bounded_s, paid_s=_smallest(paid, bounded_s))
+
+
+def _windows(always: int, lent: int, step_s: float, lent_s: float) -> Iterator[Any]:
+    """Slices that generate in each cell of a step: the gang trains as a whole, so the lent ones all generate or none
+    do; one loan per step, wherever in it."""
+    cells = round(_CELLS * min(1.0, max(0.0, lent_s) / step_s)) if lent else 0
+    for part in range(_PLACES if 0 < cells < _CELLS else 1):
+        begin = round((_CELLS - cells) * part / max(_PLACES - 1, 1))
+        slices = np.full(_CELLS, float(always))
+        slices[begin : begin + cells] += lent
+        yield slices
 
 
 def _smallest(fits: Callable[[float], bool], low: float) -> float:
@@ -162,39 +183,46 @@ def _fits(
     scenario: Scenario,
     work: WorkSample,
     engine: EnginePhysics,
-    slices: float,
+    slices: Any,
     step_s: float,
+    ends: Sequence[tuple[float, float]],
     *,
     load_s: float = 0.0,
-    after_s: float = 0.0,
 ) -> bool:
-    """Whether a batch's trajectories end ``after_s`` before eta + 1 steps of this length do, in the periodic fluid.
+    """Whether trajectories of so many tokens end so many seconds (``ends``) before eta + 1 steps of this length do, in
+    the periodic fluid.
 
-    Nothing is generated during the first ``load_s`` of a step.
+    Nothing is generated during the first ``load_s`` of a step (> 0: new weights, after which the caches of those that
+    go on are filled again), nor where ``slices`` (per cell of the rest) are 0.
     """
     lives = scenario.eta + 1
-    width = (step_s - load_s) / _CELLS
-    if width <= 0:
-        return False
     size = scenario.batch * scenario.attempts
     order = np.sort(work.generated)
     tool_share = float(work.tool_s.sum() / max(work.generated.sum(), 1.0))  # seconds of tools per generated token
     running = np.full(_CELLS, 0.7 * lives * size)
     context = np.full(_CELLS, work.decoding_context)
     progress = np.zeros(lives * _CELLS)
+    served = slices > 0
+    among = np.maximum(slices, 1.0)
+    again_s = 0.0
     for _ in range(40):
-        step = _step_s(engine, np.maximum(running / slices, 1e-3), context, work)
+        width = (step_s - load_s - again_s) / _CELLS
+        if width <= 0:
+            return False
+        step = _step_s(engine, np.maximum(running / among, 1e-3), context, work)
         duty = step / (step + tool_share)
-        progress = np.cumsum(np.tile(duty / step, lives)) * width
+        progress = np.cumsum(np.tile(served * duty / step, lives)) * width
         alive = (len(order) - np.searchsorted(order, progress)) * (size / len(order))
         decoding = alive * np.tile(duty, lives)
         now = np.maximum(decoding.reshape(lives, _CELLS).sum(axis=0), 1e-3)
         held = (decoding * (work.begins_with + work.grows_by * progress)).reshape(lives, _CELLS).sum(axis=0)
+        if load_s:
+            again_s = 0.5 * again_s + 0.5 * float(held[-1] / among.max()) * engine.prefill_s_per_token
         if np.abs(now - running).max() < 0.5:
             break
         running, context = 0.5 * (running + now), 0.5 * (context + held / now)
-    last = len(progress) - 1 - round(after_s / width)
-    return last >= 0 and bool(progress[last] >= work.longest)
+    cells = [(tokens, len(progress) - 1 - round(after_s / width)) for tokens, after_s in ends]
+    return all(cell >= 0 and progress[cell] >= tokens for tokens, cell in cells)
 
 
 def _step_s(engine: EnginePhysics, running: Any, context: Any, work: WorkSample) -> Any:

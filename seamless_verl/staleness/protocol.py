@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 from seamless_verl.errors import ConfigError, SeamlessError
@@ -46,6 +47,7 @@ class _Entry:
     version: int
     buffer: int
     state: EntryState
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Consumption:
     """What `StalenessProtocol.consume` gave.
 
     Attributes:
-        groups: the mini-batch, in the order of consumption.
+        groups: the mini-batch.
         surplus: groups of batch redundancy that no later step may use; their slots are gone already. Whoever generates
             them should stop. Always empty when ``redundancy`` is 1: nothing is discarded to keep the bound.
     """
@@ -192,11 +194,12 @@ class StalenessProtocol:
                 return buffer.version
         return None
 
-    def occupy(self, group: str, version: int | None = None) -> int:
+    def occupy(self, group: str, version: int | None = None, *, tokens: int = 0) -> int:
         """The group is finished: give back its reservation, repair, and take the earliest free place.
 
         Args:
             version: V_traj as it turned out to be; ``None``: as reserved.
+            tokens: how much there is to train on, for the order of `consume`.
 
         Returns:
             V_buf of the buffer that the group is in now.
@@ -218,7 +221,7 @@ class StalenessProtocol:
             buffer = self._repair(buffer)
         if version is not None:
             entry.version = version
-        entry.state, entry.buffer = EntryState.OCCUPIED, buffer.version
+        entry.state, entry.buffer, entry.tokens = EntryState.OCCUPIED, buffer.version, tokens
         buffer.occupied[group] = entry.version
         return buffer.version
 
@@ -239,7 +242,11 @@ class StalenessProtocol:
         self._promote(buffer)
 
     def consume(self, count: int) -> Consumption:
-        """Hand out the next ``count`` finished groups of the step being filled; its last one opens the next step.
+        """Hand out ``count`` finished groups of the step being filled; its last one opens the next step.
+
+        The longest of them first, in order of occupation where they are equal: the step ends with the mini-batch that
+        holds the group finished last, and the shorter the rest of that one is, the sooner. Which groups a step trains
+        on does not depend on it: those beyond its need are left out first.
 
         Mini-batches of a step may be taken while later groups of it are still generated: the bound compares with the
         version that the step starts from, which is the same for all of them.
@@ -255,8 +262,9 @@ class StalenessProtocol:
         if len(first.occupied) < count:
             raise ProtocolError(f"consume({count}): {len(first.occupied)} groups of step {first.version} are finished")
         groups = []
-        for _ in range(count):
-            group, version = first.occupied.popitem(last=False)
+        trained = islice(first.occupied, first.needed - first.taken)
+        for group in sorted(trained, key=lambda group: -self._entries[group].tokens)[:count]:
+            version = first.occupied.pop(group)
             del self._entries[group]
             groups.append(ConsumedGroup(group=group, version=version, buffer=first.version))
         first.taken += count
@@ -336,7 +344,10 @@ class StalenessProtocol:
             "slots": self._slots,
             "version": self.version,
             "buffers": [
-                {"occupied": list(buffer.occupied.items()), "reserved": list(buffer.reserved())}
+                {
+                    "occupied": [(g, version, self._entries[g].tokens) for g, version in buffer.occupied.items()],
+                    "reserved": list(buffer.reserved()),
+                }
                 for buffer in self._buffers
             ],
         }
@@ -358,8 +369,9 @@ class StalenessProtocol:
         self._entries.clear()
         for number, held in enumerate(state["buffers"], start=state["version"]):
             self._open(number)
-            for group, version in held["occupied"]:
-                self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.OCCUPIED)
+            for group, version, *size in held["occupied"]:  # none in a state of 0.1, which kept no sizes
+                tokens = size[0] if size else 0
+                self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.OCCUPIED, tokens=tokens)
                 self._buffers[-1].occupied[group] = version
             for group, version in held["reserved"]:
                 self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.RESERVED)

@@ -9,6 +9,7 @@ request that is pushed onto a full replica slows down everybody there.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -97,17 +98,22 @@ class LeastRequests:
     """verl's own rule, the baseline: the replica with the fewest requests, whatever they weigh; never holds back."""
 
     def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
-        loads = {load.replica: load.running + load.waiting for load in replicas}
+        order = [(load.running + load.waiting, load.replica) for load in replicas]
+        heapq.heapify(order)
         versions = {load.replica: load.version for load in replicas}
         decisions: list[Route | Hold] = []
         for request in requests:
-            eligible = [name for name in loads if versions[name] >= request.version]
-            if not eligible:
+            passed = []
+            while order and versions[order[0][1]] < request.version:
+                passed.append(heapq.heappop(order))
+            if order:
+                fewest, chosen = order[0]
+                heapq.heapreplace(order, (fewest + 1, chosen))
+                decisions.append(Route(request=request.request, replica=chosen, reason=f"fewest requests: {fewest}"))
+            else:
                 decisions.append(Hold(request=request.request, reason=f"no replica has version {request.version}"))
-                continue
-            chosen = min(eligible, key=lambda name: (loads[name], name))
-            decisions.append(Route(request=request.request, replica=chosen, reason=f"fewest requests: {loads[chosen]}"))
-            loads[chosen] += 1
+            for entry in passed:
+                heapq.heappush(order, entry)
         return decisions
 
 
@@ -126,10 +132,18 @@ class MarginalGain:
     def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
         loads = {load.replica: load for load in replicas}
         decisions: list[Route | Hold] = []
+        refused: dict[tuple[int, int], str] = {}  # what is held back stays so for its like until a load changes
         for request in sorted(requests, key=lambda request: request.version):  # most stale first; stable
+            alike = (request.version, request.tokens)
+            if alike in refused:
+                decisions.append(Hold(request=request.request, reason=refused[alike]))
+                continue
             decision = self._place(request, loads)
             if isinstance(decision, Route):
                 loads[decision.replica] = loads[decision.replica].with_request(request.tokens)
+                refused.clear()
+            else:
+                refused[alike] = decision.reason
             decisions.append(decision)
         return decisions
 

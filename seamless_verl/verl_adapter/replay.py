@@ -212,7 +212,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
 
     @SkipManager.annotate_tq(role="rollout_tq", phase="sample")
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        """A mini-batch of finished groups in the order of consumption."""
+        """A mini-batch of finished groups, the longest first."""
         if partition_id != "train":
             return super().sample(global_steps, partition_id, batch_size)
         _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
@@ -253,9 +253,11 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         filtered = (filtered & reserved) - empty
         done = [uid for uid in ended if uid not in empty and uid not in filtered]
         for uid in done:
-            started = [self.partitions["train"][key].get("min_global_steps") for key in rows[uid]]
+            tags = [self.partitions["train"][key] for key in rows[uid]]
+            started = [tag.get("min_global_steps") for tag in tags]
             known = uid not in self._adopted and None not in started
-            self.protocol.occupy(uid, min(started) if known else None)
+            tokens = sum(tag.get("seq_len", 0) for tag in tags)
+            self.protocol.occupy(uid, min(started) if known else None, tokens=tokens)
         if filtered and self._source is not None:
             self._metrics.update(self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered}))
         if failed and self._source is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KNEES = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0)
-_DISCOUNT = 0.995
+_DISCOUNT = 0.9995
 _PRIOR = 1.0  # observations that the prior counts for: half of the mean step time is fixed, half grows with n
 
 

@@ -7,6 +7,7 @@ from collections import deque
 
 _REMEMBERED = 1024
 _BEYOND = 0.25  # a session longer than all before is expected to grow by this share of itself
+_LIMIT = 3  # longest sessions of equal length are a limit on tokens: there is nothing beyond it
 
 
 class LengthModel:
@@ -36,6 +37,7 @@ class LengthModel:
         longer = bisect.bisect_right(self._sorted, generated)
         left = len(self._sorted) - longer
         if left == 0:
-            return max(_BEYOND * generated, 1.0)
+            limited = self._sorted[-_LIMIT:] == [self._sorted[-1]] * _LIMIT
+            return 1.0 if limited else max(_BEYOND * generated, 1.0)
         total = self._sorted[longer + min(int(u * left), left - 1)]
         return max(total - generated, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from seamless_verl.scheduling.events import (
     RequestStarted,
     SessionFinished,
     SliceReady,
+    WeightsPublished,
 )
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.lengths import LengthModel
@@ -20,16 +22,19 @@ from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import SliceId
 
 _GOLDEN = 0.6180339887498949  # a low-discrepancy sequence: quantiles of successive sessions spread evenly
+_PROMPTS = 256
 _MIN_TOKENS = 4  # shorter requests say more about the prompt than about decoding
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """``u`` is the quantile of its length that plans assume, the same in all plans that are compared."""
+    """``u`` is the quantile of its length that plans assume, the same in all plans that are compared; ``context`` is
+    what its last request ended with."""
 
     group: str
     u: float
     tokens: int = 0
+    context: int = 0
     request: str | None = None
     slice: SliceId | None = None
 
@@ -43,11 +48,17 @@ class _Request:
     load_before: float
     context_before: float
     age_before: float
+    made_before: float
 
 
 @dataclass(slots=True)
 class _Load:
-    """Integrals over time of what runs on a slice: requests, tokens they began with, seconds since they began."""
+    """Integrals over time of what runs on a slice: requests, tokens they began with, seconds since they began.
+
+    Attributes:
+        made: tokens that a request would have made that had always been there, as predicted.
+        made_before: sum over its requests of ``made`` when they began.
+    """
 
     n: int = 0
     context: int = 0
@@ -56,6 +67,8 @@ class _Load:
     n_s: float = 0.0
     context_s: float = 0.0
     age_s: float = 0.0
+    made: float = 0.0
+    made_before: float = 0.0
 
     def move_to(self, at: float) -> None:
         elapsed = at - self.at
@@ -76,12 +89,18 @@ class SessionBook:
     unstarted: dict[str, int] = field(default_factory=dict)  # group -> sessions that never asked
     open_members: dict[str, int] = field(default_factory=dict)  # group -> sessions that did not finish
     crowd: int = 0  # sessions that were out when prompts were last submitted
+    prompt_tokens: float = 0.0  # context of a session's first request, mean of the last ones
     turn_s: float = 0.0  # mean duration of a request, smoothed
     _requests: dict[str, _Request] = field(default_factory=dict)
+    _on_slice: dict[SliceId, dict[str, _Request]] = field(default_factory=dict)
     _loads: dict[SliceId, _Load] = field(default_factory=dict)
     _seen: int = 0
+    _published_at: float = -math.inf
+    _roofline: Roofline = field(default_factory=Roofline)
 
     def observe(self, event: Event, roofline: Roofline) -> None:
+        """``roofline``: the cluster's; it learns how fast each slice generates."""
+        self._roofline = roofline
         if isinstance(event, GroupsSubmitted):
             for group in event.groups:
                 self.unstarted[group] = event.sessions
@@ -90,23 +109,28 @@ class SessionBook:
         elif isinstance(event, RequestStarted):
             self._started(event)
         elif isinstance(event, RequestFinished):
-            self._finished(event, roofline)
+            self._finished(event)
         elif isinstance(event, SessionFinished):
             self._closed(event)
         elif isinstance(event, SliceReady):
             self._awake(event)
+        elif isinstance(event, WeightsPublished):
+            self._published_at = event.at
 
     def lost(self, slice_id: SliceId) -> None:
         """The slice died: its requests end without an event."""
-        for name in [name for name, request in self._requests.items() if request.slice == slice_id]:
+        for name in list(self._on_slice.get(slice_id, ())):
             self._drop(name)
         self._loads.pop(slice_id, None)
 
-    def progress(self, session: Session, now: float, step_s: float) -> float:
-        """Tokens it has by now, those of the running request estimated."""
+    def progress(self, session: Session, now: float) -> tuple[float, float]:
+        """Tokens it has made and tokens of cache that it holds by now, those of the running request estimated."""
         if session.request is None:
-            return session.tokens
-        return session.tokens + (now - self._requests[session.request].at) / step_s
+            return session.tokens, session.context
+        request = self._requests[session.request]
+        self._move(request.slice, now)
+        made = self._loads[request.slice].made - request.made_before
+        return session.tokens + made, request.context + made
 
     def running(self) -> int:
         return len(self._requests)
@@ -118,20 +142,21 @@ class SessionBook:
             index += 1
             yield (index * _GOLDEN) % 1.0
 
-    def context_per_request(self) -> float:
-        """Tokens that a running request began with, on average."""
-        contexts = sum(load.context for load in self._loads.values())
-        return contexts / len(self._requests) if self._requests else 0.0
-
-    def age_s(self, now: float) -> float:
-        """Mean seconds since the running requests began."""
-        ages = sum(load.age + load.n * (now - load.at) for load in self._loads.values())
-        return ages / len(self._requests) if self._requests else 0.0
+    def _move(self, slice_id: SliceId, at: float) -> _Load:
+        """Bring a slice's integrals to ``at``; its requests gain tokens in lock-step."""
+        load = self._loads.setdefault(slice_id, _Load(at=at))
+        if at > load.at and load.n and self.decode.known:
+            speed = self._roofline.speed(slice_id)
+            kv = load.context + load.n * load.made - load.made_before
+            load.made += (at - load.at) / self.decode.step_s(load.n / speed, kv / speed)
+        load.move_to(at)
+        return load
 
     def _started(self, event: RequestStarted) -> None:
         if event.session not in self.sessions:
             self._seen += 1
             self.sessions[event.session] = Session(group=event.group, u=(self._seen * _GOLDEN) % 1.0)
+            self.prompt_tokens += (event.context_tokens - self.prompt_tokens) / min(self._seen, _PROMPTS)
             left = self.unstarted.get(event.group, 0) - 1
             if left > 0:
                 self.unstarted[event.group] = left
@@ -139,11 +164,11 @@ class SessionBook:
                 self.unstarted.pop(event.group, None)
         session = self.sessions[event.session]
         session.request, session.slice = event.request, event.slice
-        load = self._loads.setdefault(event.slice, _Load(at=event.at))
-        load.move_to(event.at)
+        load = self._move(event.slice, event.at)
         load.n += 1
         load.context += event.context_tokens
-        self._requests[event.request] = _Request(
+        load.made_before += load.made
+        request = self._requests[event.request] = _Request(
             session=event.session,
             at=event.at,
             slice=event.slice,
@@ -151,50 +176,60 @@ class SessionBook:
             load_before=load.n_s,
             context_before=load.context_s,
             age_before=load.age_s,
+            made_before=load.made,
         )
+        self._on_slice.setdefault(event.slice, {})[event.request] = request
 
     def _awake(self, event: SliceReady) -> None:
-        """Requests that were routed to a slice before it was awake begin now."""
+        """Requests that were routed to a slice before it was awake begin now. Those that it kept while it took newer
+        weights go on; the pause is none of their time."""
         load = self._loads.get(event.slice)
         if load is None:
             return
-        load.move_to(event.at)
-        load.age = 0.0
-        for request in self._requests.values():
-            if request.slice == event.slice:
+        if load.at < self._published_at:
+            self._move(event.slice, self._published_at)
+        load.at = event.at
+        load.age = load.made_before = 0.0
+        for request in self._on_slice[event.slice].values():
+            if request.at < self._published_at:
+                request.at += event.at - self._published_at
+            else:
                 request.at, request.load_before, request.context_before = event.at, load.n_s, load.context_s
-                request.age_before = load.age_s
+                request.age_before, request.made_before = load.age_s, load.made
+            load.age += event.at - request.at
+            load.made_before += request.made_before
 
-    def _finished(self, event: RequestFinished, roofline: Roofline) -> None:
+    def _finished(self, event: RequestFinished) -> None:
         request = self._requests.get(event.request)
         if request is None:
             return
-        load = self._loads[request.slice]
-        load.move_to(event.at)
+        load = self._move(request.slice, event.at)
         took = event.at - request.at
         if event.ending is not Ending.FAILED:
-            self.sessions[request.session].tokens += event.tokens
+            session = self.sessions[request.session]
+            session.tokens += event.tokens
+            session.context = request.context + event.tokens
             self.turn_s = took if self.turn_s == 0.0 else 0.9 * self.turn_s + 0.1 * took
             if event.tokens >= _MIN_TOKENS and took > 0:
                 n = (load.n_s - request.load_before) / took
                 grown = (load.age_s - request.age_before) / took * event.tokens / took  # decoding is in lock-step
                 kv = (load.context_s - request.context_before) / took + grown
-                self._learn(request.slice, roofline, n=n, kv=kv, seconds=took / event.tokens, tokens=event.tokens)
+                self._learn(request.slice, n=n, kv=kv, seconds=took / event.tokens, tokens=event.tokens)
         load.n -= 1
         load.context -= request.context
         load.age -= took
+        load.made_before -= request.made_before
         self._drop(event.request)
 
-    def _learn(
-        self, slice_id: SliceId, roofline: Roofline, *, n: float, kv: float, seconds: float, tokens: int
-    ) -> None:
-        speed = roofline.speed(slice_id)
+    def _learn(self, slice_id: SliceId, *, n: float, kv: float, seconds: float, tokens: int) -> None:
+        speed = self._roofline.speed(slice_id)
         if self.decode.known:
-            roofline.measured(slice_id, seconds / self.decode.step_s(n / speed, kv / speed))
+            self._roofline.measured(slice_id, seconds / self.decode.step_s(n / speed, kv / speed))
         self.decode.observe(n=n / speed, kv=kv / speed, seconds_per_token=seconds, tokens=tokens)
 
     def _drop(self, name: str) -> None:
         request = self._requests.pop(name)
+        del self._on_slice[request.slice][name]
         session = self.sessions.get(request.session)
         if session is not None and session.request == name:
             session.request = session.slice = None

@@ -278,3 +278,17 @@ def test_a_state_taken_under_other_settings_or_within_a_step_is_refused() -> Non
 def test_bad_arguments_name_the_key(arguments: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         StalenessProtocol(**({"eta": 1, "batch_size": 4} | arguments))  # type: ignore[arg-type]
+
+
+def test_the_longest_of_what_is_finished_is_trained_first_and_nothing_else_changes() -> None:
+    protocol = StalenessProtocol(eta=0, batch_size=4, redundancy=1.5)
+    for group in "abcdef":
+        protocol.reserve(group, 0)
+    protocol.occupy("a", tokens=10), protocol.occupy("b", tokens=30), protocol.occupy("c", tokens=30)
+    copy = StalenessProtocol(eta=0, batch_size=4, redundancy=1.5)
+    copy.restore(json.loads(json.dumps(protocol.state())))
+    for same in (protocol, copy):
+        assert [entry.group for entry in same.consume(2).groups] == ["b", "c"]
+        same.occupy("d", tokens=5), same.occupy("e", tokens=99)  # five of the four that are needed
+        last = same.consume(2)
+        assert [entry.group for entry in last.groups] == ["a", "d"], "e is beyond what the step needs"

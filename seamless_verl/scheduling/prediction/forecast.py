@@ -1,0 +1,220 @@
+"""What a plan would be worth: the sessions that are out, the trainer and its speed, put together from events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from seamless_verl.scheduling.cluster import Cluster, Pending, SliceStatus
+from seamless_verl.scheduling.events import (
+    AcquireRequested,
+    BatchOpened,
+    Event,
+    GroupsSubmitted,
+    Released,
+    SliceFailed,
+    StepEnded,
+)
+from seamless_verl.scheduling.prediction.plans import (
+    Course,
+    Fresh,
+    Trainer,
+    Work,
+    bounded_value,
+    end_of_training,
+    play,
+    value,
+)
+from seamless_verl.scheduling.prediction.sessions import SessionBook
+from seamless_verl.scheduling.slices import SliceState, Tag
+
+_SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
+_FRESH = 32  # quantiles that stand for a batch that is not submitted yet
+_ENOUGH_LENGTHS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """Everything that plans at one moment have in common.
+
+    Attributes:
+        standing: speed of the slices that always generate.
+        full_rate: tokens per second if every slice generated under the usual load.
+        fresh: the batch after this one; None while no bound on staleness is known.
+    """
+
+    trainer: Trainer
+    work: Work
+    standing: float
+    full_rate: float
+    fresh: Fresh | None
+    elapsed_s: float
+
+    def course(self, *phases: tuple[float, float]) -> Course:
+        """``phases``: from when on how much speed there is."""
+        return play(self.work, phases)
+
+    def worth(self, course: Course, free_at: float) -> float:
+        """Of a course on which the gang is free from ``free_at`` on; seconds, smaller is better."""
+        if self.fresh is None:
+            return value(course, self.trainer, free_at, self.full_rate)
+        return bounded_value(self.work, course, self.trainer, free_at, self.fresh, self.elapsed_s)
+
+    def latest_free(self, course: Course) -> float:
+        """When the gang must be free at the latest if its training is not to make the step longer."""
+        return end_of_training(course, self.trainer, 0.0) - self.trainer.train_s * self.trainer.batch
+
+
+@dataclass(slots=True)
+class Forecaster:
+    """Fed with every event.
+
+    Attributes:
+        between_steps: a step has ended and the trainer has not asked for its gang yet.
+    """
+
+    book: SessionBook = field(default_factory=SessionBook)
+    between_steps: bool = True
+    _needs: AcquireRequested | None = None  # the first acquire of the last step
+    _submitted: tuple[int, int] = (0, 0)  # groups, sessions per group of the last submission
+    _submitted_since: bool = True  # since the last step ended
+    _awaited: frozenset[str] | None = None  # None: nobody said that there is a bound
+    _train_s: float = 0.0  # per group, smoothed
+    _trained_before: float = 0.0
+    _waited_s: float = 0.0
+    _step_s: float = 0.0  # smoothed
+    _ended_at: float | None = None
+
+    def observe(self, event: Event, cluster: Cluster) -> None:
+        self.book.observe(event, cluster.roofline)
+        match event:
+            case SliceFailed():
+                self.book.lost(event.slice)
+            case BatchOpened():
+                self._awaited = event.awaited
+            case GroupsSubmitted():
+                self._submitted = (len(event.groups), event.sessions)
+                self._submitted_since = True
+            case AcquireRequested(tag=Tag.TRAIN):
+                if self.between_steps:
+                    self._needs = event
+                self.between_steps = False
+            case StepEnded():
+                self.between_steps, self._submitted_since = True, False
+                self._waited_s = event.waited_s
+                if self._ended_at is not None:
+                    self._step_s = _smoothed(self._step_s, event.at - self._ended_at)
+                self._ended_at = event.at
+            case Released():
+                self._learn_training(cluster)
+            case _:
+                pass
+
+    def _learn_training(self, cluster: Cluster) -> None:
+        if self.between_steps and self._needs is not None and cluster.training_s > self._trained_before:
+            busy = max(cluster.training_s - self._trained_before - self._waited_s, 0.0)
+            self._train_s = _smoothed(self._train_s, busy / max(self._needs.batch, 1))
+            self._trained_before = cluster.training_s
+
+    # ---------------------------------------------------------------- what is known
+
+    def outlook(self, cluster: Cluster, waiting: Pending | None) -> Outlook | None:
+        """None while there is nothing to predict from."""
+        asked = waiting.event if waiting is not None else self._needs
+        if asked is None or asked.batch == 0:
+            return None
+        if len(self.book.lengths) < _ENOUGH_LENGTHS or not self.book.decode.known:
+            return None
+        trainer = Trainer(ready=cluster.ready, minimum=max(asked.minimum, 1), batch=asked.batch, train_s=self._train_s)
+        work = self._work(cluster, trainer)
+        standing = speed_of(cluster, standing_slices(cluster))
+        lendable = speed_of(cluster, [s for s in cluster if s.slice.lendable and Tag.ROLLOUT in s.usable])
+        busy = max(self.book.crowd, len(work.remaining) * work.weight) * work.duty
+        held = busy * sum(work.contexts) / max(len(work.contexts), 1)
+        everyone = standing + lendable
+        return Outlook(
+            trainer=trainer,
+            work=work,
+            standing=standing,
+            full_rate=busy / work.step_s(busy / everyone, held / everyone),
+            fresh=self._fresh(standing, lendable),
+            elapsed_s=cluster.now - (self._ended_at or 0.0),
+        )
+
+    def _fresh(self, standing: float, lendable: float) -> Fresh | None:
+        if self._awaited is None or not self._step_s or self._needs is None:
+            return None
+        groups, size = self._submitted
+        train_s = self._train_s * self._needs.batch
+        free = max(0.0, 1.0 - train_s / self._step_s)
+        return Fresh(
+            lengths=[self.book.lengths.remaining(0, (i + 0.5) / _FRESH) for i in range(_FRESH)],
+            weight=groups * size / _FRESH,
+            context=self.book.prompt_tokens,
+            slices=max(standing + free * lendable, 1e-9),
+            train_s=train_s,
+        )
+
+    def _work(self, cluster: Cluster, trainer: Trainer) -> Work:
+        """The sessions that are out, and those of the batch that the trainer is about to submit."""
+        book = self.book
+        members = sorted(self._members(cluster), key=lambda member: not member[0])
+        sessions = sum(len(group) for _, group in members)
+        every = max(1, round(sessions / _SAMPLE))
+        rows = [
+            (tokens, context, i == len(group) - 1, awaited)
+            for awaited, group in members[::every]
+            for i, (tokens, context) in enumerate(sorted(group))
+        ]
+        rows.sort()
+        awaited = sum(awaited for awaited, _ in members)
+        duty = 1.0
+        if book.sessions:
+            duty = min(max(book.running() / len(book.sessions), 0.05), 1.0)
+        return Work(
+            remaining=[row[0] for row in rows],
+            contexts=[row[1] for row in rows],
+            completes=[row[2] for row in rows],
+            awaited=[row[3] for row in rows],
+            others=trainer.batch - trainer.ready - awaited,
+            weight=float(every),
+            duty=duty,
+            step_s=book.decode.step_s,
+        )
+
+    def _members(self, cluster: Cluster) -> list[tuple[bool, list[tuple[float, float]]]]:
+        """Of each open group, whether the batch waits for it; of its sessions, tokens to come and tokens held."""
+        book = self.book
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for session in book.sessions.values():
+            made, held = book.progress(session, cluster.now)
+            groups.setdefault(session.group, []).append((book.lengths.remaining(made, session.u), held))
+        quantiles = book.next_quantiles()
+
+        def fresh(count: int) -> list[tuple[float, float]]:
+            return [(book.lengths.remaining(0, u), book.prompt_tokens) for u in islice(quantiles, count)]
+
+        for group, count in book.unstarted.items():
+            groups.setdefault(group, []).extend(fresh(count))
+        awaited = self._awaited or frozenset()
+        members = [(group in awaited, sessions) for group, sessions in groups.items()]
+        if self.between_steps and not self._submitted_since:
+            count, size = self._submitted
+            members += [(False, fresh(size)) for _ in range(count)]
+        return members
+
+
+def standing_slices(cluster: Cluster) -> list[SliceStatus]:
+    """Slices that generate (or are about to) and never train."""
+    alive = (SliceState.WAKING, SliceState.ROLLOUT, SliceState.SYNCING)
+    return [s for s in cluster if not s.slice.lendable and s.state in alive]
+
+
+def speed_of(cluster: Cluster, statuses: Sequence[SliceStatus]) -> float:
+    """In average slices."""
+    return sum(cluster.roofline.speed(status.slice.id) for status in statuses)
+
+
+def _smoothed(before: float, now: float) -> float:
+    return now if before == 0.0 else 0.7 * before + 0.3 * now
