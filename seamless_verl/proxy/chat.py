@@ -154,11 +154,12 @@ def validated(model: type[_Model], body: bytes) -> _Model:
     Raises:
         ApiError: 400, naming the parameter at fault.
     """
-    refuse_infinite(body)
     try:
-        return model.model_validate_json(body)
+        valid = model.model_validate_json(body)
     except ValidationError as error:
         raise invalid(error) from None
+    refuse_infinite(body)
+    return valid
 
 
 def checked_stop(stop: str | list[str] | None, param: str) -> list[str] | None:
