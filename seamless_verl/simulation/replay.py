@@ -25,7 +25,7 @@ from seamless_verl.simulation.workload import Replay, Trajectory, Turn
 from seamless_verl.staleness.cost_model import DecodeCost, DecodeCostFit
 
 _NOT_TRAINING = (Phase.WAIT_FOR_BATCH, Phase.SYNC_WEIGHTS, Phase.SWITCH)
-_UNKNOWN_SWITCH_S = 10.0
+_TO_ROLLOUT, _TO_TRAIN = 1.5, 1.0  # a switch that was never seen, in loads of weights; as `published.SEPARATE_COSTS`
 _WAKING, _DRAINING, _SYNCING = SliceState.WAKING, SliceState.DRAINING, SliceState.SYNCING
 
 _Event = TypeVar("_Event", bound=flight.FlightEvent)
@@ -98,7 +98,8 @@ def from_recording(recording: Recording) -> Recorded:
         f"{len(requests)} requests in {told}, groups of {attempts}, {batch} groups per step",
         f"training {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per token",
         f"weights are pushed in {costs.push:.2f} s and loaded in {costs.load:.2f} s",
-        f"a switch costs {costs.wake:.1f} + {costs.drain:.1f} s, {'as seen' if seen else 'assumed'}",
+        f"a switch costs {costs.wake:.2f} + {costs.drain:.2f} s, "
+        + ("as seen" if seen else "assumed from the load (--set costs.wake=… to say better)"),
     )
     return Recorded(scenario=scenario, step_s=step_s, notes=notes)
 
@@ -268,10 +269,11 @@ def _switch_costs(recording: Recording, publish_s: float) -> tuple[SwitchCosts, 
             spans[before.state].append(event.at - before.at)
         since[event.slice] = event
     wake, drain, load = (spans[state] for state in (_WAKING, _DRAINING, _SYNCING))
+    load_s = median(load) if load else publish_s
     return SwitchCosts(
-        wake=median(wake) if wake else _UNKNOWN_SWITCH_S,
-        drain=median(drain) if drain else _UNKNOWN_SWITCH_S,
-        load=median(load) if load else publish_s,
+        wake=median(wake) if wake else _TO_ROLLOUT * load_s,
+        drain=median(drain) if drain else _TO_TRAIN * load_s,
+        load=load_s,
         push=publish_s if load else 0.0,  # without states, the trainer's publication is all that is known
     ), bool(wake and drain)
 

@@ -56,6 +56,9 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
     assert known.scenario.batch == 8
     assert known.scenario.mini_batch == 2
     assert known.scenario.attempts == 4
+    costs = known.scenario.costs
+    assert costs.wake == pytest.approx(1.5 * costs.load)  # no switch was seen: in proportion to what was
+    assert costs.drain == pytest.approx(costs.load)
     assert main(["simulate", "--from", str(run), "--set", "scheduler.policy=predictive"]) == 0
     told = capsys.readouterr().out
     off = float(told.split(" s (")[1].split("%")[0])

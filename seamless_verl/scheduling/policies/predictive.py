@@ -1,21 +1,21 @@
 """Lend what pays, for as long as it pays, by prediction.
 
 The policy fits generation speed and lengths to what finishes (`prediction.sessions`), plays plans forward
-(`prediction.plans`) and compares their value in seconds:
+(`prediction.plans`) and compares their value in seconds (`prediction.forecast`):
 
-* **hold** against **lend m slices until x groups are ready**, for several m and x, with the measured costs of waking
-  and of taking back; lent is the cheapest plan if it beats holding by a margin;
-* while slices are lent, **take back now** against later: the interrupt is sent one switch before the x-th group is
-  expected, so that the gang is free just then, and shortly before that lent slices get no new requests; a forecast of
-  which nothing has come true yet is not believed (lengths that are all equal all come at once, or all late);
+* **hold** against **lend m slices until t**, for several m and t, with the measured costs of waking and of taking back;
+  lent is the cheapest plan if it beats holding by a margin;
+* while slices are lent, **take back now** against later. Candidates for t are one switch before the groups of each
+  local update are expected, and as late as the gang's training lets it, less a tenth because forecasts err; shortly
+  before that lent slices get no new requests; a forecast of which nothing has come true yet is not believed (lengths
+  that are all equal all come at once, or all late);
 * the router learns when each loan should end and can keep long work on slices that are never taken back.
 
 **No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released
 (`_returning`). So a slice is lent at most once between two grants. (2) Between two ``StepEnded`` there are at most
 ``max_loans_per_step`` LEND decisions. Hence at most ``2 * max_loans_per_step`` switches per slice and step, whatever
 is predicted. (3) Hysteresis: a loan must promise more than ``margin`` times its switch cost *after* paying that cost;
-a loan that runs ends when the best plan from now on ends it now, and by then its cost of lending is sunk. So for one
-and the same forecast, lending and ending the loan at once is never chosen: its value is that of holding less the cost.
+once it runs, its cost of lending is sunk.
 """
 
 from __future__ import annotations

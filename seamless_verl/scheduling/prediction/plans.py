@@ -9,10 +9,11 @@ times: up when lent slices are awake, down when they are taken back.
 
 What was done counts in seconds, in one of two ways. Tokens made now need not be made in the next step: tokens / full
 rate. Under a bound on staleness the next batch must have the sessions that are left over, and the longest of them
-takes its time however many slices there are: then the value is the mean of both ends, that of the batch and the time
-at which those sessions end among the ones that will be submitted (`next_end`). Each batch's life spans several steps
-and overlaps the next one's; what shortens only one of the two shortens every other step. Benefit = difference of two
-values.
+takes its time however many slices there are: then the value is the mean of both ends, that of the batch and that of
+the next one, whose sessions go on beside those that are submitted (`next_end`). Lives of batches overlap; what brings
+only one of the two ends nearer shortens every other step. And uneven steps cost (`_UNEVEN`): in a short step after a
+long one the batch waits for its training, and both batches then start together and crowd the slices. Benefit =
+difference of two values.
 """
 
 from __future__ import annotations

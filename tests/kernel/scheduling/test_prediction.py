@@ -24,6 +24,7 @@ from seamless_verl.scheduling.prediction.plans import (
 from seamless_verl.scheduling.prediction.sessions import SessionBook
 from seamless_verl.scheduling.roofline import Roofline, balance
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
+from seamless_verl.scheduling.switch_costs import Switch, SwitchCosts
 
 # floor, b, k, attn_b, attn_k of PAPERS 2.3
 PUBLISHED = {
@@ -232,3 +233,15 @@ def test_the_cache_of_growing_requests_is_seen_though_no_event_names_it() -> Non
     for tokens in (500, 3000):
         kv = 40 * (100 + tokens / 2)
         assert book.decode.step_s(40, kv) == pytest.approx(0.01 + 1e-7 * kv, rel=0.1)
+
+
+def test_a_switch_that_was_broken_off_lasts_at_least_so_long() -> None:
+    costs, slice_id = SwitchCosts(), SliceId("a")
+    assert costs.typical_s(Switch.TO_TRAIN) is None
+    costs.begin(slice_id, Switch.TO_TRAIN, 10.0)
+    costs.abandon(slice_id, 130.0)
+    assert costs.typical_s(Switch.TO_TRAIN) == 120.0
+    assert costs.typical_s(Switch.TO_ROLLOUT) is None
+    costs.begin(slice_id, Switch.TO_TRAIN, 200.0)
+    costs.end(slice_id, 205.0)
+    assert costs.typical_s(Switch.TO_TRAIN) == 5.0

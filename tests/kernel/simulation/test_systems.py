@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.fluid import limit_of
+from seamless_verl.simulation.fluid import fluid_limit, limit_of
 from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.published import CALIBRATED, SEPARATE_COSTS
 from seamless_verl.simulation.published import engine as engine_of_four_h100
@@ -67,6 +67,57 @@ def test_the_gang_is_not_called_for_groups_of_which_none_has_come() -> None:
     )
     greedy = simulate(replace(wanted, system="greedy_streaming"))
     assert simulate(wanted).step_s <= 1.01 * greedy.step_s
+
+
+def of_published_hardware(system: str, trainers: int, rollouts: int, steps: int) -> Scenario:
+    engine = engine_of_four_h100(CALIBRATED)
+    train = Pool(name="trainers", slices=trainers, gpus=4, trains=True, engine=engine)
+    rollout = replace(train, name="rollouts", slices=rollouts, trains=False)
+    return Scenario(
+        system=system,
+        pools=(train, rollout) if rollouts else (train,),
+        workload=LogNormal(mean=12_700, sigma=0.7, cap=32_768),
+        train=TrainPhysics(gpu_s_per_token=CALIBRATED.train_gpu_s_per_token, update_s=2.0),
+        costs=SEPARATE_COSTS,
+        batch=32,
+        mini_batch=8,
+        steps=steps,
+        warm=min(4, steps - 1),
+        noise=Noise(slowdown=0.03),
+    )
+
+
+def test_predictive_comes_near_the_limit_on_the_published_hardware() -> None:
+    wanted = of_published_hardware("predictive", 2, 2, steps=12)
+    ours = simulate(wanted)
+    assert ours.step_s <= fluid_limit(wanted).paid_s / 0.93
+    assert ours.books.trainable_idle_share < 0.08
+    for rival in ("greedy_streaming", "disaggregated_streaming"):
+        assert ours.step_s < simulate(replace(wanted, system=rival)).step_s
+
+
+def test_a_gang_of_all_slices_leaves_nobody_to_generate_while_it_trains() -> None:
+    """The longest trajectory decodes alone at best, and not at all during eta + 1 trainings."""
+    wanted = of_published_hardware("predictive", 4, 0, steps=6)
+    limit = fluid_limit(wanted)
+    alone_s = 32_768 * wanted.pools[0].engine.decode.step_s(1, 16_000)
+    assert limit.bounded_s >= 0.97 * (limit.train_s + alone_s / (wanted.eta + 1))
+    assert simulate(replace(wanted, system="colocated_bounded")).step_s >= 0.95 * limit.bounded_s
+
+
+def test_slices_that_join_with_new_weights_get_their_share_of_what_these_interrupt() -> None:
+    simulation = Simulation(of_published_hardware("greedy_streaming", 2, 2, steps=3))
+    fleet, spread = simulation.fleet, simulation.fleet.spread
+    loads = []
+
+    def watched(names: list[str], version: int) -> None:
+        spread(names, version)
+        loads.append([fleet.units[name].replica.load for name in names])
+
+    fleet.spread = watched  # type: ignore[method-assign, assignment]
+    simulation.run()
+    assert loads
+    assert all(max(found) - min(found) <= 1 and len(found) == 4 for found in loads)
 
 
 def test_the_published_bounds() -> None:
