@@ -42,10 +42,10 @@ def small_processor() -> Any:
     )
 
 
-def picture(colour: tuple[int, int, int], size: tuple[int, int] = (100, 80)) -> bytes:
-    """A PNG file."""
+def picture(colour: tuple[int, int, int], size: tuple[int, int] = (100, 80), form: str = "PNG") -> bytes:
+    """A file of one colour."""
     from PIL import Image
 
     file = BytesIO()
-    Image.new("RGB", size, colour).save(file, "PNG")
+    Image.new("RGB", size, colour).save(file, form)
     return file.getvalue()

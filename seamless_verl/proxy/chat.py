@@ -111,6 +111,9 @@ class ChatRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
+    # Hints about caches and abuse; they change no answer, and the proxy keeps every prefix anyway.
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
 
 def parse_chat(body: bytes) -> ChatExchange:

@@ -164,6 +164,9 @@ class ImageIntake:
         known = table.find(digest)
         if known is not None:
             return known
+        if len(table) >= self._limits.max_session_images:
+            story = f"A session may show {self._limits.max_session_images} pictures."
+            raise ApiError(413, "too_many_images", story, param=where)
         if len(payload) * 3 // 4 > self._limits.max_image_bytes:
             story = f"{where} is larger than {self._limits.max_image_bytes} bytes."
             raise ApiError(413, "image_too_large", story, param=where)

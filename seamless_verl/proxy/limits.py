@@ -15,7 +15,7 @@ class Limits:
         max_messages: messages in one request (413).
         max_image_bytes: one picture (413).
         max_image_pixels: width times height of one picture (400).
-        max_session_image_bytes: all pictures of one session (413).
+        max_session_images, max_session_image_bytes: all pictures of one session (413).
         max_sessions: sessions held at once (429).
         max_model_len: tokens of prompt and answer together, where a session does not say otherwise (400).
         max_in_flight: generations of all sessions at once (429).
@@ -30,6 +30,7 @@ class Limits:
     max_messages: int = 10_000
     max_image_bytes: int = 20 << 20
     max_image_pixels: int = 50_000_000
+    max_session_images: int = 1000
     max_session_image_bytes: int = 256 << 20
     max_sessions: int = 100_000
     max_model_len: int = 1 << 20

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
@@ -9,6 +12,18 @@ from typing import Any
 from seamless_verl.proxy.images import BadImage
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # what OpenAI and Anthropic take
+# What Pillow's decoders raise for files that were cut off or tampered with.
+_DECODER_ERRORS = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    TypeError,
+    EOFError,
+    LookupError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+)
 
 
 class ProcessorReader:
@@ -24,13 +39,15 @@ class ProcessorReader:
         self._processor = processor
         self._arguments = dict(arguments)
         self._max_pixels = max_pixels
+        self._lock = threading.Lock()  # its tokenizer sets padding on an object that threads would share
         self.placeholder = int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
     def read(self, data: bytes) -> Sequence[int]:
         """See :class:`~seamless_verl.proxy.images.ImageReader`."""
         picture = open_image(data, max_pixels=self._max_pixels)
         try:
-            made = self._processor(text=[self._processor.image_token], images=[picture], **self._arguments)
+            with self._lock:
+                made = self._processor(text=[self._processor.image_token], images=[picture], **self._arguments)
         except (ValueError, TypeError) as error:  # e.g. 200 times as wide as high
             raise BadImage(f"the model's processor refuses it: {error}") from error
         return [int(token) for token in made["input_ids"][0]]
@@ -42,7 +59,7 @@ def open_image(data: bytes, *, max_pixels: int | None = None) -> Any:
     Raises:
         BadImage: it is none, or has more than ``max_pixels``.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(BytesIO(data), formats=_FORMATS) as picture:
@@ -50,5 +67,5 @@ def open_image(data: bytes, *, max_pixels: int | None = None) -> Any:
             if max_pixels is not None and width * height > max_pixels:
                 raise BadImage(f"it has {width} x {height} pixels; {max_pixels} are the limit")
             return picture.convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+    except (*_DECODER_ERRORS, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadImage(f"it cannot be read as {', '.join(_FORMATS)}: {error}") from error

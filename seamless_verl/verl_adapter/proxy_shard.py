@@ -68,6 +68,7 @@ class ActorProxy:
         """
         self._engine.start()
         self._serving = asyncio.ensure_future(_served(self._actor))
+        self._serving.add_done_callback(self._gave_up)
         answering = asyncio.ensure_future(admin.stats())
         await asyncio.wait({self._serving, answering}, return_when=asyncio.FIRST_COMPLETED)
         if self._serving.done():
@@ -75,12 +76,20 @@ class ActorProxy:
             self.check()
         await answering
 
+    def _gave_up(self, serving: asyncio.Future[None]) -> None:
+        """Ray does not start it again, e.g. because its disk is full: who waits in the backlog is refused now."""
+        self._listener.close()
+        if not serving.cancelled():
+            _log.error("the proxy on %s has ended", self.base_url, exc_info=serving.exception())
+
     def check(self) -> None:
         """Raise when it ended for good."""
         if self._serving is not None and self._serving.done():
             raise SeamlessError(f"the proxy on {self.base_url} has ended") from self._serving.exception()
 
     async def close(self) -> None:
+        if self._serving is not None:
+            self._serving.remove_done_callback(self._gave_up)
         ray.kill(self._actor)
         await self._engine.close()
         self._listener.close()
@@ -167,7 +176,7 @@ def _portable(processor: Any) -> Any:
     copied = copy.copy(processor)
     for name in ("get_rope_index", "get_vision_position_ids"):
         getattr(copied, "__dict__", {}).pop(name, None)
-    return copied
+    return copy.deepcopy(copied)  # verl uses its own in other threads
 
 
 def _runner(seamless: SeamlessConfig) -> AgentRunner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from base64 import b64encode
 from io import BytesIO
@@ -9,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from seamless_verl.proxy.images import BadImage
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.vision import open_image
 from tests.fakes import Served, serving
 from tests.pictures import picture, small_processor
 
@@ -212,6 +217,22 @@ async def test_pictures_have_caps() -> None:
         assert (await proxy.post(handle, _chat(_part(RED), _part(BLUE), _part(RED)))).status_code == 200
         full = await proxy.post(handle, _chat(_part(WIDE)))
         assert (full.status_code, full.json()["error"]["code"]) == (413, "too_many_images")
+    async with serving(sees=True, limits=Limits(max_session_images=1)) as proxy:
+        handle = await proxy.open()
+        many = await proxy.post(handle, _chat(_part(RED), _part(BLUE)))
+        assert (many.status_code, many.json()["error"]["code"]) == (413, "too_many_images")
+        assert (await proxy.post(handle, _chat(_part(RED), _part(RED)))).status_code == 200
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]), st.data())
+def test_a_file_that_was_tampered_with_is_a_picture_or_a_refusal(form: str, data: st.DataObject) -> None:
+    whole = bytearray(picture((9, 99, 200), (40, 30), form))
+    for _ in range(data.draw(st.integers(0, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    file = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    with contextlib.suppress(BadImage):
+        assert open_image(file, max_pixels=1_000_000).mode == "RGB"
 
 
 def _result_with(*blocks: Any) -> dict[str, Any]:

@@ -200,6 +200,14 @@ async def test_images_are_refused_by_place_in_the_dialects_shape(path: str, body
         assert proxy.engine.requests == []
 
 
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", {"messages": HI}), ("responses", {"input": "hi"})])
+async def test_hints_that_change_no_answer_are_taken(path: str, body: dict[str, Any]) -> None:
+    hints = {"prompt_cache_key": "k", "safety_identifier": "s", "user": "u", "metadata": {"a": "b"}, "store": False}
+    async with serving() as proxy:
+        answer = await proxy.post(await proxy.open(), {"model": "m", **body, **hints}, f"/v1/{path}")
+        assert answer.status_code == 200, answer.text
+
+
 async def test_rewards_add_up_and_are_numbers() -> None:
     async with serving() as proxy:
         handle = await proxy.open()
