@@ -20,6 +20,7 @@ import signal
 import statistics
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,13 @@ class Run:
         self.failed: list[list[int]] = []  # the script's memory
         self.names: dict[str, list[int]] = {}  # of the groups in flight
         self.loader = CurriculumLoader(
-            DATASET, CURRICULUM, train_batch_size=BATCH, shuffle=True, seed=7, say=lambda line: None
+            DATASET,
+            CURRICULUM,
+            train_batch_size=BATCH,
+            shuffle=True,
+            seed=7,
+            on_epoch=lambda report: None,
+            say=lambda line: None,
         )
         self.prompts = iter(self.loader)
         self.buffer: Any = StreamingReplayBuffer(
@@ -149,6 +156,8 @@ def start(folder: Path) -> int:
         with pytest.MonkeyPatch.context() as patch:
             Run(folder, ScriptedTransferQueue().install(patch)).train()
         status = 0
+    except BaseException:  # the child must not return into the parent's code, whatever happened
+        traceback.print_exc()
     finally:
         os._exit(status)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from enum import Enum
+from heapq import heappop, heappush
+from itertools import islice
 
 
 class BufferState(Enum):
@@ -33,7 +35,17 @@ class StalenessBuffer:
         needed: groups that the step trains on (B).
     """
 
-    __slots__ = ("_reserved", "needed", "num_reserved", "occupied", "slots", "taken", "version")
+    __slots__ = (
+        "_arrivals",
+        "_longest",
+        "_reserved",
+        "needed",
+        "num_reserved",
+        "occupied",
+        "slots",
+        "taken",
+        "version",
+    )
 
     def __init__(self, *, version: int, slots: int, needed: int) -> None:
         self.version = version
@@ -42,6 +54,8 @@ class StalenessBuffer:
         self.taken = 0
         self.num_reserved = 0
         self.occupied: OrderedDict[str, int] = OrderedDict()  # group -> V_traj, in order of occupation
+        self._arrivals = 0
+        self._longest: list[tuple[int, int, str]] = []  # a heap; what is not in `occupied` any more is skipped
         self._reserved: dict[int, OrderedDict[str, None]] = {}  # V_traj -> groups, in order of reservation
 
     @property
@@ -59,6 +73,32 @@ class StalenessBuffer:
         if not self.num_missing:
             return BufferState.READY
         return BufferState.OPEN if self.num_free else BufferState.STUCK
+
+    def add_occupied(self, group: str, version: int, tokens: int) -> None:
+        self.occupied[group] = version
+        self._arrivals += 1
+        heappush(self._longest, (-tokens, self._arrivals, group))
+
+    def take_longest(self, count: int) -> list[tuple[str, int]]:
+        """The longest ``count`` of the finished groups that the step trains on, with V_traj; removed from here.
+
+        Equally long ones in order of occupation. What batch redundancy finished beyond the need of the step stays.
+        """
+        beyond = len(self.occupied) - (self.needed - self.taken)
+        spared = set(islice(reversed(self.occupied), max(0, beyond)))
+        chosen: list[tuple[str, int]] = []
+        back = []
+        while len(chosen) < count:
+            longest = heappop(self._longest)
+            group = longest[-1]
+            if group in spared:
+                back.append(longest)
+            elif group in self.occupied:
+                chosen.append((group, self.occupied.pop(group)))
+        for longest in back:
+            heappush(self._longest, longest)
+        self.taken += count
+        return chosen
 
     def add_reserved(self, group: str, version: int) -> None:
         self._reserved.setdefault(version, OrderedDict())[group] = None

@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from typing import Any
 
 from seamless_verl.errors import ConfigError, SeamlessError
@@ -222,7 +221,7 @@ class StalenessProtocol:
         if version is not None:
             entry.version = version
         entry.state, entry.buffer, entry.tokens = EntryState.OCCUPIED, buffer.version, tokens
-        buffer.occupied[group] = entry.version
+        buffer.add_occupied(group, entry.version, tokens)
         return buffer.version
 
     def abort(self, group: str) -> None:
@@ -262,12 +261,9 @@ class StalenessProtocol:
         if len(first.occupied) < count:
             raise ProtocolError(f"consume({count}): {len(first.occupied)} groups of step {first.version} are finished")
         groups = []
-        trained = islice(first.occupied, first.needed - first.taken)
-        for group in sorted(trained, key=lambda group: -self._entries[group].tokens)[:count]:
-            version = first.occupied.pop(group)
+        for group, version in first.take_longest(count):
             del self._entries[group]
             groups.append(ConsumedGroup(group=group, version=version, buffer=first.version))
-        first.taken += count
         surplus = self._advance() if first.taken == first.needed else ()
         return Consumption(groups=tuple(groups), surplus=surplus)
 
@@ -302,8 +298,9 @@ class StalenessProtocol:
         for later in self._buffers:
             if later.version > buffer.version and later.occupied and buffer.num_free > 0:
                 group, version = later.occupied.popitem(last=False)
-                buffer.occupied[group] = version
-                self._entries[group].buffer = buffer.version
+                entry = self._entries[group]
+                buffer.add_occupied(group, version, entry.tokens)
+                entry.buffer = buffer.version
                 buffer = later
 
     def _advance(self) -> tuple[str, ...]:
@@ -321,7 +318,7 @@ class StalenessProtocol:
             if buffer.version <= version + self.eta and buffer.num_free > 0:
                 entry.buffer = buffer.version
                 if finished:
-                    buffer.occupied[group] = version
+                    buffer.add_occupied(group, version, entry.tokens)
                 else:
                     buffer.add_reserved(group, version)
                 return True
@@ -372,7 +369,7 @@ class StalenessProtocol:
             for group, version, *size in held["occupied"]:  # none in a state of 0.1, which kept no sizes
                 tokens = size[0] if size else 0
                 self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.OCCUPIED, tokens=tokens)
-                self._buffers[-1].occupied[group] = version
+                self._buffers[-1].add_occupied(group, version, tokens)
             for group, version in held["reserved"]:
                 self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.RESERVED)
                 self._buffers[-1].add_reserved(group, version)
