@@ -156,7 +156,7 @@ def start(folder: Path) -> int:
         with pytest.MonkeyPatch.context() as patch:
             Run(folder, ScriptedTransferQueue().install(patch)).train()
         status = 0
-    except BaseException:  # the child must not return into the parent's code, whatever happened
+    except BaseException:  # noqa: BLE001 - the child ends here, and says why
         traceback.print_exc()
     finally:
         os._exit(status)
