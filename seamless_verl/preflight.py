@@ -151,7 +151,13 @@ def _check_micro_batches(actor_rollout_ref: Mapping[str, Any], batch: int, mini:
     )
     for section, name, key, dynamic, shares in checked:
         micro = section.get(key)
-        if section.get(dynamic) or not micro or any(share % micro == 0 for share in shares):
+        if section.get(dynamic) or micro is None:
+            continue
+        if not isinstance(micro, int) or micro < 1:
+            raise ConfigError(
+                f"actor_rollout_ref.{name}.{key}", micro, "must be a whole number above 0", "write 1 or more"
+            )
+        if any(share % micro == 0 for share in shares):
             continue
         near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
         raise ConfigError(

@@ -84,6 +84,11 @@ def test_a_sound_configuration_passes():
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
             "log_prob_use_dynamic_bsz=true",
         ),
+        (
+            dict(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu="some"),
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            "write 1 or more",
+        ),
         (dict(actor_rollout_ref__rollout__nnodes=0), "actor_rollout_ref.rollout.nnodes", "trainer_mode=sync"),
         (
             dict(actor_rollout_ref__rollout__tensor_model_parallel_size=2),
