@@ -153,7 +153,7 @@ class RouterConfig:
             model of the decode step, and held back while no replica gains enough.
         mu: share of the gain on an empty replica that a placement must bring.
         migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM);
-            off until it has been in a whole run.
+            off, since what it is worth has not been measured live.
         cost: coefficients of the model: 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1 (published, H20).
     """
 

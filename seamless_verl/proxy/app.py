@@ -24,9 +24,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -66,6 +67,7 @@ DIALECTS: dict[str, Callable[[bytes], Exchange]] = {
     "/v1/responses": parse_responses,
     "/v1/messages": parse_messages,
 }
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class Proxy:
         if len(self._deps.sessions) >= self._deps.limits.max_sessions:
             story = f"The proxy holds {len(self._deps.sessions)} sessions, which is its limit."
             raise ApiError(429, "too_many_sessions", story, retry_after_s=5.0)
-        spec = validated(OpenBody, await read_body(request, self._deps.limits) or b"{}").spec()
+        spec = (await self._body(OpenBody, request)).spec()
         session, api_key = self._deps.sessions.open(spec, now=time.time())
         try:
             await self._deps.journal.opened(session)
@@ -160,14 +162,14 @@ class Proxy:
 
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)
-        outcome = validated(RewardBody, await read_body(request, self._deps.limits) or b"{}")
+        outcome = await self._body(RewardBody, request)
         session = await self.handover.reward(request.path_params["session_id"], outcome)
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:
         """End a session and answer its rows; asked again, the same, until they are acknowledged."""
         self._require_admin(request)
-        outcome = validated(RewardBody, await read_body(request, self._deps.limits) or b"{}")
+        outcome = await self._body(RewardBody, request)
         body = await self.handover.close(request.path_params["session_id"], outcome)
         return Response(body, media_type="application/json")
 
@@ -191,6 +193,10 @@ class Proxy:
                 await reply.send(scope, receive, send)
 
         return Running(run)
+
+    async def _body(self, model: type[_Body], request: Request) -> _Body:
+        """A control body; none at all stands for one without fields."""
+        return validated(model, await read_body(request, self._deps.limits) or b"{}")
 
     async def _with_images(self, session: Session, call: Call) -> Call:
         try:
@@ -234,13 +240,13 @@ class Proxy:
     async def pause(self, request: Request) -> Response:
         """Hold requests back; answers when the engine has nothing to do any more, or after ``timeout_s``."""
         gate = self._require_gate(request)
-        body = validated(PauseBody, await read_body(request, self._deps.limits) or b"{}")
+        body = await self._body(PauseBody, request)
         is_quiet = await gate.close(body.timeout_s)
         return _json({"quiet": is_quiet, "at_engine": gate.num_inside})
 
     async def resume(self, request: Request) -> Response:
         gate = self._require_gate(request)
-        body = validated(ResumeBody, await read_body(request, self._deps.limits) or b"{}")
+        body = await self._body(ResumeBody, request)
         try:
             gate.open(body.version)
         except OSError as error:

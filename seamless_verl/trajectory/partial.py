@@ -25,9 +25,8 @@ from typing import Any
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
-GRAMMAR_PREFIX = (
-    "seamless_grammar_prefix"  # in ``extra_args``: how many tokens of the prompt's end the grammar has seen
-)
+# In ``extra_args``: over how many tokens of the prompt's end the engine is to move the grammar first.
+GRAMMAR_PREFIX = "seamless_grammar_prefix"
 
 
 class PartialGeneration:
