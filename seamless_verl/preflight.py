@@ -45,7 +45,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     """
     _check_devices(config, machine)
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
-        _check_layout(config)
+        _check_layout(config, seamless)
         _check_batches(config)
     _check_lengths(config)
     _check_room(config, machine)
@@ -74,18 +74,21 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_curriculum(config, seamless, pending)
 
 
-def _check_layout(config: Mapping[str, Any]) -> None:
+def _check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     rollout = config["actor_rollout_ref"]["rollout"]
+    if not rollout.get("nnodes") and seamless.scheduler.policy is not None:
+        return  # the trainer's own replicas generate
     for key in ("nnodes", "n_gpus_per_node"):
         if not rollout.get(key):
             raise ConfigError(
                 f"actor_rollout_ref.rollout.{key}",
                 rollout.get(key),
-                "trainer mode 'seamless' needs rollout replicas on devices of their own",
+                "without a scheduler trainer mode 'seamless' needs rollout replicas on devices of their own",
                 "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example "
                 "trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.nnodes=1 "
-                "actor_rollout_ref.rollout.n_gpus_per_node=4; or stay with trainer.v1.trainer_mode=sync; or run small "
-                "on the CPU with +platform=cpu",
+                "actor_rollout_ref.rollout.n_gpus_per_node=4; or let all generate, then train: "
+                "seamless.scheduler.policy=colocated; or stay with trainer.v1.trainer_mode=sync; or run small on the "
+                "CPU with +platform=cpu",
             )
     replica = _replica_size(rollout)
     devices = rollout["nnodes"] * rollout["n_gpus_per_node"]

@@ -46,7 +46,8 @@ def verl_keys(resources: Sequence[ResourceConfig]) -> dict[str, int | bool]:
     """What a declaration that `slices_of` accepts says in verl's own keys; empty without one.
 
     verl knows two places for GPUs: the trainer's pool, whose replicas are *hybrid*, and the standalone replicas.
-    Entries that can train become the first, entries that only roll out the second.
+    Entries that can train become the first, entries that only roll out the second; without any of those all GPUs
+    generate, then all train.
 
     Raises:
         ConfigError: what verl's two pools cannot express.
@@ -55,14 +56,7 @@ def verl_keys(resources: Sequence[ResourceConfig]) -> dict[str, int | bool]:
         return {}
     trainers = [r for r in resources if Tag.TRAIN.value in r.capabilities]
     rollouts = [r for r in resources if Tag.TRAIN.value not in r.capabilities]
-    if not rollouts:
-        raise ConfigError(
-            "seamless.resources",
-            ", ".join(r.name for r in resources),
-            "every entry can train, and verl's separate_async trainer needs replicas that only roll out",
-            "give one entry capabilities [rollout]",
-        )
-    for pool in (trainers, rollouts):
+    for pool in filter(None, (trainers, rollouts)):
         sizes = sorted({r.gpus_per_node for r in pool})
         if len(sizes) > 1:
             raise ConfigError(
@@ -76,7 +70,7 @@ def verl_keys(resources: Sequence[ResourceConfig]) -> dict[str, int | bool]:
         "trainer.n_gpus_per_node": trainers[0].gpus_per_node,
         "actor_rollout_ref.hybrid_engine": any(Tag.ROLLOUT.value in r.capabilities for r in trainers),
         "actor_rollout_ref.rollout.nnodes": sum(r.nodes for r in rollouts),
-        "actor_rollout_ref.rollout.n_gpus_per_node": rollouts[0].gpus_per_node,
+        "actor_rollout_ref.rollout.n_gpus_per_node": (rollouts or trainers)[0].gpus_per_node,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -19,7 +20,12 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ledger = Ledger()
+        self._serving = asyncio.Event()
         self._open(list(self._inflight_requests))
+
+    async def someone_serves(self) -> None:
+        """Returns when there is a replica to ask: all of them may be with the trainer, or dead."""
+        await self._serving.wait()
 
     def acquire_server(self, request_id: str) -> tuple[str, Any]:
         server_id, handle = super().acquire_server(request_id)
@@ -41,6 +47,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
+        if not self._inflight_requests:
+            self._serving.clear()
         for server_id in server_ids:
             self._ledger.handle(SliceRemoved(at=time.monotonic(), slice=server_id))
 
@@ -49,6 +57,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         return self._ledger.books(time.monotonic())
 
     def _open(self, server_ids: list[str]) -> None:
+        if server_ids:
+            self._serving.set()
         for server_id in server_ids:
             self._ledger.handle(
                 SliceAdded(

@@ -114,13 +114,20 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             except RuntimeError as error:
                 if not self._outlives_replicas or "No available servers" not in str(error):
                     raise
-                # The last replica died; the scheduler lends another, or refuses and ends the run.
-                await asyncio.sleep(_NOBODY_SERVES_S)
+                # All replicas are with the trainer, or the last one died: the scheduler lends one, or ends the run.
+                await self._someone_serves()
                 continue
             RecordedAttempt.routed(server_id)
             if place is not None:
                 place.server = handle
             return server_id, handle
+
+    async def _someone_serves(self) -> None:
+        told = getattr(self._load_balancer, "someone_serves", None)
+        if told is None:  # a router of the user's own
+            await asyncio.sleep(_NOBODY_SERVES_S)
+        else:
+            await told.remote()
 
     @property
     def _is_vllm(self) -> bool:

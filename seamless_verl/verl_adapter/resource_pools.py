@@ -43,6 +43,13 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
         return ()
     if seamless.scheduler.policy is not None:
         _refuse_two_schedulers(config)
+    elif not any(Tag.TRAIN not in s.capabilities for s in slices):
+        raise ConfigError(
+            "seamless.scheduler.policy",
+            None,
+            "every entry of seamless.resources can train, and without a policy nobody lends them to rollout",
+            "write colocated (all generate, then all train), or greedy or predictive",
+        )
     return slices
 
 
@@ -56,6 +63,7 @@ def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:
     declared = tuple(
         ResourceConfig(name=name, nodes=keys.nnodes, gpus_per_node=keys.n_gpus_per_node, capabilities=tags)
         for name, keys, tags, _ in entries
+        if keys.nnodes
     )
     try:
         return slices_of(declared, replica_gpus=replica_gpus(config))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,22 @@ def _interruptible_replica() -> type[RolloutReplica]:
     return InterruptibleReplica
 
 
+@contextmanager
+def _some_standing(config: DictConfig) -> Iterator[None]:
+    """verl 0.9.1's separate_async trainer is not constructed without standalone replicas, although only its
+    ``_setup``, which is ours, and its own switch, which is off, have a use for them.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.nnodes:
+        yield
+        return
+    rollout.nnodes = 1
+    try:
+        yield
+    finally:
+        rollout.nnodes = 0
+
+
 @register_trainer(TRAINER_MODE)
 class SeamlessTrainer(LendingTrainer):
     """See the module. Under `seamless_verl.main`, bad configuration is refused earlier (`seamless_verl.preflight`)."""
@@ -126,7 +144,8 @@ class SeamlessTrainer(LendingTrainer):
         self.seamless = adopt_config(config)
         self.slices = adopt_resources(config, self.seamless)
         RolloutReplicaRegistry.register("vllm", _interruptible_replica)
-        super().__init__(config)
+        with _some_standing(config):
+            super().__init__(config)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
         self.first_step_at: float | None = None
         self._meter = StepMeter()
@@ -192,12 +211,16 @@ class SeamlessTrainer(LendingTrainer):
         It is written out instead of called because verl 0.9.1 starts them one after the other, and because its last
         line raises TypeError when hybrid replicas are off (``logger.info(…, flush=True)``, line 181).
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="replicas") as pool:
-            replicas = pool.submit(self._start_standalone_replicas)
-            try:
-                PPOTrainer._setup(self)
-            finally:
-                self.standalone_server_manager = replicas.result()
+        if self._has_standing:
+            with ThreadPoolExecutor(1, thread_name_prefix="replicas") as pool:
+                replicas = pool.submit(self._start_standalone_replicas)
+                try:
+                    PPOTrainer._setup(self)
+                finally:
+                    self.standalone_server_manager = replicas.result()
+        else:
+            PPOTrainer._setup(self)
+            self.standalone_server_manager = self._router_alone()
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.prometheus.enable:
             addresses = self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses
@@ -219,6 +242,27 @@ class SeamlessTrainer(LendingTrainer):
             start_rank=self._num_hybrid_replicas(),
             load_balancer_cls=None if own_router else balancer_class(self.seamless.router, rollout.max_num_seqs),
         )
+
+    @property
+    def _has_standing(self) -> bool:
+        """Whether some GPUs only roll out; otherwise the trainer's own replicas are all there are."""
+        return bool(self.config.actor_rollout_ref.rollout.nnodes)
+
+    def _router_alone(self) -> LLMServerManager:
+        """A manager of no replicas; those of the trainer join its router when they are lent."""
+        rollout = self.config.actor_rollout_ref.rollout
+        own_router = rollout.get("router_config_path") is not None
+        return LLMServerManager.create_empty(
+            config=self.config,
+            worker_group=self.actor_rollout_wg,
+            load_balancer_cls=None if own_router else balancer_class(self.seamless.router, rollout.max_num_seqs),
+        )
+
+    def on_init_end(self) -> None:
+        if self._has_standing:
+            super().on_init_end()
+        else:
+            self.checkpoint_manager.update_weights(self.global_steps)
 
     def _num_hybrid_replicas(self) -> int:
         if not self._enable_hybrid_replicas:

@@ -71,11 +71,23 @@ def test_without_resources_a_policy_takes_verls_keys():
     assert [(s.id, s.lendable) for s in slices] == [("trainer/0", True), ("trainer/1", True), ("rollout/0", False)]
 
 
+def test_with_a_policy_all_gpus_may_be_the_trainers():
+    everybody = "seamless.resources=[{name: all, nodes: 2, gpus_per_node: 4, capabilities: [train, rollout]}]"
+    one_gpu = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+    config, slices = adopted(everybody, "seamless.scheduler.policy=colocated", one_gpu)
+    assert [s.lendable for s in slices] == [True] * 8
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.nnodes, rollout.n_gpus_per_node) == (0, 4)
+    assert config.actor_rollout_ref.hybrid_engine
+    _, of_verls_keys = adopted("seamless.scheduler.policy=colocated", "trainer.n_gpus_per_node=4", one_gpu)
+    assert [s.id for s in of_verls_keys] == ["trainer/0", "trainer/1", "trainer/2", "trainer/3"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
         ([MIXED, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"], "trainers", "would straddle"),
-        ([MIXED.replace("[rollout]}", "[train]}")], "seamless.resources", "needs replicas that only roll out"),
+        ([MIXED.replace("[rollout]}", "[train]}")], "seamless.scheduler.policy", "nobody lends them to rollout"),
         (
             [
                 MIXED,

@@ -207,6 +207,21 @@ def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
     assert done.stdout.split() == ["AgentLoopWorkerTQ"], done.stderr
 
 
+async def test_who_finds_no_replica_is_told_when_there_is_one():
+    import asyncio
+
+    from seamless_verl.verl_adapter import balancer
+
+    metered = balancer.MeteredLoadBalancer({"a": "handle"})
+    await metered.someone_serves()
+    metered.remove_servers(["a"])
+    waiting = asyncio.ensure_future(metered.someone_serves())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    metered.add_servers({"b": "handle"})
+    await asyncio.wait_for(waiting, 5)
+
+
 def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
     from seamless_verl.observe.ledger import Category
     from seamless_verl.verl_adapter import balancer

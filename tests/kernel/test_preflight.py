@@ -129,6 +129,10 @@ def test_micro_batches_that_work_in_verl_are_not_refused(changes):
     check(config(**changes))
 
 
+def test_with_a_policy_nobody_need_only_roll_out():
+    check(config(actor_rollout_ref__rollout__nnodes=0), scheduler={"policy": "colocated"})
+
+
 def test_a_reward_function_that_its_file_does_not_define_is_refused_without_running_the_file(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text("raise SystemExit('must not run')\ndef compute_score(*_): return 1.0\n")

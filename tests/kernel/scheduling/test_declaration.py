@@ -107,8 +107,9 @@ def test_a_declaration_in_verls_own_keys() -> None:
     assert keys["actor_rollout_ref.hybrid_engine"] is True
     apart = verl_keys(resources({**TRAINERS, "capabilities": ["train"]}, ROLLOUTS))
     assert apart == {**keys, "actor_rollout_ref.hybrid_engine": False}
-    with pytest.raises(ConfigError, match="needs replicas that only roll out"):
-        verl_keys(resources(TRAINERS))
+    together = verl_keys(resources(TRAINERS))
+    assert together["actor_rollout_ref.rollout.nnodes"] == 0
+    assert together["actor_rollout_ref.hybrid_engine"] is True
     with pytest.raises(ConfigError, match="write 8 for each") as refused:
         verl_keys(resources(TRAINERS, {**TRAINERS, "name": "more", "gpus_per_node": 16}, ROLLOUTS))
     assert refused.value.key == "seamless.resources[more].gpus_per_node"
