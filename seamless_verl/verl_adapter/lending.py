@@ -114,6 +114,7 @@ class LendingTrainer(RecordedTrainer):
             on_lending=self._lending,
             fetch=self._fetch,
             watch=self._watch,
+            ring=self._ring,
             warn=self.reporter.say,
         )
         self._introduce(train)
@@ -145,6 +146,11 @@ class LendingTrainer(RecordedTrainer):
     def _watch(self, addresses: Sequence[str]) -> None:
         for worker in self._workers:
             worker.watch_servers.remote(addresses)
+
+    def _ring(self) -> None:
+        """Through the worker whose bell the trainer sleeps by."""
+        for worker in self._workers[:1]:
+            worker.ring.remote()
 
     @contextmanager
     def _published_weights(self) -> Iterator[None]:
