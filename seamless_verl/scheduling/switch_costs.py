@@ -58,10 +58,3 @@ class SwitchCosts:
         """Median of the last episodes; before the first what is known of one that was broken off, or None."""
         measured = self.measured[switch]
         return statistics.median(measured) if measured else self.at_least.get(switch)
-
-    def expected_s(self, switch: Switch) -> float:
-        """What to reckon with: what is typical; of a direction not seen yet, what the other one takes; else nothing."""
-        known = self.typical_s(switch)
-        if known is None:
-            known = self.typical_s(Switch.TO_TRAIN if switch is Switch.TO_ROLLOUT else Switch.TO_ROLLOUT)
-        return known or 0.0

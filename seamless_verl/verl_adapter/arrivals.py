@@ -2,8 +2,7 @@
 
     worker: group ends ─► status in TransferQueue ─► counter + 1 ─► answers the trainer's open call ─► trainer looks
 
-News is a prompt group that ended, a watched replica that has nothing left to do, a replica that died, or one that is
-awake.
+News is a prompt group that ended, a watched replica that has nothing left to do, or a replica that died.
 TransferQueue 0.1.11 has no notification. Remove when a reader can wait for a change of its metadata.
 """
 
@@ -109,10 +108,6 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # verl decorates 
     async def watch_servers(self, addresses: Sequence[str]) -> None:
         """Ring, from now on, also when a request on one of these replicas ends."""
         request_log.watch(addresses)
-
-    async def ring(self) -> None:
-        """Whoever waits for news of this worker should look, for a reason of the caller's."""
-        self._ring()
 
     async def news(self, seen: int) -> int:
         """How often there was news in this worker, as soon as that is more than ``seen``."""

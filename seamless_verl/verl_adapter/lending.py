@@ -114,7 +114,6 @@ class LendingTrainer(RecordedTrainer):
             on_lending=self._lending,
             fetch=self._fetch,
             watch=self._watch,
-            ring=self._ring,
             warn=self.reporter.say,
         )
         self._introduce(train)
@@ -146,11 +145,6 @@ class LendingTrainer(RecordedTrainer):
     def _watch(self, addresses: Sequence[str]) -> None:
         for worker in self._workers:
             worker.watch_servers.remote(addresses)
-
-    def _ring(self) -> None:
-        """Through the worker whose bell the trainer sleeps by."""
-        for worker in self._workers[:1]:
-            worker.ring.remote()
 
     @contextmanager
     def _published_weights(self) -> Iterator[None]:

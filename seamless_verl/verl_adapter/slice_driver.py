@@ -1,15 +1,11 @@
-"""Hands events to the scheduler and does what it says; completions go back in until nothing is left to do.
-
-Replicas of the trainer are woken in a thread of their own: meanwhile the others generate, and the trainer submits the
-next prompts. Until a wake has ended nobody else touches those replicas or the trainer's weights.
-"""
+"""Hands events to the scheduler and does what it says; completions go back in until nothing is left to do."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
@@ -27,15 +23,6 @@ class WeightsLost(SeamlessError):
     """New weights could not be handed to replicas that live."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Wake:
-    """Slices of the trainer that are waking, with the command of each."""
-
-    commands: dict[SliceId, int]
-    version: int
-    done: Future[float]  # when it ended, on the run's clock
-
-
 class Handles(Protocol):
     """The scheduler, or one that is recorded."""
 
@@ -50,7 +37,6 @@ class SliceDriver:
         on_lending: told when the first slice of the trainer serves, and when none does any more.
         fetch: what rollout workers report since the last call, stamped with wall time.
         watch: told which servers are waited for to have no request left.
-        ring: wakes whoever waits for news, so that `tell_requests` is called; runs in another thread.
         warn: a line for the user.
     """
 
@@ -63,7 +49,6 @@ class SliceDriver:
         on_lending: Callable[[bool], None],
         fetch: Callable[[], Sequence[ev.Event]],
         watch: Callable[[Sequence[str]], None],
-        ring: Callable[[], None],
         warn: Callable[[str], None],
     ) -> None:
         self._scheduler = scheduler
@@ -72,10 +57,7 @@ class SliceDriver:
         self._on_lending = on_lending
         self._fetch = fetch
         self._watch = watch
-        self._ring = ring
         self._warn = warn
-        self._waker = ThreadPoolExecutor(1, thread_name_prefix="wake")
-        self._wakes: list[_Wake] = []
         self._last = clock()
         self._serving: set[SliceId] = set()  # slices of the trainer that are awake
         self._draining: dict[SliceId, int] = {}  # no new requests; the running ones may finish -> command
@@ -103,9 +85,8 @@ class SliceDriver:
             queue = self._carry_out(commands)
 
     def tell_requests(self) -> None:
-        """Take in what rollout workers and other threads report, and what follows from it."""
+        """Take in what rollout workers report, and what follows from it."""
         self.tell(*self._requests())
-        self.tell(*self._woken([wake for wake in self._wakes if wake.done.done()]))
         self._finish_drains()
         self._finish_restarts()
 
@@ -133,8 +114,7 @@ class SliceDriver:
         return known
 
     def _finish_drains(self) -> None:
-        busy = {*self._running.values(), *self._waking()}
-        empty = [s for s in self._draining if s not in busy]
+        empty = [s for s in self._draining if s not in self._running.values()]
         if empty:
             self.tell(*self._interrupt({s: self._draining[s] for s in empty}))
             self._watch([self._replicas.addresses[s] for s in self._draining])
@@ -166,8 +146,6 @@ class SliceDriver:
                 self._out.add(command.slice)
                 self._serving.discard(command.slice)
                 self._draining.pop(command.slice, None)
-                for wake in self._wakes:  # it may hang; what comes of it is of no interest any more
-                    wake.commands.pop(command.slice, None)
                 self._running = {r: s for r, s in self._running.items() if s != command.slice}
                 self._replicas.leave_out(command.slice)
                 self._warn(f"slice {command.slice} is out: {command.reason}")
@@ -201,20 +179,18 @@ class SliceDriver:
     def _interrupt(self, commands: dict[SliceId, int]) -> list[ev.Event]:
         if not commands:
             return []
-        told = self._end_wakes(commands)
         for slice_id in commands:
             self._draining.pop(slice_id, None)
         try:
             self._replicas.interrupt(list(commands))
         except RayError as error:
-            return [*told, *self._failures(commands, error)]
+            return self._failures(commands, error)
         was_lent = bool(self._serving)
         self._serving.difference_update(commands)
         if was_lent and not self._serving:
             self._on_lending(False)
         ended = self._requests()  # what the interrupted generations were worth belongs to this loan
-        drained = [ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in commands.items()]
-        return [*told, *ended, *drained]
+        return [*ended, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in commands.items())]
 
     def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:
         """Standing replicas take weights together, as verl's checkpoint engine does it; then the trainer's own.
@@ -237,7 +213,6 @@ class SliceDriver:
             told += self._failures(hybrid, error)
             hybrid = {}
         if standing:
-            told += self._end_wakes(self._waking())
             self._replicas.take_in(returned)
             failed = self._sync(standing, version)
             told += failed
@@ -246,52 +221,19 @@ class SliceDriver:
             at = self.now()
             told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
         if hybrid:
-            self._wake(hybrid, version)
+            try:
+                self._replicas.wake(list(hybrid), version, self._serving)
+            except RayError as error:
+                told += self._failures(hybrid, error)
+                hybrid = {}
+        if hybrid and not self._serving:
+            self._on_lending(True)
+        self._serving.update(hybrid)
         ready = [
-            ev.SliceReady(at=self.now(), slice=s, command=number, version=version) for s, number in standing.items()
+            ev.SliceReady(at=self.now(), slice=s, command=number, version=version)
+            for s, number in {**standing, **hybrid}.items()
         ]
         return [*told, *ready]
-
-    def _wake(self, commands: dict[SliceId, int], version: int) -> None:
-        serving = {*self._serving, *self._waking()}
-
-        slices = list(commands)
-
-        def wake() -> float:
-            self._replicas.wake(slices, version, serving)
-            return self._clock()
-
-        done = self._waker.submit(wake)
-        self._wakes.append(_Wake(commands=commands, version=version, done=done))
-        done.add_done_callback(lambda _: self._ring())
-
-    def _waking(self) -> set[SliceId]:
-        return {slice_id for wake in self._wakes for slice_id in wake.commands}
-
-    def _end_wakes(self, slices: Collection[SliceId]) -> list[ev.Event]:
-        """Wait for those that concern these slices."""
-        concerned = [wake for wake in self._wakes if not wake.commands.keys().isdisjoint(slices)]
-        wait([wake.done for wake in concerned])
-        return self._woken(concerned)
-
-    def _woken(self, ended: Sequence[_Wake]) -> list[ev.Event]:
-        """What is to be told about wakes that have ended."""
-        told: list[ev.Event] = []
-        for wake in ended:
-            self._wakes.remove(wake)
-            try:
-                self._last = max(self._last, wake.done.result())
-            except RayError as error:
-                told += self._failures(wake.commands, error)
-                continue
-            if wake.commands and not self._serving:
-                self._on_lending(True)
-            self._serving.update(wake.commands)
-            told += [
-                ev.SliceReady(at=self._last, slice=s, command=number, version=wake.version)
-                for s, number in wake.commands.items()
-            ]
-        return told
 
     def _sync(self, commands: dict[SliceId, int], version: int) -> list[ev.SliceFailed]:
         """A replica that dies meanwhile is left out, and the transfer begins anew for the others.

@@ -5,8 +5,8 @@
     drain    off the router; interrupt with tokens kept; memory back to the trainer   hybrid replicas, chosen ones
 
 verl's transfer into hybrid replicas is collective over the trainer's workers, so lending a part of them loads the
-weights into all and puts the others to sleep again. Except for restarts, calls return when they are done. While `wake`
-runs, nobody else may use the trainer's workers: their gang is released then.
+weights into all and puts the others to sleep again. Except for restarts, calls return when they are done: the trainer
+has nothing else to do meanwhile, its gang is released, or it waits for it.
 """
 
 from __future__ import annotations

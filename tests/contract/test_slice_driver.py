@@ -1,7 +1,5 @@
 """The driver under a real scheduler, with replicas that die at the worst moment. No Ray cluster is started."""
 
-import threading
-
 import pytest
 from ray.exceptions import RayError
 
@@ -86,7 +84,6 @@ class Run:
         self.scheduler = Scheduler(Greedy())
         self.replicas = Replicas()
         self.watched = []
-        self.rung = threading.Event()
         self.driver = SliceDriver(
             self.scheduler,
             self.replicas,
@@ -94,7 +91,6 @@ class Run:
             on_lending=lambda lent: None,
             fetch=lambda: [self.reports.pop() for _ in list(self.reports)],
             watch=self.watched.append,
-            ring=self.rung.set,
             warn=self.lines.append,
         )
         self.driver.joined(["t/0"])
@@ -123,23 +119,13 @@ class Run:
 
     def step(self):
         """A whole one; whatever happens in it, the trainer has to get its gang and to publish."""
-        self.end_step(self.acquire())
-        while any(status.state.value == "waking" for status in self.scheduler.cluster):
-            self.hear()
-
-    def end_step(self, request):
+        request = self.acquire()
         assert request in self.driver.granted, self.lines
         self.driver.tell(
             self.ev.StepEnded(at=self.clock(), step=self.asked),
             self.ev.WeightsPublished(at=self.clock(), version=self.asked),
             self.ev.Released(at=self.clock(), request=request),
         )
-
-    def hear(self):
-        """As the trainer does when the bell rings."""
-        assert self.rung.wait(10)
-        self.rung.clear()
-        self.driver.tell_requests()
 
 
 @pytest.mark.parametrize(
@@ -231,52 +217,3 @@ def test_what_the_other_replicas_take_first_is_no_part_of_a_switch():
         run.replicas.takes[method] = lambda seconds=seconds: setattr(run, "time", run.time + seconds)
     run.step()
     assert run.scheduler.cluster.costs.typical_s(Switch.TO_ROLLOUT) == pytest.approx(1.0, abs=0.1)
-
-
-def _held(run):
-    """A wake that ends when the event is set."""
-    go = threading.Event()
-    run.replicas.takes["wake"] = lambda: go.wait(10)
-    return go
-
-
-def test_while_a_slice_wakes_the_others_have_their_weights_and_the_trainer_goes_on():
-    run = Run()
-    go = _held(run)
-    run.end_step(run.acquire())
-    assert (run.state("t/0"), run.state("r/0")) == ("waking", "rollout")
-    run.driver.tell_requests()
-    assert run.state("t/0") == "waking"
-    go.set()
-    run.hear()
-    assert run.state("t/0") == "rollout"
-
-
-def test_a_gang_wanted_while_its_slice_wakes_is_granted_after_it_woke_and_slept():
-    run = Run()
-    go = _held(run)
-    run.end_step(run.acquire())
-    threading.Timer(0.05, go.set).start()
-    request = run.acquire()
-    assert request in run.driver.granted
-    assert run.replicas.told[-2:] == ["wake", "interrupt"]
-    assert run.replicas.awake == set()
-    run.end_step(request)
-
-
-def test_a_wake_that_hangs_is_given_up_and_the_steps_go_on():
-    run = Run()
-    go = _held(run)
-    run.end_step(run.acquire())
-    run.time += 1_000.0  # beyond every patience
-    run.driver.tell(run.ev.Tick(at=run.clock()))
-    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"]
-    assert any("t/0" in line and "no answer" in line for line in run.lines)
-    go.set()
-    run.hear()
-    assert run.state("t/0") == "failed"  # what the old wake did counts no more
-    run.replicas.takes.clear()
-    run.replicas.restarts[0][1].set_result(None)
-    run.driver.tell_requests()
-    run.step()
-    assert run.state("t/0") == "rollout"

@@ -120,8 +120,8 @@ class Predictive:
             self._loans += 1
             yield Decision(verb=Verb.LEND, slices=ids(idle), reason="nothing to predict from yet")
             return
-        wake_s = cluster.costs.expected_s(Switch.TO_ROLLOUT)
-        back_s = cluster.costs.expected_s(Switch.TO_TRAIN)
+        wake_s = cluster.costs.typical_s(Switch.TO_ROLLOUT) or 0.0
+        back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
         hold = outlook.worth(outlook.course((0.0, outlook.standing)), 0.0)
         best = self._best_loan(cluster, outlook, idle, wake_s, back_s)
         benefit = hold - best.worth if best.worth < math.inf else -math.inf
@@ -183,7 +183,7 @@ class Predictive:
         if not due and outlook.standing == 0:  # nobody else generates: they stay until the trainer can train
             return
         self._was_due = due
-        back_s = cluster.costs.expected_s(Switch.TO_TRAIN)
+        back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
         best = _best_end(cluster, outlook, lent, back_s)
         soon = max(0.25 * back_s, 0.02)
         minimum = outlook.trainer.minimum
@@ -247,7 +247,7 @@ def _ends_of_loan(outlook: Outlook, course: Course, awake_s: float, back_s: floa
 
 def _asleep_s(cluster: Cluster, lent: Sequence[SliceStatus]) -> float:
     """Seconds until the last of them is awake, as it usually goes."""
-    wake_s = cluster.costs.expected_s(Switch.TO_ROLLOUT)
+    wake_s = cluster.costs.typical_s(Switch.TO_ROLLOUT) or 0.0
     since = [s.since for s in lent if s.state is SliceState.WAKING]
     return max(max(since) + wake_s - cluster.now, 0.0) if since else 0.0
 

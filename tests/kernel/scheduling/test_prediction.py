@@ -242,7 +242,6 @@ def test_a_switch_that_was_broken_off_lasts_at_least_so_long() -> None:
     costs.abandon(slice_id, 130.0)
     assert costs.typical_s(Switch.TO_TRAIN) == 120.0
     assert costs.typical_s(Switch.TO_ROLLOUT) is None
-    assert costs.expected_s(Switch.TO_ROLLOUT) == 120.0
     costs.begin(slice_id, Switch.TO_TRAIN, 200.0)
     costs.end(slice_id, 205.0)
     assert costs.typical_s(Switch.TO_TRAIN) == 5.0
