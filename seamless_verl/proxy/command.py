@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import asyncio
 import difflib
+import gc
 import sys
 import time
 from collections.abc import Callable
