@@ -15,6 +15,11 @@ from pathlib import Path
 
 from benchmarks.traffic import process
 
+# No look at the network for prices; since 1.106 no start without a master key unless told so.
+_LITELLM = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+}
 _LIGHTNING = """
 import sys, threading
 from agentlightning.llm_proxy import LLMProxy
@@ -56,11 +61,11 @@ class Peer:
             config.write_text(json.dumps({"model_list": [{"model_name": "mock", "litellm_params": params}]}))
             command = [str(peers / "litellm/bin/litellm"), "--config", str(config), "--host", "127.0.0.1"]
             command += ["--port", str(port), "--telemetry", "False"]
-            return process(command, core=core, log=log, LITELLM_LOCAL_MODEL_COST_MAP="True")
+            return process(command, core=core, log=log, **_LITELLM)
         script = scratch / "lightning.py"
         script.write_text(_LIGHTNING)
         command = [str(peers / "agentlightning/bin/python"), str(script), str(port), upstream]
-        return process(command, core=core, log=log, LITELLM_LOCAL_MODEL_COST_MAP="True")
+        return process(command, core=core, log=log, **_LITELLM)
 
 
 PEERS = (

@@ -22,6 +22,7 @@ from seamless_verl.proxy.engine import (
     VersionSpan,
 )
 from seamless_verl.proxy.http_pool import HttpFailed, HttpPool
+from seamless_verl.proxy.prompt_texts import PromptTexts
 from seamless_verl.proxy.vllm_wire import BadAnswer, Completion, EventReader, Read, read_choice
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
@@ -65,6 +66,7 @@ class VllmHttpEngine:
         self._pool = HttpPool(base_url, {"authorization": f"Bearer {api_key}"} if api_key else {})
         self._decoder = msgspec.json.Decoder(Completion)
         self._encoder = msgspec.json.Encoder()
+        self._prompts = PromptTexts()
 
     def stamp(self, version: int) -> None:
         """From now on, requests that are sent get answers under this weight version."""
@@ -78,7 +80,7 @@ class VllmHttpEngine:
         body = {
             **request.sampling,
             "model": self._model,
-            "prompt": list(request.prompt_ids),
+            "prompt": msgspec.Raw(self._prompts.encode(request.session_id, request.prompt_ids)),
             "logprobs": num_alternatives,  # 0: the chosen token's only
             "return_tokens_as_token_ids": num_alternatives > 0,
             "return_token_ids": True,

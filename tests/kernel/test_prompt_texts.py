@@ -1,0 +1,36 @@
+"""Prompts as JSON, written on from what is known of their session."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seamless_verl.proxy.prompt_texts import PromptTexts
+
+_IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12), _IDS), max_size=30), st.integers(0, 200))
+def test_whatever_a_prompt_grew_from_its_text_says_its_ids_and_memory_is_bounded(
+    moves: list[tuple[str, int, list[int]]], max_bytes: int
+) -> None:
+    texts, prompts = PromptTexts(max_bytes), {"a": [], "b": []}
+    for session, kept, added in moves:
+        prompt = prompts[session] = [*prompts[session][:kept], *added]
+        assert json.loads(texts.encode(session, prompt)) == prompt
+        assert 0 <= texts.num_bytes <= max_bytes
+
+
+def test_only_what_is_new_is_written(monkeypatch) -> None:
+    from seamless_verl.proxy import prompt_texts
+
+    written: list[int] = []
+    plain = prompt_texts._items
+    monkeypatch.setattr(prompt_texts, "_items", lambda ids: written.append(len(ids)) or plain(ids))
+    texts = PromptTexts()
+    texts.encode("s", range(1000))
+    texts.encode("s", range(1010))
+    texts.encode("s", range(1010))
+    assert written == [1000, 10]
