@@ -19,11 +19,11 @@ from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight_codec import FlightHeader
 from seamless_verl.observe.recording import FLIGHT, write_recording
-from seamless_verl.observe.run_folder import load_recording, write_report
+from seamless_verl.observe.run_folder import write_report
 from seamless_verl.simulation.options import KEYS, PRESETS, apply, preset
 from seamless_verl.simulation.outcome import Outcome, outcome, table, write_json, write_parquet
 from seamless_verl.simulation.regimes import REGIMES
-from seamless_verl.simulation.replay import from_recording
+from seamless_verl.simulation.replay import from_run
 from seamless_verl.simulation.scenario import Result, Scenario, Simulation
 from seamless_verl.simulation.search import Sensitivity, candidates, rank, sensitivity
 
@@ -109,7 +109,7 @@ def _base(options: argparse.Namespace) -> tuple[Scenario, str, tuple[float, ...]
     """Where to start, its name, and measured step times where there are some."""
     if options.run_folder is None:
         return preset(options.preset), options.preset, ()
-    recorded = from_recording(load_recording(options.run_folder))
+    recorded = from_run(options.run_folder)
     for note in recorded.notes:
         print(note)
     return recorded.scenario, options.run_folder.name, recorded.step_s[recorded.scenario.warm :]

@@ -102,8 +102,12 @@ def sample(scenario: Scenario) -> WorkSample:
     )
 
 
-def fluid_limit(scenario: Scenario) -> FluidLimit:
-    """Of the scenario's work on its slices, as its system may share them."""
+def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
+    """Of the scenario's work on its slices, as its system may share them.
+
+    Args:
+        idle: share of the time that slices which are lent stand idle beside that; it shortens ``paid_s``'s loan.
+    """
     rules, work = regime(scenario.system), sample(scenario)
     gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
     standing = [pool for pool in scenario.pools if pool not in gang]
@@ -136,7 +140,7 @@ def fluid_limit(scenario: Scenario) -> FluidLimit:
     ]
 
     def paid(step_s: float) -> bool:
-        lent_s = max(0.0, step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
+        lent_s = max(0.0, (1.0 - idle) * step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
         always_s = max(0.0, step_s - costs.load)
         made = rate_standing * always_s + (rate_all - rate_standing) * lent_s
         if made < tokens or step_s < train_s:

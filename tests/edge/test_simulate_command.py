@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.cli import main
-from seamless_verl.observe.run_folder import load_digest, load_recording
-from seamless_verl.simulation.replay import from_recording
+from seamless_verl.observe.run_folder import load_digest
+from seamless_verl.simulation.replay import from_run
 
 _SMALL = (
     "workload={kind: lognormal, mean: 900, sigma: 0.8, cap: 4000}",
@@ -52,7 +52,7 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
     run = tmp_path / "run"
     quick = ["--set", "costs.load=0.2", "--set", "costs.push=0.2"]  # requests wait while weights load: seen as decoding
     assert simulate("--set", "scheduler.policy=disaggregated", "--set", "steps=12", *quick, "--out", run) == 0
-    known = from_recording(load_recording(run))
+    known = from_run(run)
     assert known.scenario.batch == 8
     assert known.scenario.mini_batch == 2
     assert known.scenario.attempts == 4
