@@ -94,10 +94,20 @@ class StepMeter:
 
         Replayed rows count as fresh: verl's `SkipManager` tags them with the step that trains them, which is one above
         the weights that it begins with.
+
+        Raises:
+            AuditFailed: a row names a version that nobody has made yet.
         """
-        self._staleness += [
-            max(0, current_version - tag["min_global_steps"]) for tag in batch.tags if not tag.get("is_padding", False)
-        ]
+        for key, tag in zip(batch.keys, batch.tags, strict=True):
+            if tag.get("is_padding", False):
+                continue
+            version = tag["min_global_steps"]
+            if version > current_version + 1:
+                raise AuditFailed(
+                    f"row {key} says that its first token is of version {version}, but the trainer is at version "
+                    f"{current_version}. Nothing of this batch was trained"
+                )
+            self._staleness.append(max(0, current_version - version))
 
     def compare_log_probs(self, batch: KVBatchMeta, current_version: int) -> None:
         """Largest |trainer - rollout| log-prob over rows generated wholly by the version being trained."""

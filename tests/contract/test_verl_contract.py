@@ -337,6 +337,30 @@ def test_a_row_that_was_changed_on_the_way_ends_the_run_before_it_is_trained(mon
         _audited(monkeypatch, **tensors)
 
 
+def _with_versions(*versions):
+    from transfer_queue import KVBatchMeta
+
+    tags = [{"min_global_steps": version} for version in versions]
+    keys = [f"uid_{number}_0" for number in range(len(versions))]
+    return KVBatchMeta(partition_id="train", keys=keys, tags=[*tags], extra_info={})
+
+
+def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
+    from seamless_verl.verl_adapter import step_report
+
+    meter = step_report.StepMeter()
+    meter.count_staleness(_with_versions(7, 6, 8), current_version=7)
+    report = meter.finish(step=1, total_steps=1, timing={"step": 1.0})
+    assert (report.staleness_mean, report.staleness_max) == (pytest.approx(1 / 3), 1)
+
+
+def test_a_row_of_a_version_that_does_not_exist_ends_the_run():
+    from seamless_verl.verl_adapter import step_report
+
+    with pytest.raises(step_report.AuditFailed, match="uid_1_0 says that its first token is of version 9"):
+        step_report.StepMeter().count_staleness(_with_versions(7, 9), current_version=7)
+
+
 def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_and_its_end():
     from seamless_verl.observe.ledger import Category, SliceSeconds
     from seamless_verl.verl_adapter import step_report

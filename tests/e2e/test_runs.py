@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from seamless_verl.cli import main
+from seamless_verl.main import CPU_ENVIRONMENT
 from seamless_verl.observe.flight import Phase
 from seamless_verl.observe.ledger import Category
 from seamless_verl.observe.run_folder import load_digest
@@ -176,7 +177,7 @@ def test_agents_train_a_model_end_to_end(machine):
     machine.assert_nothing_left()
 
 
-def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic(machine):
+def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic_and_verls_own_entry_point(machine):
     code, output = machine.run(
         *FAST, "-m", "algorithm.adv_estimator=grpo,gae", "trainer.total_training_steps=2", "trainer.critic_warmup=0"
     )
@@ -189,10 +190,29 @@ def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic(machine):
     assert "critic/vf_loss" not in losses[0]
     assert "critic/vf_loss" in losses[1]
     machine.assert_nothing_left()
+    code, output = machine.run(
+        f"--config-path={points[0]}",
+        "--config-name=config",
+        f"hydra.run.dir={machine.folder}/verl",
+        "seamless.run_dir=null",
+        "trainer.total_training_steps=3",
+        "trainer.rollout_data_dir=null",
+        f"+ray_kwargs.ray_init._temp_dir={machine.temporary}/ray",
+        module="verl.trainer.main_ppo",
+        **CPU_ENVIRONMENT,
+    )
+    assert code == 0, output
+    assert "step 3/3" in output
+    wait_until_gone(machine)
 
 
-def test_ctrl_c_ends_one_run_and_leaves_the_one_beside_it_alone(machine):
-    steady = machine.start(*FAST, "trainer.total_training_steps=6")
+def steps_done(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def test_ctrl_c_ends_one_run_and_a_dead_replica_the_other_each_without_harm_to_its_neighbour(machine):
+    steady = machine.start(*FAST, "trainer.total_training_steps=1000")
     other = Machine(machine.folder / "other")
     interrupted = other.start(*FAST, "trainer.total_training_steps=1000")
     try:
@@ -202,8 +222,14 @@ def test_ctrl_c_ends_one_run_and_leaves_the_one_beside_it_alone(machine):
         assert code == 130, output
         assert "nothing is left running" in output
         assert other.processes() == []
+        (folder,) = machine.runs()
+        read_until(steady, f"{steps_done(folder) + 2}/1000")
+        (server,) = machine.servers()
+        server.kill()
         code, output = finish(steady)
-        assert code == 0, output
+        assert code == 1, output
+        # said by the watchdog, or by the call that was under way, whichever noticed first
+        assert "rollout replica 0 died" in output or "InterruptibleServer" in output
     finally:
         for process in (steady, interrupted):
             process.kill()
@@ -287,40 +313,6 @@ def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
     assert "both: pool 48 (16 left)" in output
     assert figures["curriculum"] == {"stage": "both", "epochs_ended": 1, "pool": 48, "left": 16}
     assert json.loads((folder / "curriculum.jsonl").read_text().splitlines()[0])["removed"]
-
-
-def test_a_replica_that_dies_ends_the_run_with_its_name_instead_of_leaving_it_waiting(machine):
-    process = machine.start(*FAST, "trainer.total_training_steps=1000")
-    read_until(process, "step ")
-    (server,) = machine.servers()
-    server.kill()
-    code, output = finish(process)
-    assert code == 1, output
-    # said by the watchdog, or by the call that was under way, whichever noticed first
-    assert "rollout replica 0 died" in output or "InterruptibleServer" in output
-    machine.assert_nothing_left()
-
-
-def test_verls_own_entry_point_runs_our_trainer_mode(machine):
-    code, output = machine.run(*FAST, "trainer.total_training_steps=1")
-    assert code == 0, output
-    (folder,) = machine.runs()
-    from seamless_verl.main import CPU_ENVIRONMENT
-
-    code, output = machine.run(
-        f"--config-path={folder}",
-        "--config-name=config",
-        f"hydra.run.dir={machine.folder}/verl",
-        "seamless.run_dir=null",
-        "trainer.total_training_steps=2",
-        "trainer.rollout_data_dir=null",
-        f"+ray_kwargs.ray_init._temp_dir={machine.temporary}/ray",
-        module="verl.trainer.main_ppo",
-        **CPU_ENVIRONMENT,
-    )
-    assert code == 0, output
-    assert "step 2/2" in output
-    wait_until_gone(machine)
 
 
 def wait_until_gone(machine: Machine) -> None:
