@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
@@ -85,18 +85,19 @@ def _what_if(options: argparse.Namespace) -> int:
     total = sum(scenario.steps for _, scenario in asked)
     bar = _Bar("steps", total)
     rows = []
-    replayed = 0.0
+    replayed: list[float] = []
     events: list[flight.FlightEvent] = []
     for number, (label, scenario) in enumerate(asked):
         last = number == len(asked) - 1
         result = _simulate(scenario, bar, events.append if last and options.out else None)
         rows.append(outcome(_short(label), result))
-        replayed = replayed or median(step.ended - step.began for step in result.steps)
+        replayed = replayed or [step.ended - step.began for step in result.steps]
     bar.end()
     print(table(rows))
     if measured:
-        off = replayed / median(measured) - 1
-        print(f"median step: measured {median(measured):.1f} s, replayed {replayed:.1f} s ({off:+.1%})")
+        off = mean(replayed) / mean(measured) - 1
+        print(f"mean step: measured {mean(measured):.1f} s, replayed {mean(replayed):.1f} s ({off:+.1%})")
+        print(f"median step: measured {median(measured):.1f} s, replayed {median(replayed):.1f} s")
     if len(rows) == 2:
         print(f"steps take {rows[1].step_s / rows[0].step_s:.2f} times as long as before")
     _write(options, rows, {"measured_step_s": list(measured)} if measured else {})

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +70,11 @@ class FluidLimit:
 
 def sample(scenario: Scenario) -> WorkSample:
     """With a seed of its own: the limit belongs to the setting, not to a run."""
-    rng = random.Random(7919)
+    rng, workload = random.Random(7919), copy(scenario.workload)
     groups = max(_GROUPS, 2 * scenario.batch)
     generated, tools, first, trained, weighted, prefilled = [], [], 0.0, 0.0, 0.0, 0.0
     for _ in range(groups):
-        for trajectory in scenario.workload.group(rng, scenario.attempts):
+        for trajectory in workload.group(rng, scenario.attempts):
             context = 0
             first += trajectory[0].prompt
             for turn in trajectory:

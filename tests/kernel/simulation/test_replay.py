@@ -50,6 +50,11 @@ def test_sessions_come_back_turn_by_turn() -> None:
     assert mean(turns) == pytest.approx(4, rel=0.3)
 
 
+def test_a_replay_is_the_same_each_time() -> None:
+    found, _ = recorded(scenario("predictive", steps=8))
+    assert simulate(found.scenario).step_s == simulate(found.scenario).step_s
+
+
 def test_a_trainer_that_awaits_loads_pays_for_them_where_it_holds_everybody_up() -> None:
     train = TrainPhysics(gpu_s_per_token=2e-2, update_s=0.5)
     base = scenario("disaggregated_streaming", steps=8, train=train, workload=Constant(answer=300))
