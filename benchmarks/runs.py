@@ -19,7 +19,16 @@ from seamless_verl.simulation.regimes import Regime
 from seamless_verl.simulation.scenario import Result, Scenario, simulate
 
 Figures = dict[str, float]
-_NOT_IN_A_RUN = {"command", "fluid", "options", "outcome", "replay", "search"}  # what only reads or writes around one
+_NOT_IN_A_RUN = {
+    "command",
+    "fluid",
+    "intervals",
+    "options",
+    "outcome",
+    "recorded_work",
+    "replay",
+    "search",
+}  # what only reads or writes around one
 
 
 class OutOfTime(Exception):

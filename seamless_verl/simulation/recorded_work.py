@@ -16,10 +16,9 @@ from statistics import median
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import SliceState
 from seamless_verl.observe.recording import Recording
+from seamless_verl.simulation.intervals import Intervals, overlap, union, within
 from seamless_verl.simulation.workload import Trajectory, Turn
 from seamless_verl.staleness.cost_model import DecodeCost, DecodeCostFit
-
-Intervals = Sequence[tuple[float, float]]  # seconds, disjoint and ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ def work_of(recording: Recording, requests: Sequence[Request], apart: Intervals)
         return Work(groups=_named(recording, requests, owners), exact=True)
     generated = sorted((request for request in requests if request.tokens), key=lambda request: request.ended)
     ended = [e for e in recording.events if isinstance(e, flight.SessionEnded) and not within(apart, e.at)]
-    if ended:
+    if ended and generated:
         return Work(groups=_suggested(ended, generated), exact=False)
     tool_s = _beside_requests(recording, requests)
     return Work(groups=[[(Turn(prompt=r.prompt, answer=r.tokens, tool_s=tool_s),)] for r in generated], exact=False)
@@ -290,26 +289,3 @@ def spans_of(recording: Recording, state: SliceState) -> dict[str, list[tuple[fl
     for name in since:
         leave(name, recording.events[-1].at)
     return found
-
-
-# ---------------------------------------------------------------- time
-
-
-def within(intervals: Intervals, at: float) -> bool:
-    return any(begin <= at <= end for begin, end in intervals)
-
-
-def overlap(intervals: Intervals, low: float, high: float) -> float:
-    """Seconds that ``low`` to ``high`` shares with the intervals."""
-    return sum(max(0.0, min(high, end) - max(low, begin)) for begin, end in intervals)
-
-
-def union(intervals: Sequence[tuple[float, float]]) -> Intervals:
-    """Disjoint intervals that cover the same time."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged

@@ -22,18 +22,16 @@ from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.run_folder import CONFIG, load_recording
 from seamless_verl.simulation.driver import SwitchCosts
+from seamless_verl.simulation.intervals import Intervals, overlap, union
 from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.recorded_work import (
-    Intervals,
     Request,
     fit_decode,
-    overlap,
     requests_of,
     served,
     serving_of,
     slower,
     spans_of,
-    union,
     work_of,
 )
 from seamless_verl.simulation.regimes import LIVE_POLICIES, REGIMES
@@ -90,24 +88,23 @@ def from_recording(recording: Recording, *, max_running: int = _UNLIMITED) -> Re
     rows = _all(recording, flight.RowsTrained)
     apart = union(_phases(recording, Phase.VALIDATE, Phase.CHECKPOINT))
     requests = requests_of(recording, apart)
-    for what, found in (("trained rows", rows), ("requests", any(request.tokens for request in requests))):
+    steps = _steps(recording)
+    work = work_of(recording, requests, apart)
+    for what, found in (("trained rows", rows), ("complete step", steps), ("complete group", work.groups)):
         if not found:
             raise NothingToReplay(f"the recording holds no {what}; record a run of at least one step")
     if started is None:
         raise NothingToReplay("the recording holds no start of a run")
-    work = work_of(recording, requests, apart)
-    if not work.groups:
-        raise NothingToReplay("the recording holds no complete group; record a run of at least one step")
     groups = work.groups
     attempts = max(1, round(median(len(group) for group in groups)))
     batch, mini = _batches(recording, attempts)
-    steps = _steps(recording)
     step_s = tuple(ended - began - overlap(apart, began, ended) for began, ended in steps)
     warm = min(started.eta + 1, len(steps) - 1)  # their batches were begun while everything was being loaded
     busy_s = _busy_seconds(recording, steps[warm:], apart)
     # Of a batch as it is replayed: sessions put together from requests may differ from the rows that were trained.
     tokens = batch / len(groups) * sum(turn.prompt + turn.answer for g in groups for attempt in g for turn in attempt)
-    settled = [request for request in requests if request.ended > steps[0][1]] or requests
+    settled = [request for request in requests if request.ended > steps[0][1]]
+    settled = settled if any(request.tokens for request in settled) else requests
     pools = _pools(recording, settled, max_running)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
     costs, seen, awaits_load = _switch_costs(recording)

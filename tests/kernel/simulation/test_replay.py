@@ -12,7 +12,7 @@ from seamless_verl.observe.flight import FlightEvent, SliceState
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.recorded_work import requests_of, served, serving_of, work_of
-from seamless_verl.simulation.replay import Recorded, from_recording
+from seamless_verl.simulation.replay import NothingToReplay, Recorded, from_recording
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Scenario, Simulation, simulate
 from seamless_verl.simulation.workload import Agentic, Constant, Turn
@@ -75,6 +75,15 @@ def _request(name: str, began: float, ended: float, tokens: int, finish: str = "
         flight.RequestStarted(at=began, request=name, slice="a", prompt_tokens=10),
         flight.RequestEnded(at=ended, request=name, slice="a", tokens=tokens, finish=finish),
     )
+
+
+@pytest.mark.parametrize("lacks", ["RowsTrained", "StepEnded", "RequestEnded", "RunStarted"])
+def test_a_recording_that_lacks_something_is_refused_by_its_name(lacks: str) -> None:
+    events: list[FlightEvent] = []
+    Simulation(scenario("predictive", steps=3, warm=0), record=events.append).run()
+    kept = tuple(event for event in events if type(event).__name__ != lacks)
+    with pytest.raises(NothingToReplay, match=r"the recording holds no (trained rows|complete (step|group)|start)"):
+        from_recording(Recording(events=kept))
 
 
 def test_time_in_the_queue_and_while_weights_load_is_not_decoding() -> None:
