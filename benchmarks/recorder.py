@@ -2,7 +2,8 @@
 
 The proxy has one core for itself; engine and agents share the other. Ours does everything a user gets: a session opened
 and closed for every eight turns, tokenisation, the session tree, the durable journal, audited rows written to files.
-The others record what the engine returns (litellm: nothing). All get the same requests and the same engine.
+The others record what the engine returns (litellm: nothing). All get the same requests and the same engine. The first
+two seconds of each run do not count: all agents open their first session at once then, and everything is cold.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from benchmarks.traffic import (
 )
 
 OURS = "seamless_verl"
+_RAMP_S = 2.0
 _FIGURES = (("turns/s", "1/s"), ("p50", "ms"), ("p99", "ms"), ("processor time per turn", "ms"), ("resident", "MiB"))
 
 
@@ -60,8 +62,8 @@ class Plan:
 
 
 async def _agents(url: str, plan: Plan, peer: Peer | None, concurrency: int, seconds: float) -> tuple[Tally, float]:
-    tally, started = Tally(), time.perf_counter()
-    until, numbers = started + seconds, iter(range(len(plan.sessions)))
+    tally = Tally(counts_from=time.perf_counter() + _RAMP_S)
+    until, numbers = tally.counts_from + seconds, iter(range(len(plan.sessions)))
     admin = admin_pool(int(url.rpartition(":")[2]))
 
     async def agent() -> None:
@@ -83,7 +85,7 @@ async def _agents(url: str, plan: Plan, peer: Peer | None, concurrency: int, sec
 
     await asyncio.gather(*(agent() for _ in range(concurrency)))
     admin.close()
-    return tally, time.perf_counter() - started
+    return tally, time.perf_counter() - tally.counts_from
 
 
 def _measure(
@@ -108,7 +110,6 @@ def _measure(
             child = stack.enter_context(peer.start(options.peers, scratch, port, engine, core=1, log=log))
         url = f"http://127.0.0.1:{port}"
         uvloop.run(until_up(url, "/healthz" if peer is None else peer.health))
-        uvloop.run(_agents(url, plan, peer, concurrency, 1.0))  # warm
         before = _cpu_s(child.pid)
         tally, took = uvloop.run(_agents(url, plan, peer, concurrency, options.seconds))
         cpu_s = _cpu_s(child.pid) - before
@@ -116,7 +117,8 @@ def _measure(
             raise RuntimeError(f"{name}: {len(tally.errors)} errors, the first: {tally.errors[:1]}; see {log}")
         memory = sum(member.memory_info().rss for member in _family(child.pid)) / (1 << 20)
     turns = len(tally.latencies_s)
-    return turns / took, tally.quantile(0.5) * 1e3, tally.quantile(0.99) * 1e3, cpu_s / turns * 1e3, memory
+    cpu_ms = cpu_s / (tally.early + turns) * 1e3
+    return turns / took, tally.quantile(0.5) * 1e3, tally.quantile(0.99) * 1e3, cpu_ms, memory
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -176,8 +176,10 @@ def body_of(messages: Sequence[bytes]) -> bytes:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run of traffic saw."""
+    """What a run of traffic saw; turns that began before ``counts_from`` (`time.perf_counter`) are only counted."""
 
+    counts_from: float = 0.0
+    early: int = 0
     latencies_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     sessions: int = 0
@@ -202,7 +204,10 @@ async def converse(
             if answer.status != 200:
                 tally.errors.append(f"{answer.status}: {answer.body[:200]!r}")
                 return
-            tally.latencies_s.append(time.perf_counter() - begun)
+            if begun >= tally.counts_from:
+                tally.latencies_s.append(time.perf_counter() - begun)
+            else:
+                tally.early += 1
             if number < len(nexts):
                 history += [message("assistant", _completion.decode(answer.body).text), nexts[number]]
     finally:

@@ -22,7 +22,7 @@ from seamless_verl.proxy.engine import (
     VersionSpan,
 )
 from seamless_verl.proxy.http_pool import HttpFailed, HttpPool
-from seamless_verl.proxy.vllm_wire import BadAnswer, Choice, Completion, EventReader, read_choice
+from seamless_verl.proxy.vllm_wire import BadAnswer, Completion, EventReader, Read, read_choice
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _PROBE_S = 30.0
@@ -98,10 +98,11 @@ class VllmHttpEngine:
             raise EngineRefused(story) if answer.status in (400, 422) else EngineUnavailable(story)
         try:
             if reader is None:
-                return _generation(self._decoder.decode(answer.body).choices[0], num_alternatives, version)
+                choice = self._decoder.decode(answer.body).choices[0]
+                return _generation(read_choice(choice, num_alternatives), version)
             if reader.failure is not None:
                 raise reader.failure
-            return _generation(reader.choice, num_alternatives, version)
+            return _generation(reader.whole, version)
         except (msgspec.MsgspecError, IndexError, BadAnswer) as error:
             raise EngineUnavailable(f"{where}: no completion with token ids: {error}") from error
 
@@ -142,12 +143,12 @@ class VllmHttpEngine:
         self._pool.close()
 
 
-def _generation(choice: Choice, num_alternatives: int, version: int) -> Generation:
-    ids, log_probs, alternatives = read_choice(choice, num_alternatives)
+def _generation(read: Read, version: int) -> Generation:
+    num_tokens = len(read.token_ids)
     return Generation(
-        token_ids=ids,
-        log_probs=log_probs,
-        version_spans=(VersionSpan(version=version, num_tokens=len(ids)),) if ids else (),
-        finish_reason=_FINISH.get(choice.finish_reason or "", FinishReason.ABORTED),
-        alternatives=alternatives,
+        token_ids=read.token_ids,
+        log_probs=read.log_probs,
+        version_spans=(VersionSpan(version=version, num_tokens=num_tokens),) if num_tokens else (),
+        finish_reason=_FINISH.get(read.finish_reason or "", FinishReason.ABORTED),
+        alternatives=read.alternatives,
     )

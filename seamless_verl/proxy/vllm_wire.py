@@ -7,17 +7,21 @@ Shapes as vLLM 0.24 to 0.27 write them with ``return_token_ids``; alternatives a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
 from seamless_verl.proxy.engine import TokenChunk
 
 _TOKEN_ID = "token_id:"
+_tops = msgspec.json.Decoder(list[dict[str, float] | None] | None)
 
 
 class LogProbs(msgspec.Struct):
+    """``top_logprobs`` is read only where alternatives were asked for; servers send it anyway."""
+
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Choice(msgspec.Struct):
@@ -39,8 +43,21 @@ class BadAnswer(Exception):
     """The server says something else than a completion with token ids and log-probs."""
 
 
+_Ranked = tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Read:
+    """What was read of an answer, or of the part that came; ``alternatives`` is aligned with the tokens, or empty."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    alternatives: list[_Ranked] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
 class EventReader:
-    """Joins the events of a stream into one choice, and tells the tokens of each as they come.
+    """Joins the events of a stream into one answer, and tells the tokens of each as they come.
 
     Args:
         num_alternatives: how many were asked for; the server adds the chosen token to them.
@@ -52,7 +69,7 @@ class EventReader:
         self._num_alternatives = num_alternatives
         self._decoder = msgspec.json.Decoder(Completion)
         self._rest = b""
-        self.choice = Choice(token_ids=[], logprobs=LogProbs(token_logprobs=[], top_logprobs=[]))
+        self.whole = Read()
         self.failure: Exception | None = None
 
     def feed(self, data: bytes) -> None:
@@ -75,25 +92,20 @@ class EventReader:
         if event.error is not None:
             raise BadAnswer(f"the stream broke off: {event.error}")
         for choice in event.choices:
-            whole = self.choice
+            whole = self.whole
             whole.finish_reason = choice.finish_reason or whole.finish_reason
             if not choice.token_ids:
                 continue
-            ids, log_probs, alternatives = read_choice(choice, self._num_alternatives)
-            assert whole.token_ids is not None
-            assert whole.logprobs is not None
-            assert whole.logprobs.top_logprobs is not None
-            whole.token_ids.extend(ids)
-            whole.logprobs.token_logprobs.extend(log_probs)
-            if choice.logprobs is not None and choice.logprobs.top_logprobs:
-                whole.logprobs.top_logprobs.extend(choice.logprobs.top_logprobs)
-            self._on_tokens(TokenChunk(token_ids=ids, log_probs=log_probs, alternatives=alternatives))
+            part = read_choice(choice, self._num_alternatives)
+            whole.token_ids += part.token_ids
+            whole.log_probs += part.log_probs
+            whole.alternatives += part.alternatives
+            self._on_tokens(
+                TokenChunk(token_ids=part.token_ids, log_probs=part.log_probs, alternatives=part.alternatives)
+            )
 
 
-_Ranked = tuple[tuple[int, float], ...]
-
-
-def read_choice(choice: Choice, num_alternatives: int) -> tuple[list[int], list[float], list[_Ranked]]:
+def read_choice(choice: Choice, num_alternatives: int) -> Read:
     """Token ids, their log-probs, and per token the alternatives, best first, where the server told any.
 
     Raises:
@@ -106,8 +118,9 @@ def read_choice(choice: Choice, num_alternatives: int) -> tuple[list[int], list[
     log_probs = [value for value in told if value is not None]
     if len(log_probs) != len(ids):
         raise BadAnswer(f"{len(ids)} tokens but {len(log_probs)} log-probs")
-    tops = choice.logprobs.top_logprobs if choice.logprobs is not None and num_alternatives else None
-    return ids, log_probs, [_ranked(top or {})[:num_alternatives] for top in tops or ()]
+    tops = _tops.decode(choice.logprobs.top_logprobs) if choice.logprobs is not None and num_alternatives else None
+    alternatives = [_ranked(top or {})[:num_alternatives] for top in tops or ()]
+    return Read(ids, log_probs, alternatives, choice.finish_reason)
 
 
 def _ranked(top: Mapping[str, float]) -> _Ranked:
