@@ -14,12 +14,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from benchmarks import parts
-from benchmarks.records import Record, arguments, report
-from benchmarks.runs import OutOfTime, Runs
+from benchmarks.records import Record, arguments
+from benchmarks.runs import Runs, conclude
 from seamless_verl.simulation.published import MODES, SWITCHING, Fitted, Measured, attention_efficiencies, scenario
 
 _BAR = 0.10
@@ -112,12 +113,7 @@ def _residuals(tag: str, runs: Sequence[Measured], fitted: Fitted, simulated: Si
 
 def main() -> int:
     options = arguments(__doc__ or "", parts.extend)
-    runs = Runs(options)
-    try:
-        records = calibrate(runs, quick=options.quick)
-    except OutOfTime:
-        return runs.pause()
-    return report(records, options.json)
+    return conclude(options, partial(calibrate, quick=options.quick))
 
 
 def calibrate(runs: Runs, *, quick: bool) -> list[Record]:

@@ -25,12 +25,13 @@ def cell(system: str, work: str, gpus: int = 32, trainers: float = 0.5, **change
     slices = gpus // GPUS_PER_SLICE
     training = max(1, round(slices * trainers))
     physics = engine(CALIBRATED)
+    pools = (
+        Pool(name="trainers", slices=training, gpus=GPUS_PER_SLICE, trains=True, engine=physics),
+        Pool(name="rollouts", slices=slices - training, gpus=GPUS_PER_SLICE, trains=False, engine=physics),
+    )
     values: dict[str, Any] = {
         "system": system,
-        "pools": (
-            Pool(name="trainers", slices=training, gpus=GPUS_PER_SLICE, trains=True, engine=physics),
-            Pool(name="rollouts", slices=slices - training, gpus=GPUS_PER_SLICE, trains=False, engine=physics),
-        ),
+        "pools": tuple(pool for pool in pools if pool.slices),
         "workload": WORKLOADS[work],
         "train": TrainPhysics(gpu_s_per_token=CALIBRATED.train_gpu_s_per_token, update_s=2.0),
         "costs": SEPARATE_COSTS,

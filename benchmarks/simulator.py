@@ -14,50 +14,19 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from benchmarks import parts
 from benchmarks.records import Record, arguments, report
-from benchmarks.runs import Figures, OutOfTime, Runs
 from benchmarks.settings import WORKLOADS, cell
+from benchmarks.simulator_table import SIZES, SPLITS, table
 from seamless_verl.simulation.fluid import fluid_limit
 from seamless_verl.simulation.published import CALIBRATED, MODES, SEPARATE_COSTS, SWITCHING, scenario
 from seamless_verl.simulation.scenario import Scenario, simulate
-
-RIVALS = (
-    "verl_separate_async_wait",
-    "verl_enable_switch_wait",
-    "verl_sync",
-    "verl_colocate_async",
-    "verl_colocate_async_wait",
-    "staleflow",
-)
-SIZES = (16, 32, 64, 128)
-SPLITS = (0.25, 0.5, 0.75)
-_LEVEL = 0.98  # a ratio of step times above this is level
-_T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One run of the table."""
-
-    system: str
-    work: str
-    gpus: int
-    split: float
-    seed: int
-    steps: int
-
-    def scenario(self) -> Scenario:
-        warm = max(2, self.steps // 4)
-        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=self.steps, warm=warm)
-
 
 # ---------------------------------------------------------------- parts
 
@@ -90,54 +59,28 @@ def _share(name: str, wanted: Scenario) -> Iterator[Record]:
     )
 
 
-def compare(options: argparse.Namespace) -> Iterator[Record]:
-    """Step time of each rival over ours, cell by cell; cells that were not run are left out and counted."""
-    runs = Runs(options)
-    seeds, steps = (1, 8) if options.quick else (options.seeds, 10)
-    places = [(work, gpus, split) for gpus in options.sizes for work in options.workloads for split in SPLITS]
-    known: dict[Cell, Figures] = {}
-    with suppress(OutOfTime):
-        for seed in range(seeds):  # all cells with one seed before any with two
-            for work, gpus, split in places:
-                for system in ("predictive", *RIVALS):
-                    wanted = Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps)
-                    known[wanted] = runs.get(wanted.scenario())
-    missing = behind = 0
-    for work, gpus, split in places:
-        name = f"{work}, {gpus} GPUs, {split:.0%} train"
-        for rival in RIVALS:
-            ratios, older = [], False
-            for seed in range(seeds):
-                ours, theirs = (
-                    known.get(Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps))
-                    for system in ("predictive", rival)
-                )
-                if ours and theirs:
-                    ratios.append(theirs["step_s"] / ours["step_s"])
-                    older = older or theirs["staleness"] > ours["staleness"]
-            if not ratios:
-                missing += 1
-                continue
-            if older:  # verl's default does not bound the age; `_wait` does
-                yield Record(name=f"{name}: {rival}", value=mean(ratios), unit="x", bar="older samples, no bar")
-                continue
-            low, high = _interval(ratios)
-            level = high >= _LEVEL if len(ratios) > 1 else mean(ratios) >= _LEVEL
-            behind += not level
-            told = f"ahead or level [{low:.2f}, {high:.2f}]" if len(ratios) > 1 else "ahead or level, one seed"
-            yield Record(name=f"{name}: {rival}", value=mean(ratios), unit="x", bar=told, holds=level)
-    yield Record(name="table: comparisons behind", value=behind, unit="", bar="0", holds=behind == 0)
-    yield Record(name="table: comparisons not run", value=missing, unit="")
-
-
 def idle(options: argparse.Namespace) -> Iterator[Record]:
-    """Idle share of slices that can train, on workloads with skew."""
+    """Idle share of slices that can train, on workloads with skew, and what less of it would be worth.
+
+    Greedy lends every idle second. The limits say what an ideal policy gains by doing so.
+    """
     for work in ("lognormal", "skewed", "bimodal"):
         for split in SPLITS[:1] if options.quick else SPLITS:
-            result = simulate(cell("predictive", work, 32, split, steps=10 if options.quick else 14))
-            share = result.books.trainable_idle_share
-            name = f"idle, {work}, {split:.0%} train: trainable slices"
-            yield Record(name=name, value=100 * share, unit="%", bar="< 5 %", holds=share < 0.05)
+            seeds, steps = ((0,), 10) if options.quick else ((0, 1, 2), 14)
+            ours, greedy = (
+                [simulate(cell(system, work, 32, split, steps=steps, seed=seed)) for seed in seeds]
+                for system in ("predictive", "greedy_streaming")
+            )
+            share = mean(result.books.trainable_idle_share for result in ours)
+            name = f"idle, {work}, {split:.0%} train"
+            yield Record(name=f"{name}: trainable slices", value=100 * share, unit="%", bar="< 5 %", holds=share < 0.05)
+            never = mean(result.books.trainable_idle_share for result in greedy)
+            yield Record(name=f"{name}: trainable slices under greedy", value=100 * never, unit="%")
+            ratios = [theirs.step_s / own.step_s for theirs, own in zip(greedy, ours, strict=True)]
+            yield Record(name=f"{name}: greedy's step over ours", value=mean(ratios), unit="x")
+            wanted = cell("predictive", work, 32, split)
+            gain = fluid_limit(wanted, idle=share).paid_s / fluid_limit(wanted).paid_s - 1
+            yield Record(name=f"{name}: an ideal policy gains by lending that, too", value=100 * gain, unit="%")
 
 
 def scale(options: argparse.Namespace) -> Iterator[Record]:
@@ -212,15 +155,7 @@ def _waits(agents: int, count: int, turn_s: float, cost_s: float, seconds: float
     return waits
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % confidence interval of the mean (Student)."""
-    if len(values) < 2:
-        return values[0], values[0]
-    half = _T_975.get(len(values) - 1, 2.0) * stdev(values) / math.sqrt(len(values))
-    return mean(values) - half, mean(values) + half
-
-
-_PARTS = {"limit": limit, "table": compare, "idle": idle, "scale": scale, "large": large, "shards": shards}
+_PARTS = {"limit": limit, "table": table, "idle": idle, "scale": scale, "large": large, "shards": shards}
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:

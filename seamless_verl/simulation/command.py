@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight_codec import FlightHeader
 from seamless_verl.observe.recording import FLIGHT, write_recording
-from seamless_verl.observe.run_folder import load_recording, write_report
+from seamless_verl.observe.run_folder import write_report
 from seamless_verl.simulation.options import KEYS, PRESETS, apply, preset
 from seamless_verl.simulation.outcome import Outcome, outcome, table, write_json, write_parquet
 from seamless_verl.simulation.regimes import REGIMES
-from seamless_verl.simulation.replay import from_recording
+from seamless_verl.simulation.replay import from_run
 from seamless_verl.simulation.scenario import Result, Scenario, Simulation
 from seamless_verl.simulation.search import Sensitivity, candidates, rank, sensitivity
 
@@ -85,18 +85,19 @@ def _what_if(options: argparse.Namespace) -> int:
     total = sum(scenario.steps for _, scenario in asked)
     bar = _Bar("steps", total)
     rows = []
-    replayed = 0.0
+    replayed: list[float] = []
     events: list[flight.FlightEvent] = []
     for number, (label, scenario) in enumerate(asked):
         last = number == len(asked) - 1
         result = _simulate(scenario, bar, events.append if last and options.out else None)
         rows.append(outcome(_short(label), result))
-        replayed = replayed or median(step.ended - step.began for step in result.steps)
+        replayed = replayed or [step.ended - step.began for step in result.steps]
     bar.end()
     print(table(rows))
     if measured:
-        off = replayed / median(measured) - 1
-        print(f"median step: measured {median(measured):.1f} s, replayed {replayed:.1f} s ({off:+.1%})")
+        off = mean(replayed) / mean(measured) - 1
+        print(f"mean step: measured {mean(measured):.1f} s, replayed {mean(replayed):.1f} s ({off:+.1%})")
+        print(f"median step: measured {median(measured):.1f} s, replayed {median(replayed):.1f} s")
     if len(rows) == 2:
         print(f"steps take {rows[1].step_s / rows[0].step_s:.2f} times as long as before")
     _write(options, rows, {"measured_step_s": list(measured)} if measured else {})
@@ -109,7 +110,7 @@ def _base(options: argparse.Namespace) -> tuple[Scenario, str, tuple[float, ...]
     """Where to start, its name, and measured step times where there are some."""
     if options.run_folder is None:
         return preset(options.preset), options.preset, ()
-    recorded = from_recording(load_recording(options.run_folder))
+    recorded = from_run(options.run_folder)
     for note in recorded.notes:
         print(note)
     return recorded.scenario, options.run_folder.name, recorded.step_s[recorded.scenario.warm :]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +70,11 @@ class FluidLimit:
 
 def sample(scenario: Scenario) -> WorkSample:
     """With a seed of its own: the limit belongs to the setting, not to a run."""
-    rng = random.Random(7919)
+    rng, workload = random.Random(7919), copy(scenario.workload)
     groups = max(_GROUPS, 2 * scenario.batch)
     generated, tools, first, trained, weighted, prefilled = [], [], 0.0, 0.0, 0.0, 0.0
     for _ in range(groups):
-        for trajectory in scenario.workload.group(rng, scenario.attempts):
+        for trajectory in workload.group(rng, scenario.attempts):
             context = 0
             first += trajectory[0].prompt
             for turn in trajectory:
@@ -102,8 +103,12 @@ def sample(scenario: Scenario) -> WorkSample:
     )
 
 
-def fluid_limit(scenario: Scenario) -> FluidLimit:
-    """Of the scenario's work on its slices, as its system may share them."""
+def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
+    """Of the scenario's work on its slices, as its system may share them.
+
+    Args:
+        idle: share of the time that slices which are lent stand idle beside that; it shortens ``paid_s``'s loan.
+    """
     rules, work = regime(scenario.system), sample(scenario)
     gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
     standing = [pool for pool in scenario.pools if pool not in gang]
@@ -136,7 +141,7 @@ def fluid_limit(scenario: Scenario) -> FluidLimit:
     ]
 
     def paid(step_s: float) -> bool:
-        lent_s = max(0.0, step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
+        lent_s = max(0.0, (1.0 - idle) * step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
         always_s = max(0.0, step_s - costs.load)
         made = rate_standing * always_s + (rate_all - rate_standing) * lent_s
         if made < tokens or step_s < train_s:

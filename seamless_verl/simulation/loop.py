@@ -32,11 +32,14 @@ class TrainPhysics:
         gpu_s_per_token: GPU-seconds of forward and backward per trained token, prompts included.
         old_log_prob: the extra forward pass, as a share of that; 0 where the rollout's log-probs are used.
         update_s: seconds per mini-batch that do not depend on its tokens.
+        awaits_load: the next step begins, and new groups are admitted, only when every replica has loaded the last
+            one's weights, as the process of a live run does it; its slices are free meanwhile.
     """
 
     gpu_s_per_token: float
     old_log_prob: float = 0.0
     update_s: float = 1.0
+    awaits_load: bool = False
 
     def seconds(self, tokens: int, gpus: float) -> float:
         return self.update_s + tokens * self.gpu_s_per_token * (1.0 + self.old_log_prob) / gpus
@@ -224,6 +227,10 @@ class TrainLoop:
         if not self._rules.barrier:
             yield from self._publish()
         self._release()
+        if self._physics.awaits_load:
+            while self._driver.loading():
+                yield self._driver.changed
+            self._admit(self._feed.published(self.version))
 
     def _synchronize(self, step: int) -> Process:
         """One-step-off: the batch is complete, so nothing generates; weights go over, then the next batch starts."""
@@ -246,7 +253,8 @@ class TrainLoop:
             self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
         for group in self._feed.to_restart(self.version):
             self._agents.restart(group, self.version)
-        self._admit(self._feed.published(self.version))
+        if not self._physics.awaits_load:
+            self._admit(self._feed.published(self.version))
         self._phase(Phase.SYNC_WEIGHTS, ends=True)
         self._use_gang(Use.WAIT_DATA)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 
 from seamless_verl.errors import ConfigError, SeamlessError
@@ -178,7 +179,7 @@ class Simulation:
         )
         self.agents = Agents(
             self.clock,
-            scenario.workload,
+            copy(scenario.workload),  # a replay keeps its place in the recording; each run begins at the start
             random.Random(rng.random()),
             attempts=scenario.attempts,
             submit=self.fleet.submit,

@@ -104,13 +104,13 @@ class DecodeCostFit:
         self._scale = 1.0  # newest weight; grows instead of shrinking all the others
         self._sums: dict[int, _Sums] = {}
 
-    def observe(self, running: int, kv_tokens: int, step_s: float) -> None:
-        """Add one measured decode step."""
+    def observe(self, running: int, kv_tokens: int, step_s: float, *, steps: int = 1) -> None:
+        """Add one measurement: so many decode steps that took ``step_s`` each."""
         self._scale /= self._memory
         if self._scale > 1e100:
             self._rescale()
         sums = self._sums.setdefault(running, _Sums())
-        weight = self._scale
+        weight = self._scale * steps
         sums.weight += weight
         sums.kv += weight * kv_tokens
         sums.kv2 += weight * kv_tokens * kv_tokens

@@ -1,0 +1,162 @@
+"""The part ``table`` of ``benchmarks.simulator``: step times of the rivals over ours, cell by cell.
+
+A cell is a workload on a cluster with a split, its rivals run on the same GPUs with the same bound. Colocated systems
+have no split: theirs is run once per workload and cluster, and stands beside every split of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import mean
+
+from benchmarks.intervals import LEVEL, interval
+from benchmarks.records import Record
+from benchmarks.runs import Figures, OutOfTime, Runs
+from benchmarks.settings import cell
+from seamless_verl.simulation.fluid import fluid_limit
+from seamless_verl.simulation.regimes import REGIMES
+from seamless_verl.simulation.scenario import Scenario
+
+RIVALS = (
+    "verl_separate_async_wait",
+    "verl_enable_switch_wait",
+    "verl_sync",
+    "verl_colocate_async",
+    "verl_colocate_async_wait",
+    "staleflow",
+)
+SIZES = (16, 32, 64, 128)
+SPLITS = (0.25, 0.5, 0.75)
+_OURS = "predictive"
+_EVERYTHING = 1.0  # all slices train and roll out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of the table."""
+
+    system: str
+    work: str
+    gpus: int
+    split: float
+    seed: int
+    steps: int
+
+    def scenario(self) -> Scenario:
+        warm = max(2, self.steps // 4)
+        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=self.steps, warm=warm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """What is known of the cells, by seed.
+
+    Attributes:
+        seeds: as many as are asked for; a cell may know fewer.
+    """
+
+    known: Mapping[Cell, Figures]
+    seeds: int
+    steps: int
+
+    def runs(self, system: str, work: str, gpus: int, split: float) -> dict[int, Figures]:
+        split = _EVERYTHING if REGIMES[system].colocated else split
+        cells = [
+            Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=self.steps)
+            for seed in range(self.seeds)
+        ]
+        return {one.seed: self.known[one] for one in cells if one in self.known}
+
+    def compare(self, rival: str, work: str, gpus: int, split: float) -> Record | None:
+        """Their step time over ours; None where one of them was not run."""
+        ours, theirs = self.runs(_OURS, work, gpus, split), self.runs(rival, work, gpus, split)
+        seeds = sorted(ours.keys() & theirs.keys())
+        if not seeds:
+            return None
+        ratios = [theirs[seed]["step_s"] / ours[seed]["step_s"] for seed in seeds]
+        name, value = f"{work}, {gpus} GPUs, {split:.0%} train: {rival}", mean(ratios)
+        low, high = interval(ratios)
+        spread = f"[{low:.2f}, {high:.2f}]" if len(ratios) > 1 else "one seed"
+        if any(theirs[seed]["staleness"] > ours[seed]["staleness"] for seed in seeds):
+            return Record(name=name, value=value, unit="x", bar=f"older samples, no bar {spread}")
+        if split == _EVERYTHING:
+            return Record(name=name, value=value, unit="x", bar=f"beside the splits, no bar {spread}")
+        if value >= LEVEL:
+            return Record(name=name, value=value, unit="x", bar=f"ahead or level {spread}", holds=True)
+        step_s = mean(ours[seed]["step_s"] for seed in seeds)
+        limit_s = fluid_limit(Cell(system=_OURS, work=work, gpus=gpus, split=split, seed=0, steps=4).scenario()).paid_s
+        told = f"ahead or level {spread}; {_why(step_s, value * step_s, limit_s, high)}"
+        return Record(name=name, value=value, unit="x", bar=told, holds=False)
+
+
+def _why(ours_s: float, theirs_s: float, limit_s: float, high: float) -> str:
+    """What keeps us behind: the split (its limit lies above what they reach), chance, or the policy."""
+    if theirs_s < LEVEL * limit_s:
+        return f"no policy is level with this split: limit {limit_s:.0f} s, theirs {theirs_s:.0f} s"
+    if high >= LEVEL:
+        return "the interval reaches level"
+    return f"the policy's loss: {limit_s / ours_s:.2f} of the limit"
+
+
+def table(options: argparse.Namespace) -> Iterator[Record]:
+    """All cells; those that were not run are left out and counted."""
+    seeds, steps = (1, 8) if options.quick else (options.seeds, 10)
+    places = [(work, gpus) for gpus in options.sizes for work in options.workloads]
+    known = _run(Runs(options), places, seeds=seeds, steps=steps)
+    found = Table(known=known, seeds=seeds, steps=steps)
+    missing = 0
+    compared = []
+    for work, gpus in places:
+        for split in (*SPLITS, _EVERYTHING):
+            rivals = [rival for rival in RIVALS if split != _EVERYTHING or REGIMES[rival].colocated]
+            for rival in rivals:
+                record = found.compare(rival, work, gpus, split)
+                missing += record is None
+                compared += [record] if record else []
+    yield from compared
+    for work, gpus in places:
+        yield from _best(found, work, gpus)
+    for gpus in options.sizes:
+        fewest = min(len(found.runs(_OURS, work, gpus, split)) for work in options.workloads for split in SPLITS)
+        yield Record(name=f"table, {gpus} GPUs: seeds of every cell", value=fewest, unit="")
+    behind = [record for record in compared if record.holds is False]
+    split_s = sum("no policy" in record.bar for record in behind)
+    yield Record(name="table: comparisons behind", value=len(behind), unit="", bar="0", holds=not behind)
+    yield Record(name="table: of them, where no policy is level with the split", value=split_s, unit="")
+    yield Record(name="table: comparisons that have a bar", value=sum(r.holds is not None for r in compared), unit="")
+    yield Record(name="table: comparisons not run", value=missing, unit="")
+
+
+def _run(runs: Runs, places: Sequence[tuple[str, int]], *, seeds: int, steps: int) -> dict[Cell, Figures]:
+    """Until time is up, all cells with one seed before any with two; what an earlier run has kept is known anyway."""
+    known: dict[Cell, Figures] = {}
+    for seed in range(seeds):
+        for work, gpus in places:
+            for system in (_OURS, *RIVALS):
+                splits = (*SPLITS, _EVERYTHING) if system == _OURS else SPLITS
+                for split in (_EVERYTHING,) if REGIMES[system].colocated else splits:
+                    wanted = Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps)
+                    with suppress(OutOfTime):
+                        known[wanted] = runs.get(wanted.scenario())
+    return known
+
+
+def _best(found: Table, work: str, gpus: int) -> Iterator[Record]:
+    """Each rival's best split over our best: what a user gets who is free to choose the split."""
+
+    def best(system: str) -> float | None:
+        means = [
+            mean(run["step_s"] for run in runs.values())
+            for split in (*SPLITS, _EVERYTHING)
+            if (runs := found.runs(system, work, gpus, split))
+        ]
+        return min(means, default=None)
+
+    ours = best(_OURS)
+    for rival in RIVALS:
+        theirs = best(rival)
+        if ours is not None and theirs is not None:
+            yield Record(name=f"{work}, {gpus} GPUs, best split of each: {rival}", value=theirs / ours, unit="x")

@@ -1,0 +1,27 @@
+"""Stretches of time: what a recording's states and phases come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Intervals = Sequence[tuple[float, float]]  # seconds, disjoint and ascending
+
+
+def within(intervals: Intervals, at: float) -> bool:
+    return any(begin <= at <= end for begin, end in intervals)
+
+
+def overlap(intervals: Intervals, low: float, high: float) -> float:
+    """Seconds that ``low`` to ``high`` shares with the intervals."""
+    return sum(max(0.0, min(high, end) - max(low, begin)) for begin, end in intervals)
+
+
+def union(intervals: Sequence[tuple[float, float]]) -> Intervals:
+    """Disjoint intervals that cover the same time."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged

@@ -1,0 +1,119 @@
+"""A recording becomes a scenario again: what is waiting comes off, what is work stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from seamless_verl.observe import flight
+from seamless_verl.observe.flight import FlightEvent, SliceState
+from seamless_verl.observe.recording import Recording
+from seamless_verl.simulation.loop import TrainPhysics
+from seamless_verl.simulation.recorded_work import requests_of, served, serving_of, work_of
+from seamless_verl.simulation.replay import NothingToReplay, Recorded, from_recording
+from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.scenario import Scenario, Simulation, simulate
+from seamless_verl.simulation.workload import Agentic, Constant, Turn
+from tests.kernel.simulation.build import COST, scenario
+
+FEW_AT_ONCE = EnginePhysics(decode=COST, prefill_s_per_token=0.0, kv_tokens=400_000, max_running=4)
+
+
+def recorded(base: Scenario) -> tuple[Recorded, float]:
+    """The scenario that its recording gives, and the mean step of those that the replay counts."""
+    events: list[FlightEvent] = []
+    result = Simulation(replace(base, warm=0), record=events.append).run()
+    found = from_recording(Recording(events=tuple(events)), max_running=base.pools[0].engine.max_running)
+    return found, mean(step.ended - step.began for step in result.steps[found.scenario.warm :])
+
+
+@pytest.mark.parametrize("system", ["predictive", "greedy_streaming", "disaggregated_streaming", "colocated_bounded"])
+@pytest.mark.parametrize("load_s", [0.2, 6.0])  # the longer ones take a third of a step
+def test_a_replay_takes_as_long_as_what_was_recorded(system: str, load_s: float) -> None:
+    base = scenario(system, steps=16)
+    pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
+    costs = replace(base.costs, load=load_s)
+    found, step_s = recorded(replace(base, pools=pools, costs=costs, workload=replace(base.workload, mean=300)))
+    assert (found.scenario.batch, found.scenario.attempts) == (8, 4)
+    assert mean(found.step_s[found.scenario.warm :]) == pytest.approx(step_s, rel=1e-6)
+    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.10)
+
+
+def test_sessions_come_back_turn_by_turn() -> None:
+    agents = Agentic(turns=4, max_turns=8, answer=60, observation=30, tool_s=0.5, prompt=100, max_answer=200)
+    base = scenario("predictive", workload=agents, steps=8)
+    found, _ = recorded(base)
+    turns = [len(attempt) for _ in range(20) for attempt in found.scenario.workload.group(None, 4)]  # type: ignore[arg-type]
+    assert len(set(turns)) > 3
+    assert mean(turns) == pytest.approx(4, rel=0.3)
+
+
+def test_a_replay_is_the_same_each_time() -> None:
+    found, _ = recorded(scenario("predictive", steps=8))
+    assert simulate(found.scenario).step_s == simulate(found.scenario).step_s
+
+
+def test_a_trainer_that_awaits_loads_pays_for_them_where_it_holds_everybody_up() -> None:
+    train = TrainPhysics(gpu_s_per_token=2e-2, update_s=0.5)
+    base = scenario("disaggregated_streaming", steps=8, train=train, workload=Constant(answer=300))
+    base = replace(base, costs=replace(base.costs, load=3.0))
+    waits = simulate(replace(base, train=replace(train, awaits_load=True)))
+    assert waits.step_s - simulate(base).step_s == pytest.approx(3.0, abs=0.1)
+
+
+def _live(*events: FlightEvent) -> Recording:
+    added = flight.SliceAdded(
+        at=0.0, slice="r/0", pool="r", devices=1, capabilities=("rollout",), state=SliceState.ROLLOUT, address="a"
+    )
+    return Recording(events=tuple(sorted((added, *events), key=lambda event: event.at)))
+
+
+def _request(name: str, began: float, ended: float, tokens: int, finish: str = "completed") -> tuple[FlightEvent, ...]:
+    return (
+        flight.RequestStarted(at=began, request=name, slice="a", prompt_tokens=10),
+        flight.RequestEnded(at=ended, request=name, slice="a", tokens=tokens, finish=finish),
+    )
+
+
+@pytest.mark.parametrize("lacks", ["RowsTrained", "StepEnded", "RequestEnded", "RunStarted"])
+def test_a_recording_that_lacks_something_is_refused_by_its_name(lacks: str) -> None:
+    events: list[FlightEvent] = []
+    Simulation(scenario("predictive", steps=3, warm=0), record=events.append).run()
+    kept = tuple(event for event in events if type(event).__name__ != lacks)
+    with pytest.raises(NothingToReplay, match=r"the recording holds no (trained rows|complete (step|group)|start)"):
+        from_recording(Recording(events=kept))
+
+
+def test_time_in_the_queue_and_while_weights_load_is_not_decoding() -> None:
+    loads = (
+        flight.SliceMoved(at=5.0, slice="r/0", state=SliceState.SYNCING),
+        flight.SliceMoved(at=8.0, slice="r/0", state=SliceState.ROLLOUT),
+    )
+    recording = _live(*_request("first", 1.0, 10.0, 60), *_request("second", 1.0, 20.0, 100), *loads)
+    one_at_a_time = served(requests_of(recording, []), serving_of(recording), 1)
+    assert [(one.seconds, one.tokens, one.beside) for one in one_at_a_time] == [(6.0, 60, 1), (10.0, 100, 1)]
+    both = served(requests_of(recording, []), serving_of(recording), 2)
+    assert sorted(one.seconds for one in both) == [6.0, 16.0]
+    assert sorted(one.beside for one in both) == [1, 2]
+
+
+def test_an_interrupted_answer_is_one_turn() -> None:
+    """Its second request brings the prompt and what was generated before."""
+
+    def told(at: float, name: str, **fields: object) -> FlightEvent:
+        return flight.SchedulerInput(at=at, name=name, fields=fields)
+
+    recording = _live(
+        told(1.0, "RequestStarted", request="x", group="g", session="g_0"),
+        *_request("x", 1.0, 2.0, 7, "aborted"),
+        told(3.0, "RequestStarted", request="y", group="g", session="g_0"),
+        *_request("y", 3.0, 4.0, 5),
+        told(6.0, "RequestStarted", request="z", group="g", session="g_0"),
+        flight.RequestStarted(at=6.0, request="z", slice="a", prompt_tokens=30),
+        flight.RequestEnded(at=7.0, request="z", slice="a", tokens=4, finish="completed"),
+    )
+    work = work_of(recording, requests_of(recording, []), [])
+    assert work.exact
+    assert work.groups == [[(Turn(prompt=10, answer=12, tool_s=2.0), Turn(prompt=8, answer=4))]]
