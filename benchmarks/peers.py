@@ -28,7 +28,7 @@ import asyncio
 async def main():
     params = {"model": "hosted_vllm/mock", "api_base": sys.argv[2], "api_key": "k"}
     model = {"model_name": "mock", "litellm_params": params}
-    proxy = LLMProxy(port=int(sys.argv[1]), model_list=[model], store=InMemoryLightningStore(), launch_mode="thread",
+    proxy = LLMProxy(port=int(sys.argv[1]), model_list=[model], store=InMemoryLightningStore(thread_safe=True), launch_mode="thread",
                      host="127.0.0.1")
     await proxy.start()
     await asyncio.Event().wait()
