@@ -28,8 +28,10 @@ import asyncio
 async def main():
     params = {"model": "hosted_vllm/mock", "api_base": sys.argv[2], "api_key": "k"}
     model = {"model_name": "mock", "litellm_params": params}
-    proxy = LLMProxy(port=int(sys.argv[1]), model_list=[model], store=InMemoryLightningStore(thread_safe=True), launch_mode="thread",
-                     host="127.0.0.1")
+    store = InMemoryLightningStore(thread_safe=True)
+    proxy = LLMProxy(
+        port=int(sys.argv[1]), model_list=[model], store=store, launch_mode="thread", host="127.0.0.1"
+    )
     await proxy.start()
     await asyncio.Event().wait()
 asyncio.run(main())
