@@ -49,11 +49,16 @@ def report(records: list[Record], file: Path | None) -> int:
             "date": datetime.now(timezone.utc).date().isoformat(),
             "machine": f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.machine()}, no accelerator",
             "python": platform.python_version(),
-            "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}".strip(),
+            "command": f"python -m {_module()} {shlex.join(map(_without_place, sys.argv[1:]))}".strip(),
             "records": [asdict(record) for record in records],
         }
         file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any(record.holds is False for record in records))
+
+
+def _without_place(argument: str) -> str:
+    """Where files lay on the machine that took the record helps nobody."""
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def _module() -> str:

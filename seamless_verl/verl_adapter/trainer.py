@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 import verl.trainer.ppo.v1.trainer_separate_async as separate_async
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -27,12 +27,11 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import update_prometheus_config
 
-from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe.ledger import SliceSeconds
 from seamless_verl.observe.reporter import Reporter
 from seamless_verl.staleness.stuck import StuckPolicy, Treatment
-from seamless_verl.verl_adapter.a3po import LOSS_MODE
+from seamless_verl.verl_adapter.adoption import adopt_config
 from seamless_verl.verl_adapter.corrections import write_interpolation_weights, zero_overlong_advantages
 from seamless_verl.verl_adapter.curriculum import CurriculumLoader
 from seamless_verl.verl_adapter.lending import LendingTrainer
@@ -44,74 +43,6 @@ from seamless_verl.verl_adapter.router import balancer_class
 from seamless_verl.verl_adapter.step_report import StepMeter, on_policy_keys, validation_report
 
 _STREAMING_STATE = "streaming.json"
-_MANAGER = "seamless_verl.verl_adapter.arrivals.NotifyingManager"
-
-
-def adopt_config(config: DictConfig) -> SeamlessConfig:
-    """Translate the ``seamless`` section into what ``separate_async`` reads; changes ``config`` in place.
-
-    * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
-    * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
-    * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
-    * `_correct_lag`: what is done about log-probs of older weights.
-    * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
-    """
-    section = OmegaConf.select(config, "seamless")
-    seamless = SeamlessConfig.from_mapping(OmegaConf.to_container(section, resolve=True) if section else None)
-    engine = config.actor_rollout_ref.rollout.checkpoint_engine
-    with open_dict(config):
-        modes = config.trainer.v1
-        if modes.get(TRAINER_MODE) is None:
-            modes[TRAINER_MODE] = {}
-        sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
-        modes[TRAINER_MODE].parameter_sync_step = sync_step
-        modes.separate_async.parameter_sync_step = sync_step
-        if seamless.staleness.policy == "reserve":
-            modes.separate_async.num_warmup_batches = 0
-        agent = config.actor_rollout_ref.rollout.get("agent")
-        if agent is not None and agent.get("agent_loop_manager_class") is None:
-            agent.agent_loop_manager_class = _MANAGER
-        _check_interference(config, seamless)
-        if engine.backend == "naive":
-            if config.trainer.device == "cpu":
-                engine.backend = "cpu_zmq"
-                engine.custom_backend_module = "seamless_verl.verl_adapter.cpu_weights"
-            else:
-                engine.backend = "nccl"
-        _correct_lag(config, seamless.staleness)
-    return seamless
-
-
-def _check_interference(config: DictConfig, seamless: SeamlessConfig) -> None:
-    """What needs our rollout workers, or an engine that can end a single request."""
-    rollout, staleness = config.actor_rollout_ref.rollout, seamless.staleness
-    manager = (rollout.get("agent") or {}).get("agent_loop_manager_class")
-    if staleness.manages_groups and manager != _MANAGER:
-        key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-        problem = "its workers do not know group_redundancy and stuck of seamless.staleness"
-        raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
-    engine = OmegaConf.select(rollout, "name")
-    problem = f"{engine} under verl cannot end a single request"
-    if staleness.stuck == "truncate" and engine != "vllm":
-        raise ConfigError("seamless.staleness.stuck", "truncate", problem, "write retry or wait")
-    if seamless.router.policy == "marginal_gain" and seamless.router.migrate and engine != "vllm":
-        raise ConfigError("seamless.router.migrate", True, problem, "write false")
-
-
-def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
-    correction = config.algorithm.get("rollout_correction")
-    has_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs
-    if staleness.correction == "a3po":
-        if not has_log_probs or correction is None:
-            key = "actor_rollout_ref.rollout.calculate_log_probs"
-            raise ConfigError(key, has_log_probs, "a3po needs the log-probs of the rollout", "write true")
-        correction.bypass_mode = True
-        config.actor_rollout_ref.actor.policy_loss.loss_mode = LOSS_MODE
-        return
-    if staleness.correction != "token" or not staleness.eta or not has_log_probs or correction is None:
-        return
-    if correction.rollout_is is None and correction.rollout_rs is None and not correction.bypass_mode:
-        correction.rollout_is = "token"
 
 
 def _interruptible_replica() -> type[RolloutReplica]:
@@ -235,12 +166,8 @@ class SeamlessTrainer(LendingTrainer):
             self.add_replicas_to_balancer()
 
     def _start_standalone_replicas(self) -> LLMServerManager:
-        rollout = self.config.actor_rollout_ref.rollout
-        own_router = rollout.get("router_config_path") is not None
         return LLMServerManager.create(
-            config=self.config,
-            start_rank=self._num_hybrid_replicas(),
-            load_balancer_cls=None if own_router else balancer_class(self.seamless.router, rollout.max_num_seqs),
+            config=self.config, start_rank=self._num_hybrid_replicas(), load_balancer_cls=self._balancer_class()
         )
 
     @property
@@ -250,13 +177,16 @@ class SeamlessTrainer(LendingTrainer):
 
     def _router_alone(self) -> LLMServerManager:
         """A manager of no replicas; those of the trainer join its router when they are lent."""
-        rollout = self.config.actor_rollout_ref.rollout
-        own_router = rollout.get("router_config_path") is not None
         return LLMServerManager.create_empty(
-            config=self.config,
-            worker_group=self.actor_rollout_wg,
-            load_balancer_cls=None if own_router else balancer_class(self.seamless.router, rollout.max_num_seqs),
+            config=self.config, worker_group=self.actor_rollout_wg, load_balancer_cls=self._balancer_class()
         )
+
+    def _balancer_class(self) -> Any:
+        """None where the user names a router: verl makes that one."""
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.get("router_config_path") is not None:
+            return None
+        return balancer_class(self.seamless.router, rollout.max_num_seqs)
 
     def on_init_end(self) -> None:
         if self._has_standing:

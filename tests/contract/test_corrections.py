@@ -19,7 +19,7 @@ def adopted(*overrides):
     from hydra import initialize_config_dir
 
     from seamless_verl import compose
-    from seamless_verl.verl_adapter.trainer import adopt_config
+    from seamless_verl.verl_adapter.adoption import adopt_config
 
     ours = ["hydra.searchpath=[file://" + str(compose.our_config_dir()) + "]", "+seamless=default"]
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):

@@ -331,7 +331,7 @@ def test_settings_that_this_rollout_cannot_follow_are_refused(overrides, said):
     from hydra import initialize_config_dir
 
     from seamless_verl import compose
-    from seamless_verl.verl_adapter.trainer import adopt_config
+    from seamless_verl.verl_adapter.adoption import adopt_config
 
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose("ppo_trainer", overrides=overrides)

@@ -16,8 +16,8 @@ def adopted(*overrides, config_name="ppo_trainer"):
     from hydra import initialize_config_dir
 
     from seamless_verl import compose
+    from seamless_verl.verl_adapter.adoption import adopt_config
     from seamless_verl.verl_adapter.resource_pools import adopt_resources
-    from seamless_verl.verl_adapter.trainer import adopt_config
 
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose(

@@ -410,7 +410,7 @@ def test_the_configuration_names_our_rollout_manager_unless_the_user_did(monkeyp
     from hydra import initialize_config_dir
 
     from seamless_verl import compose
-    from seamless_verl.verl_adapter.trainer import adopt_config
+    from seamless_verl.verl_adapter.adoption import adopt_config
 
     def adopted(*overrides):
         with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):

@@ -129,6 +129,7 @@ def test_the_name_exists(name):
     found = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
+    assert found is not None
 
 
 def test_the_plug_in_registers_trainer_agent_loop_and_platform():
