@@ -132,6 +132,8 @@ class Slice:
         gpus: its devices; no two slices share one.
         capabilities: what it may ever do.
         hardware: per GPU; None when unknown.
+        seats: requests that its replica decodes at once (vLLM's ``max_num_seqs``), more wait in its queue; None when
+            unknown.
     """
 
     id: SliceId
@@ -139,6 +141,7 @@ class Slice:
     gpus: tuple[Gpu, ...]
     capabilities: frozenset[Tag]
     hardware: Hardware | None = None
+    seats: int | None = None
 
     @property
     def lendable(self) -> bool:

@@ -264,7 +264,13 @@ class Simulation:
                 name = f"{pool.name}/{number}"
                 self.fleet.add(name, gpus=pool.gpus, trainable=trainable, physics=pool.engine)
                 gpus = tuple(Gpu(node=name, index=index) for index in range(pool.gpus))
-                piece = Slice(id=SliceId(name), pool=pool.name, gpus=gpus, capabilities=capabilities)
+                piece = Slice(
+                    id=SliceId(name),
+                    pool=pool.name,
+                    gpus=gpus,
+                    capabilities=capabilities,
+                    seats=pool.engine.max_running,
+                )
                 self.driver.add(piece, serving=not trainable)
         self._draw_speeds()
         if self._scenario.warm == 0:

@@ -268,10 +268,10 @@ class LendingTrainer(RecordedTrainer):
                 raise GangRefused(f"{request}: {driver.refused[request]}")
             until = min(driver.timer if driver.timer is not None else math.inf, driver.now() + _LOOK_S)
             self._wait(max(until - driver.now(), 0.001))
+            self._tell_news()
             if driver.timer is not None and driver.now() >= driver.timer:
                 driver.timer = None
                 driver.tell(ev.Tick(at=driver.now()))
-            self._tell_news()
         del driver.granted[request]
         self._request = request
 

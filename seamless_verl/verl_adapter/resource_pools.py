@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -50,7 +50,9 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
             "every entry of seamless.resources can train, and without a policy nobody lends them to rollout",
             "write colocated (all generate, then all train), or greedy or predictive",
         )
-    return slices
+    rollout = config.actor_rollout_ref.rollout
+    seats = int(rollout.max_num_seqs * rollout.data_parallel_size)
+    return tuple(replace(slice_, seats=seats) for slice_ in slices)
 
 
 def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:

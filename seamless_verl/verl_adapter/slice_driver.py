@@ -195,7 +195,9 @@ class SliceDriver:
     def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:
         """Standing replicas take weights together, as verl's checkpoint engine does it; then the trainer's own.
 
-        Lent ones are on the router first: what the transfer interrupts is then spread over them, too.
+        Lent ones are on the router first: what the transfer interrupts is then spread over them, too. Replicas that
+        have their weights generate while others wake: what ended meanwhile is told before the end of the waking is, or
+        it would seem to have ended with it.
         """
         if not lends and not syncs:
             return []
@@ -218,6 +220,7 @@ class SliceDriver:
             told += failed
             standing = {s: number for s, number in standing.items() if s not in {f.slice for f in failed}}
             self._replicas.register([s for s in returned if s in standing])
+            told += [*self._requests(), *self._ready(standing, version)]
             at = self.now()
             told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
         if hybrid:
@@ -229,11 +232,11 @@ class SliceDriver:
         if hybrid and not self._serving:
             self._on_lending(True)
         self._serving.update(hybrid)
-        ready = [
-            ev.SliceReady(at=self.now(), slice=s, command=number, version=version)
-            for s, number in {**standing, **hybrid}.items()
-        ]
-        return [*told, *ready]
+        return [*told, *self._requests(), *self._ready(hybrid, version)]
+
+    def _ready(self, commands: dict[SliceId, int], version: int) -> list[ev.Event]:
+        at = self.now()
+        return [ev.SliceReady(at=at, slice=s, command=number, version=version) for s, number in commands.items()]
 
     def _sync(self, commands: dict[SliceId, int], version: int) -> list[ev.SliceFailed]:
         """A replica that dies meanwhile is left out, and the transfer begins anew for the others.

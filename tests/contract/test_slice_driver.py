@@ -217,3 +217,25 @@ def test_what_the_other_replicas_take_first_is_no_part_of_a_switch():
         run.replicas.takes[method] = lambda seconds=seconds: setattr(run, "time", run.time + seconds)
     run.step()
     assert run.scheduler.cluster.costs.typical_s(Switch.TO_ROLLOUT) == pytest.approx(1.0, abs=0.1)
+
+
+def test_what_ends_while_a_slice_wakes_is_told_with_its_own_time():
+    import time
+
+    run, told = Run(), []
+    handle = run.scheduler.handle
+    run.scheduler.handle = lambda event: (told.append(event), handle(event))[1]
+    run.reports.append(run.ev.RequestStarted(at=0, request="q", session="s", group="g", slice="B", context_tokens=1))
+    run.driver.tell_requests()
+
+    def wake():
+        run.time += 1.0
+        run.reports.append(run.ev.RequestFinished(at=time.time() - 0.5, request="q", tokens=5))
+
+    run.replicas.takes["wake"] = wake
+    run.step()
+    [finished] = [event for event in told if isinstance(event, run.ev.RequestFinished)]
+    first, second = [event for event in told if isinstance(event, run.ev.SliceReady)]
+    assert (first.slice, second.slice) == ("r/0", "t/0")
+    assert finished.at - first.at == pytest.approx(0.5, abs=0.1)
+    assert second.at - finished.at == pytest.approx(0.5, abs=0.1)

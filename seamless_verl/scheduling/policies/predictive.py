@@ -34,8 +34,9 @@ from seamless_verl.scheduling.events import (
     StepEnded,
     WeightsPublished,
 )
+from seamless_verl.scheduling.prediction.course import Course, Work
 from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, speed_of
-from seamless_verl.scheduling.prediction.plans import Course, Trainer, Work
+from seamless_verl.scheduling.prediction.plans import Trainer
 from seamless_verl.scheduling.slices import SliceState, Tag
 from seamless_verl.scheduling.switch_costs import Switch
 
@@ -218,7 +219,7 @@ class Predictive:
         if self._config.migration or between_steps or self._published_at == cluster.now or standing == 0:
             return standing + joining
         sessions = len(work.remaining) * work.weight
-        pinned = min(self._forecaster.book.running() / sessions, 1.0) if sessions else 1.0
+        pinned = min(self._forecaster.book.asking() / sessions, 1.0) if sessions else 1.0
         return min(standing + joining, standing / pinned) if pinned > 0 else standing + joining
 
 

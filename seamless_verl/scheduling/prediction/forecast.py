@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,22 +17,15 @@ from seamless_verl.scheduling.events import (
     SliceFailed,
     StepEnded,
 )
-from seamless_verl.scheduling.prediction.plans import (
-    Course,
-    Fresh,
-    Trainer,
-    Work,
-    bounded_value,
-    end_of_training,
-    play,
-    value,
-)
+from seamless_verl.scheduling.prediction.course import Course, Fresh, Work, play
+from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, value
 from seamless_verl.scheduling.prediction.sessions import SessionBook
 from seamless_verl.scheduling.slices import SliceState, Tag
 
 _SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
 _FRESH = 32  # quantiles that stand for a batch that is not submitted yet
 _ENOUGH_LENGTHS = 4
+_FEW_TURNS = 1.5  # on average per session; with more of them sessions queue over and over and advance alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +58,15 @@ class Outlook:
     def latest_free(self, course: Course) -> float:
         """When the gang must be free at the latest if its training is not to make the step longer."""
         return end_of_training(course, self.trainer, 0.0) - self.trainer.train_s * self.trainer.batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A session in the queue; lower turns come first."""
+
+    turn: tuple[int, float]
+    remaining: float
+    context: float
 
 
 @dataclass(slots=True)
@@ -137,7 +140,7 @@ class Forecaster:
             trainer=trainer,
             work=work,
             standing=standing,
-            full_rate=busy / work.step_s(busy / everyone, held / everyone),
+            full_rate=busy / work.pace(busy / work.duty, held / work.duty, everyone) / work.duty,
             fresh=self._fresh(standing, lendable),
             elapsed_s=cluster.now - (self._ended_at or 0.0),
         )
@@ -162,46 +165,45 @@ class Forecaster:
         members = sorted(self._members(cluster), key=lambda member: not member[0])
         sessions = sum(len(group) for _, group in members)
         every = max(1, round(sessions / _SAMPLE))
-        rows = [
-            (tokens, context, i == len(group) - 1, awaited)
-            for awaited, group in members[::every]
-            for i, (tokens, context) in enumerate(sorted(group))
-        ]
-        rows.sort()
-        awaited = sum(awaited for awaited, _ in members)
+        rows = [(place, group) for group, (_, rows) in enumerate(members[::every]) for place in rows]
+        rows.sort(key=lambda row: row[0].turn)
         duty = 1.0
         if book.sessions:
-            duty = min(max(book.running() / len(book.sessions), 0.05), 1.0)
+            duty = min(max(book.asking() / len(book.sessions), 0.05), 1.0)
         return Work(
-            remaining=[row[0] for row in rows],
-            contexts=[row[1] for row in rows],
-            completes=[row[2] for row in rows],
-            awaited=[row[3] for row in rows],
-            others=trainer.batch - trainer.ready - awaited,
+            remaining=[place.remaining for place, _ in rows],
+            contexts=[place.context for place, _ in rows],
+            groups=[group for _, group in rows],
+            awaited=frozenset(group for group, (awaited, _) in enumerate(members[::every]) if awaited),
+            others=trainer.batch - trainer.ready - sum(awaited for awaited, _ in members),
             weight=float(every),
             duty=duty,
+            seats=min((s.slice.seats for s in cluster if s.slice.seats and Tag.ROLLOUT in s.usable), default=math.inf),
+            in_turn=book.turns < _FEW_TURNS,
             step_s=book.decode.step_s,
         )
 
-    def _members(self, cluster: Cluster) -> list[tuple[bool, list[tuple[float, float]]]]:
-        """Of each open group, whether the batch waits for it; of its sessions, tokens to come and tokens held."""
+    def _members(self, cluster: Cluster) -> list[tuple[bool, list[_Place]]]:
+        """Of each open group, whether the batch waits for it, and its sessions."""
         book = self.book
-        groups: dict[str, list[tuple[float, float]]] = {}
+        groups: dict[str, list[_Place]] = {}
         for session in book.sessions.values():
             made, held = book.progress(session, cluster.now)
-            groups.setdefault(session.group, []).append((book.lengths.remaining(made, session.u), held))
+            place = _Place((0, book.turn_of(session)), book.lengths.remaining(made, session.u), held)
+            groups.setdefault(session.group, []).append(place)
         quantiles = book.next_quantiles()
 
-        def fresh(count: int) -> list[tuple[float, float]]:
-            return [(book.lengths.remaining(0, u), book.prompt_tokens) for u in islice(quantiles, count)]
+        def fresh(order: int, count: int) -> list[_Place]:
+            lengths = (book.lengths.remaining(0, u) for u in islice(quantiles, count))
+            return [_Place((1, order), length, book.prompt_tokens) for length in lengths]
 
-        for group, count in book.unstarted.items():
-            groups.setdefault(group, []).extend(fresh(count))
+        for order, (group, count) in enumerate(book.unstarted.items()):
+            groups.setdefault(group, []).extend(fresh(order, count))
         awaited = self._awaited or frozenset()
         members = [(group in awaited, sessions) for group, sessions in groups.items()]
         if self.between_steps and not self._submitted_since:
             count, size = self._submitted
-            members += [(False, fresh(size)) for _ in range(count)]
+            members += [(False, fresh(len(book.unstarted) + i, size)) for i in range(count)]
         return members
 
 

@@ -1,4 +1,8 @@
-"""Which sessions are out, how far they are, and what finished ones teach about speed and length."""
+"""Which sessions are out, how far they are, and what finished ones teach about speed and length.
+
+An engine decodes as many requests at once as its slice has seats; the others wait, first come, first served, and that
+is none of the time that decoding took them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from seamless_verl.scheduling.events import (
     RequestFinished,
     RequestStarted,
     SessionFinished,
+    SliceAdded,
     SliceReady,
     WeightsPublished,
 )
@@ -36,24 +41,27 @@ class Session:
     tokens: int = 0
     context: int = 0
     request: str | None = None
-    slice: SliceId | None = None
+    turns: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
+    """``at``: when it got a seat, until then when it was sent; the rest are integrals of its slice at that time."""
+
     session: str
+    sent_at: float
     at: float
     slice: SliceId
     context: int
-    load_before: float
-    context_before: float
-    age_before: float
-    made_before: float
+    load_before: float = 0.0
+    context_before: float = 0.0
+    age_before: float = 0.0
+    made_before: float = 0.0
 
 
 @dataclass(slots=True)
 class _Load:
-    """Integrals over time of what runs on a slice: requests, tokens they began with, seconds since they began.
+    """Integrals over time of what has a seat on a slice: requests, tokens they began with, seconds since they began.
 
     Attributes:
         made: tokens that a request would have made that had always been there, as predicted.
@@ -91,8 +99,11 @@ class SessionBook:
     crowd: int = 0  # sessions that were out when prompts were last submitted
     prompt_tokens: float = 0.0  # context of a session's first request, mean of the last ones
     turn_s: float = 0.0  # mean duration of a request, smoothed
+    turns: float = 1.0  # mean requests per session, smoothed
     _requests: dict[str, _Request] = field(default_factory=dict)
-    _on_slice: dict[SliceId, dict[str, _Request]] = field(default_factory=dict)
+    _on_slice: dict[SliceId, dict[str, _Request]] = field(default_factory=dict)  # those with a seat
+    _queues: dict[SliceId, dict[str, _Request]] = field(default_factory=dict)
+    _seats: dict[SliceId, int | None] = field(default_factory=dict)
     _loads: dict[SliceId, _Load] = field(default_factory=dict)
     _seen: int = 0
     _published_at: float = -math.inf
@@ -101,7 +112,9 @@ class SessionBook:
     def observe(self, event: Event, roofline: Roofline) -> None:
         """``roofline``: the cluster's; it learns how fast each slice generates."""
         self._roofline = roofline
-        if isinstance(event, GroupsSubmitted):
+        if isinstance(event, SliceAdded):
+            self._seats[event.slice.id] = event.slice.seats
+        elif isinstance(event, GroupsSubmitted):
             for group in event.groups:
                 self.unstarted[group] = event.sessions
                 self.open_members[group] = event.sessions
@@ -119,7 +132,7 @@ class SessionBook:
 
     def lost(self, slice_id: SliceId) -> None:
         """The slice died: its requests end without an event."""
-        for name in list(self._on_slice.get(slice_id, ())):
+        for name in [*self._on_slice.get(slice_id, ()), *self._queues.get(slice_id, ())]:
             self._drop(name)
         self._loads.pop(slice_id, None)
 
@@ -128,12 +141,22 @@ class SessionBook:
         if session.request is None:
             return session.tokens, session.context
         request = self._requests[session.request]
+        if session.request in self._queues.get(request.slice, ()):
+            return session.tokens, request.context
         self._move(request.slice, now)
         made = self._loads[request.slice].made - request.made_before
         return session.tokens + made, request.context + made
 
-    def running(self) -> int:
+    def asking(self) -> int:
+        """Requests that are out, with a seat or without."""
         return len(self._requests)
+
+    def turn_of(self, session: Session) -> float:
+        """Its place among all sessions that were seen: those without a waiting request, then by when they queued."""
+        if session.request is None:
+            return -math.inf
+        request = self._requests[session.request]
+        return request.sent_at if session.request in self._queues.get(request.slice, ()) else -math.inf
 
     def next_quantiles(self) -> Iterator[float]:
         """Quantiles for sessions that do not exist yet."""
@@ -163,22 +186,27 @@ class SessionBook:
             else:
                 self.unstarted.pop(event.group, None)
         session = self.sessions[event.session]
-        session.request, session.slice = event.request, event.slice
-        load = self._move(event.slice, event.at)
-        load.n += 1
-        load.context += event.context_tokens
-        load.made_before += load.made
-        request = self._requests[event.request] = _Request(
-            session=event.session,
-            at=event.at,
-            slice=event.slice,
-            context=event.context_tokens,
-            load_before=load.n_s,
-            context_before=load.context_s,
-            age_before=load.age_s,
-            made_before=load.made,
+        session.request = event.request
+        request = _Request(
+            session=event.session, sent_at=event.at, at=event.at, slice=event.slice, context=event.context_tokens
         )
-        self._on_slice.setdefault(event.slice, {})[event.request] = request
+        self._requests[event.request] = request
+        self._queues.setdefault(event.slice, {})[event.request] = request
+        self._seat(event.slice, event.at)
+
+    def _seat(self, slice_id: SliceId, at: float) -> None:
+        """Whoever waits gets a seat, while there is one."""
+        load = self._move(slice_id, at)
+        queue, seats = self._queues.get(slice_id, {}), self._seats.get(slice_id)
+        while queue and (seats is None or load.n < seats):
+            name = next(iter(queue))
+            request = queue.pop(name)
+            load.n += 1
+            load.context += request.context
+            load.made_before += load.made
+            request.at, request.made_before = at, load.made
+            request.load_before, request.context_before, request.age_before = load.n_s, load.context_s, load.age_s
+            self._on_slice.setdefault(slice_id, {})[name] = request
 
     def _awake(self, event: SliceReady) -> None:
         """Requests that were routed to a slice before it was awake begin now. Those that it kept while it took newer
@@ -190,7 +218,7 @@ class SessionBook:
             self._move(event.slice, self._published_at)
         load.at = event.at
         load.age = load.made_before = 0.0
-        for request in self._on_slice[event.slice].values():
+        for request in self._on_slice.get(event.slice, {}).values():
             if request.at < self._published_at:
                 request.at += event.at - self._published_at
             else:
@@ -203,23 +231,30 @@ class SessionBook:
         request = self._requests.get(event.request)
         if request is None:
             return
-        load = self._move(request.slice, event.at)
-        took = event.at - request.at
         if event.ending is not Ending.FAILED:
             session = self.sessions[request.session]
             session.tokens += event.tokens
             session.context = request.context + event.tokens
+            session.turns += event.ending is Ending.COMPLETED
+            took = event.at - request.sent_at
             self.turn_s = took if self.turn_s == 0.0 else 0.9 * self.turn_s + 0.1 * took
-            if event.tokens >= _MIN_TOKENS and took > 0:
-                n = (load.n_s - request.load_before) / took
-                grown = (load.age_s - request.age_before) / took * event.tokens / took  # decoding is in lock-step
-                kv = (load.context_s - request.context_before) / took + grown
-                self._learn(request.slice, n=n, kv=kv, seconds=took / event.tokens, tokens=event.tokens)
+        if event.request in self._on_slice.get(request.slice, ()):
+            self._leave_seat(request, event)
+        self._drop(event.request)
+        self._seat(request.slice, event.at)
+
+    def _leave_seat(self, request: _Request, event: RequestFinished) -> None:
+        load = self._move(request.slice, event.at)
+        took = event.at - request.at
+        if event.ending is not Ending.FAILED and event.tokens >= _MIN_TOKENS and took > 0:
+            n = (load.n_s - request.load_before) / took
+            grown = (load.age_s - request.age_before) / took * event.tokens / took  # decoding is in lock-step
+            kv = (load.context_s - request.context_before) / took + grown
+            self._learn(request.slice, n=n, kv=kv, seconds=took / event.tokens, tokens=event.tokens)
         load.n -= 1
         load.context -= request.context
         load.age -= took
         load.made_before -= request.made_before
-        self._drop(event.request)
 
     def _learn(self, slice_id: SliceId, *, n: float, kv: float, seconds: float, tokens: int) -> None:
         speed = self._roofline.speed(slice_id)
@@ -229,10 +264,11 @@ class SessionBook:
 
     def _drop(self, name: str) -> None:
         request = self._requests.pop(name)
-        del self._on_slice[request.slice][name]
+        self._on_slice.get(request.slice, {}).pop(name, None)
+        self._queues.get(request.slice, {}).pop(name, None)
         session = self.sessions.get(request.session)
         if session is not None and session.request == name:
-            session.request = session.slice = None
+            session.request = None
 
     def _closed(self, event: SessionFinished) -> None:
         left = self.open_members.get(event.group, 0) - 1
@@ -244,3 +280,4 @@ class SessionBook:
         session = self.sessions.pop(event.session, None)
         if session is not None:
             self.lengths.observe(session.tokens)
+            self.turns += 0.1 * (session.turns - self.turns)

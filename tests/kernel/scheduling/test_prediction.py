@@ -9,18 +9,10 @@ from dataclasses import replace
 import pytest
 
 from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.prediction.course import Fresh, Work, play
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.lengths import LengthModel
-from seamless_verl.scheduling.prediction.plans import (
-    Fresh,
-    Trainer,
-    Work,
-    bounded_value,
-    end_of_training,
-    next_end,
-    play,
-    value,
-)
+from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, next_end, value
 from seamless_verl.scheduling.prediction.sessions import SessionBook
 from seamless_verl.scheduling.roofline import Roofline, balance
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
@@ -78,16 +70,18 @@ def test_remaining_lengths_are_conditional_quantiles() -> None:
     assert len(lengths) == 1024
 
 
-def work(remaining: list[float], completes: list[bool] | None = None) -> Work:
-    completes = completes or [True] * len(remaining)
+def work(remaining: list[float]) -> Work:
+    """Each session is a group of its own."""
     return Work(
         remaining=remaining,
         contexts=[0.0] * len(remaining),
-        completes=completes,
-        awaited=[False] * len(remaining),
+        groups=range(len(remaining)),
+        awaited=frozenset(),
         others=math.inf,
         weight=1.0,
         duty=1.0,
+        seats=math.inf,
+        in_turn=True,
         step_s=lambda n, kv: n,
     )
 
@@ -122,7 +116,6 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
     out = work([10, 30, 50])
     course = play(out, [(0.0, 1.0)])
     assert course.ready_at == [30.0, 70.0, 90.0]
-    assert course.each_by(50.0) == 20
     fresh = Fresh(lengths=[15, 25], weight=1.0, context=0.0, slices=1.0, train_s=60.0)
     assert next_end(out, course, 50.0, fresh) == 50.0 + 10 * 4 + 5 * 3 + 10 * 2 + 5 * 1
     assert next_end(out, course, 95.0, fresh) == 95.0  # nobody is left over
@@ -131,6 +124,41 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
     assert bounded_value(out, course, trainer, 0.0, fresh, 50.0) == 150.0
     assert bounded_value(out, course, trainer, 0.0, fresh, 0.0) == pytest.approx(100.0 + 0.3 * 75.0 / 9)
     assert bounded_value(out, course, Trainer(ready=0, minimum=1, batch=4, train_s=1.0), 0.0, fresh, 0.0) == math.inf
+
+
+def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
+    """One slice, two seats: 10 and 30 run (2 s a step), then 30 and 5, then 20 and 5, which joined, and 15 alone."""
+    queue = replace(work([10, 30, 5]), seats=2)
+    course = play(queue, [(0.0, 1.0)])
+    assert course.ready_at == [20.0, 30.0, 45.0]
+    assert course.done_at == 45.0
+    fresh = Fresh(lengths=[5], weight=1.0, context=0.0, slices=1.0, train_s=0.0)
+    assert next_end(queue, course, 0.0, fresh) == 20.0 + 10.0 + 10.0 + 10.0
+    # A second slice has two more seats: nobody waits. It leaves at 5 s: who was admitted last queues again.
+    assert play(queue, [(0.0, 2.0)]).ready_at == [7.5, pytest.approx(12.5), pytest.approx(22.5)]
+    taken_back = play(replace(work([20, 30, 12]), seats=1), [(0.0, 2.0), (5.0, 1.0)])
+    assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 12.0, 32.0 + 25.0]
+    # Those that come back for one turn after the other advance alike, as fast as the seats allow.
+    alike = replace(work([10, 30, 5]), seats=2, in_turn=False)
+    assert play(alike, [(0.0, 1.0)]).ready_at == [15.0, 25.0, 45.0]
+
+
+def test_waiting_for_a_seat_is_not_decoding_time() -> None:
+    roofline, book = Roofline(), SessionBook()
+    slice_ = Slice(
+        id=SliceId("a"), pool="p", gpus=(Gpu(node="n", index=0),), capabilities=frozenset({Tag.ROLLOUT}), seats=1
+    )
+    roofline.add(slice_)
+    book.observe(ev.SliceAdded(at=0.0, slice=slice_), roofline)
+    for name in ("r", "q"):
+        start = ev.RequestStarted(at=0.0, request=name, session=name, group="g", slice=slice_.id, context_tokens=0)
+        book.observe(start, roofline)
+    assert [book.turn_of(book.sessions[name]) for name in ("r", "q")] == [-math.inf, 0.0]
+    book.observe(ev.RequestFinished(at=10.0, request="r", tokens=100), roofline)
+    assert book.progress(book.sessions["q"], now=15.0)[0] == pytest.approx(50, rel=0.01)
+    book.observe(ev.RequestFinished(at=20.0, request="q", tokens=100), roofline)
+    assert book.decode.step_s(1) == pytest.approx(0.1, rel=0.01)
+    assert book.asking() == 0
 
 
 def test_steps_slow_down_with_the_cache_of_those_that_are_left() -> None:
@@ -205,7 +233,7 @@ def test_the_roofline_ranks_by_facts_and_is_corrected_by_measurement() -> None:
 
 
 def test_a_batch_with_room_for_few_others_waits_for_those_it_cannot_do_without() -> None:
-    waits = replace(work([10, 20, 30, 40]), awaited=[False, False, False, True], others=1)
+    waits = replace(work([10, 20, 30, 40]), awaited=frozenset({3}), others=1)
     alone = play(work([10, 20, 30, 40]), [(0.0, 4.0)])
     bound = play(waits, [(0.0, 4.0)])
     assert alone.when_ready(2) < bound.when_ready(2) == alone.when_ready(4)
