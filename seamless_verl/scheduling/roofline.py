@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from seamless_verl.scheduling.slices import Slice, SliceId, Tag
 
-_FORGET = 0.8
+_KEPT = 0.95  # of what is known, at each further request
 
 
 def balance(slice_: Slice) -> float:
@@ -30,26 +30,31 @@ def static_speed(slice_: Slice) -> float | None:
 class Roofline:
     """Static priorities and the correction.
 
-    ``speed`` is the generation speed of a slice relative to the mean of the known slices. Measured speeds are tokens
-    per second of busy time at comparable load; they replace the static ones as they come in (exponential average).
+    ``speed`` is the generation speed of a slice relative to the mean of the known slices. Measured ones replace the
+    static ones as they come in: what its last requests should have taken, summed, over what they took. Sums, because
+    who of many requests got a seat first is not always known: what one seems to have taken less another took more.
     """
 
     _slices: dict[SliceId, Slice] = field(default_factory=dict)
-    _measured: dict[SliceId, float] = field(default_factory=dict)
+    _measured: dict[SliceId, tuple[float, float]] = field(default_factory=dict)  # expected seconds, seconds
 
     def add(self, slice_: Slice) -> None:
         self._slices[slice_.id] = slice_
 
-    def measured(self, slice_id: SliceId, seconds_per_token_ratio: float) -> None:
-        """``seconds_per_token_ratio``: what a request took, over what the model of an average slice expects."""
-        speed = 1.0 / max(seconds_per_token_ratio, 1e-6)
-        before = self._measured.get(slice_id)
-        self._measured[slice_id] = speed if before is None else _FORGET * before + (1 - _FORGET) * speed
+    def measured(self, slice_id: SliceId, *, expected_s: float, took_s: float) -> None:
+        """One more request.
+
+        Args:
+            expected_s: what it would have taken on a slice of speed 1 under the same load.
+        """
+        before = self._measured.get(slice_id, (0.0, 0.0))
+        self._measured[slice_id] = (_KEPT * before[0] + expected_s, _KEPT * before[1] + took_s)
 
     def speed(self, slice_id: SliceId) -> float:
         """Generation speed relative to an average slice; 1 when nothing is known."""
         if slice_id in self._measured:
-            return self._measured[slice_id]
+            speeds = {name: expected_s / max(took_s, 1e-9) for name, (expected_s, took_s) in self._measured.items()}
+            return speeds[slice_id] / (sum(speeds.values()) / len(speeds))
         static = static_speed(self._slices[slice_id])
         known = [s for s in map(static_speed, self._slices.values()) if s is not None]
         return static / (sum(known) / len(known)) if static is not None and known else 1.0

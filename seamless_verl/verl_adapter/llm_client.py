@@ -67,6 +67,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             params["max_tokens"] = budget
         partial = PartialGeneration(params, decode, moves_grammars=self._is_vllm)
         group = request_log.group_of(request_id)
+        if self._oldest_first:
+            kwargs.setdefault("priority", request_log.began_ms(request_id))
         if cutting.is_cut(group):
             partial.cut_short()
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
@@ -133,6 +135,11 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     def _is_vllm(self) -> bool:
         """Its engine process loads our plug-in (`vllm_grammar`), and it can end a single request."""
         return bool(OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm")
+
+    @property
+    def _oldest_first(self) -> bool:
+        """The engine's queue is ordered by when sessions began, also after an interruption and from turn to turn."""
+        return OmegaConf.select(self.config, "actor_rollout_ref.rollout.scheduling_policy") == "priority"
 
     @property
     def _outlives_replicas(self) -> bool:

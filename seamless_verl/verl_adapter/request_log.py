@@ -42,6 +42,7 @@ class RequestLog:
         self._wanted = False
         self._events: deque[Event] = deque(maxlen=_MOST)
         self._names: dict[str, tuple[str, str]] = {}
+        self._began: dict[str, int] = {}  # session -> when, in ms
         self._on: dict[str, str] = {}  # running request -> server
         self._watched: frozenset[str] = frozenset()
 
@@ -50,10 +51,12 @@ class RequestLog:
         """Requests made within (and in tasks started within) belong to this attempt at a prompt."""
         key = (group, f"{group}_{index}")
         token = _session.set(key)
+        self._began[key[1]] = _now_ms()
         try:
             yield
         finally:
             _session.reset(token)
+            del self._began[key[1]]
             self._names = {name: known for name, known in self._names.items() if known != key}
             self._keep(SessionFinished(at=time.time(), session=key[1], group=group))
 
@@ -67,6 +70,11 @@ class RequestLog:
         """The prompt that ``request_id`` is asked for, ``""`` where nobody said."""
         group, _ = self._names.get(request_id) or _session.get() or ("", "")
         return group
+
+    def began_ms(self, request_id: str) -> int:
+        """When the session began that ``request_id`` is asked for; now, where nobody said. Unix time in milliseconds."""
+        _, session = self._names.get(request_id) or _session.get() or ("", "")
+        return self._began.get(session) or _now_ms()
 
     def watch(self, servers: Sequence[str]) -> None:
         """Ring when a request on one of these servers ends, instead of those named before."""
@@ -106,6 +114,10 @@ class RequestLog:
     def _keep(self, event: Event) -> None:
         if self._wanted:
             self._events.append(event)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
 
 
 request_log = RequestLog()

@@ -225,7 +225,9 @@ def test_what_ends_while_a_slice_wakes_is_told_with_its_own_time():
     run, told = Run(), []
     handle = run.scheduler.handle
     run.scheduler.handle = lambda event: (told.append(event), handle(event))[1]
-    run.reports.append(run.ev.RequestStarted(at=0, request="q", session="s", group="g", slice="B", context_tokens=1))
+    run.reports.append(
+        run.ev.RequestStarted(at=time.time(), request="q", session="s", group="g", slice="B", context_tokens=1)
+    )
     run.driver.tell_requests()
 
     def wake():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from seamless_verl.scheduling.events import (
     Ending,
@@ -44,19 +44,26 @@ class Session:
     turns: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seat:
+    """When it was taken, and the integrals of its slice at that time."""
+
+    at: float
+    n_s: float
+    context_s: float
+    age_s: float
+    made: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """``at``: when it got a seat, until then when it was sent; the rest are integrals of its slice at that time."""
+    """``seat``: None while it waits."""
 
     session: str
     sent_at: float
-    at: float
     slice: SliceId
     context: int
-    load_before: float = 0.0
-    context_before: float = 0.0
-    age_before: float = 0.0
-    made_before: float = 0.0
+    seat: _Seat | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +72,7 @@ class _Load:
 
     Attributes:
         made: tokens that a request would have made that had always been there, as predicted.
-        made_before: sum over its requests of ``made`` when they began.
+        made_before: sum over its requests of ``made`` when they got their seats.
     """
 
     n: int = 0
@@ -85,6 +92,9 @@ class _Load:
         self.age_s += (self.age + self.n * elapsed / 2) * elapsed
         self.age += self.n * elapsed
         self.at = at
+
+    def seat(self) -> _Seat:
+        return _Seat(at=self.at, n_s=self.n_s, context_s=self.context_s, age_s=self.age_s, made=self.made)
 
 
 @dataclass(slots=True)
@@ -141,10 +151,9 @@ class SessionBook:
         if session.request is None:
             return session.tokens, session.context
         request = self._requests[session.request]
-        if session.request in self._queues.get(request.slice, ()):
+        if request.seat is None:
             return session.tokens, request.context
-        self._move(request.slice, now)
-        made = self._loads[request.slice].made - request.made_before
+        made = self._move(request.slice, now).made - request.seat.made
         return session.tokens + made, request.context + made
 
     def asking(self) -> int:
@@ -156,7 +165,7 @@ class SessionBook:
         if session.request is None:
             return -math.inf
         request = self._requests[session.request]
-        return request.sent_at if session.request in self._queues.get(request.slice, ()) else -math.inf
+        return request.sent_at if request.seat is None else -math.inf
 
     def next_quantiles(self) -> Iterator[float]:
         """Quantiles for sessions that do not exist yet."""
@@ -187,15 +196,12 @@ class SessionBook:
                 self.unstarted.pop(event.group, None)
         session = self.sessions[event.session]
         session.request = event.request
-        request = _Request(
-            session=event.session, sent_at=event.at, at=event.at, slice=event.slice, context=event.context_tokens
-        )
+        request = _Request(session=event.session, sent_at=event.at, slice=event.slice, context=event.context_tokens)
         self._requests[event.request] = request
         self._queues.setdefault(event.slice, {})[event.request] = request
-        self._seat(event.slice, event.at)
+        self._fill_seats(event.slice, event.at)
 
-    def _seat(self, slice_id: SliceId, at: float) -> None:
-        """Whoever waits gets a seat, while there is one."""
+    def _fill_seats(self, slice_id: SliceId, at: float) -> None:
         load = self._move(slice_id, at)
         queue, seats = self._queues.get(slice_id, {}), self._seats.get(slice_id)
         while queue and (seats is None or load.n < seats):
@@ -204,8 +210,7 @@ class SessionBook:
             load.n += 1
             load.context += request.context
             load.made_before += load.made
-            request.at, request.made_before = at, load.made
-            request.load_before, request.context_before, request.age_before = load.n_s, load.context_s, load.age_s
+            request.seat = load.seat()
             self._on_slice.setdefault(slice_id, {})[name] = request
 
     def _awake(self, event: SliceReady) -> None:
@@ -219,13 +224,13 @@ class SessionBook:
         load.at = event.at
         load.age = load.made_before = 0.0
         for request in self._on_slice.get(event.slice, {}).values():
-            if request.at < self._published_at:
-                request.at += event.at - self._published_at
+            assert request.seat is not None
+            if request.seat.at < self._published_at:
+                request.seat = replace(request.seat, at=request.seat.at + event.at - self._published_at)
             else:
-                request.at, request.load_before, request.context_before = event.at, load.n_s, load.context_s
-                request.age_before, request.made_before = load.age_s, load.made
-            load.age += event.at - request.at
-            load.made_before += request.made_before
+                request.seat = load.seat()
+            load.age += event.at - request.seat.at
+            load.made_before += request.seat.made
 
     def _finished(self, event: RequestFinished) -> None:
         request = self._requests.get(event.request)
@@ -238,29 +243,52 @@ class SessionBook:
             session.turns += event.ending is Ending.COMPLETED
             took = event.at - request.sent_at
             self.turn_s = took if self.turn_s == 0.0 else 0.9 * self.turn_s + 0.1 * took
-        if event.request in self._on_slice.get(request.slice, ()):
-            self._leave_seat(request, event)
+        if request.seat is None and event.tokens >= _MIN_TOKENS:
+            self._change_seats(request, event)
+        if request.seat is not None:
+            self._leave_seat(request, request.seat, event)
         self._drop(event.request)
-        self._seat(request.slice, event.at)
+        self._fill_seats(request.slice, event.at)
 
-    def _leave_seat(self, request: _Request, event: RequestFinished) -> None:
+    def _change_seats(self, request: _Request, event: RequestFinished) -> None:
+        """It generated, so it had a seat: most likely the one that was taken as long ago as its tokens need. Who seemed
+        to sit there is the next to get one."""
+        seated, queue = self._on_slice[request.slice], self._queues[request.slice]
         load = self._move(request.slice, event.at)
-        took = event.at - request.at
+        step_s = self.decode.step_s(load.n / self._roofline.speed(request.slice)) if self.decode.known else math.inf
+
+        def surprise(name: str) -> float:
+            seat = seated[name].seat
+            assert seat is not None
+            return abs(event.at - seat.at - event.tokens * step_s)
+
+        name = min(seated, key=surprise)
+        mistaken = seated.pop(name)
+        request.seat, mistaken.seat = mistaken.seat, None
+        load.context += request.context - mistaken.context
+        del queue[event.request]
+        seated[event.request] = request
+        self._queues[request.slice] = {name: mistaken, **queue}
+
+    def _leave_seat(self, request: _Request, seat: _Seat, event: RequestFinished) -> None:
+        load = self._move(request.slice, event.at)
+        took = event.at - seat.at
         if event.ending is not Ending.FAILED and event.tokens >= _MIN_TOKENS and took > 0:
-            n = (load.n_s - request.load_before) / took
-            grown = (load.age_s - request.age_before) / took * event.tokens / took  # decoding is in lock-step
-            kv = (load.context_s - request.context_before) / took + grown
-            self._learn(request.slice, n=n, kv=kv, seconds=took / event.tokens, tokens=event.tokens)
+            n = (load.n_s - seat.n_s) / took
+            grown = (load.age_s - seat.age_s) / took * event.tokens / took  # decoding is in lock-step
+            kv = (load.context_s - seat.context_s) / took + grown
+            self._learn(request.slice, n=n, kv=kv, took_s=took, tokens=event.tokens)
         load.n -= 1
         load.context -= request.context
         load.age -= took
-        load.made_before -= request.made_before
+        load.made_before -= seat.made
 
-    def _learn(self, slice_id: SliceId, *, n: float, kv: float, seconds: float, tokens: int) -> None:
+    def _learn(self, slice_id: SliceId, *, n: float, kv: float, took_s: float, tokens: int) -> None:
         speed = self._roofline.speed(slice_id)
         if self.decode.known:
-            self._roofline.measured(slice_id, seconds / self.decode.step_s(n / speed, kv / speed))
-        self.decode.observe(n=n / speed, kv=kv / speed, seconds_per_token=seconds, tokens=tokens)
+            expected_s = tokens * self.decode.step_s(n / speed, kv / speed)
+            self._roofline.measured(slice_id, expected_s=expected_s * speed, took_s=took_s)
+        self.decode.observe(n=n / speed, kv=kv / speed, seconds_per_token=took_s / tokens, tokens=tokens)
 
     def _drop(self, name: str) -> None:
         request = self._requests.pop(name)

@@ -227,9 +227,39 @@ def test_the_roofline_ranks_by_facts_and_is_corrected_by_measurement() -> None:
     assert roofline.order([h20, h100], Tag.TRAIN) == ["h100", "h20"]
     assert roofline.order([h20, h100], Tag.ROLLOUT) == ["h20", "h100"]
     for _ in range(20):  # in truth the h20 takes three times as long per token
-        roofline.measured(h20.id, 2.0)
-        roofline.measured(h100.id, 0.67)
+        roofline.measured(h20.id, expected_s=1.0, took_s=3.0)
+        roofline.measured(h100.id, expected_s=1.0, took_s=1.0)
     assert roofline.order([h20, h100], Tag.ROLLOUT) == ["h100", "h20"]
+    assert roofline.speed(h100.id) == pytest.approx(3 * roofline.speed(h20.id))
+
+
+def test_speeds_are_found_although_the_order_of_seats_is_guessed_wrong() -> None:
+    """Two slices with four seats each, one twice as fast. Of those that wait, any of the first twelve comes next."""
+    rng = random.Random(3)
+    roofline, book = Roofline(), SessionBook()
+    step_s = {SliceId("a"): 0.008, SliceId("b"): 0.004}
+    told: list[ev.Event] = []
+    for name, seconds in step_s.items():
+        slice_ = Slice(
+            id=name, pool="p", gpus=(Gpu(node=name, index=0),), capabilities=frozenset({Tag.ROLLOUT}), seats=4
+        )
+        roofline.add(slice_)
+        book.observe(ev.SliceAdded(at=0.0, slice=slice_), roofline)
+        waiting = [f"{name}{number}" for number in range(120)]
+        for request in waiting:
+            told.append(
+                ev.RequestStarted(at=0.0, request=request, session=request, group="g", slice=name, context_tokens=0)
+            )
+        free_at = [0.0] * 4
+        while waiting:
+            request, tokens = waiting.pop(rng.randrange(min(len(waiting), 12))), rng.randint(10, 200)
+            seat = free_at.index(min(free_at))
+            free_at[seat] += tokens * seconds
+            told.append(ev.RequestFinished(at=free_at[seat], request=request, tokens=tokens))
+    for event in sorted(told, key=lambda event: event.at):
+        book.observe(event, roofline)
+    for name, seconds in step_s.items():
+        assert book.decode.step_s(4 / roofline.speed(name)) == pytest.approx(seconds, rel=0.15)
 
 
 def test_a_batch_with_room_for_few_others_waits_for_those_it_cannot_do_without() -> None:
