@@ -154,12 +154,15 @@ class RouterConfig:
         mu: share of the gain on an empty replica that a placement must bring.
         migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM);
             off, since what it is worth has not been measured live.
+        oldest_first: where requests wait for an engine, those of the oldest session are served first, also after they
+            were interrupted (vLLM's ``scheduling_policy=priority``); else who came last queues last.
         cost: coefficients of the model: 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1 (published, H20).
     """
 
     policy: str = "least_requests"
     mu: float = 0.3
     migrate: bool = False
+    oldest_first: bool = True
     cost: str = "7b-tp1"
 
     def __post_init__(self) -> None:
@@ -167,8 +170,11 @@ class RouterConfig:
         _one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
         if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
             raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
-        if not isinstance(self.migrate, bool):
-            raise ConfigError("seamless.router.migrate", self.migrate, "is not a switch", "write true or false")
+        for key in ("migrate", "oldest_first"):
+            if not isinstance(getattr(self, key), bool):
+                raise ConfigError(
+                    f"seamless.router.{key}", getattr(self, key), "is not a switch", "write true or false"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

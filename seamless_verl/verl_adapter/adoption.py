@@ -18,6 +18,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
     * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
     * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
+    * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
     * `_correct_lag`: what is done about log-probs of older weights.
     * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
     """
@@ -37,6 +38,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         if agent is not None and agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = _MANAGER
         _check_interference(config, seamless)
+        if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
+            config.actor_rollout_ref.rollout.scheduling_policy = "priority"
         if engine.backend == "naive":
             if config.trainer.device == "cpu":
                 engine.backend = "cpu_zmq"
