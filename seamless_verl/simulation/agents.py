@@ -35,10 +35,11 @@ class Group:
         submitted: seconds.
     """
 
-    __slots__ = ("attempts", "name", "reserved", "running", "submitted")
+    __slots__ = ("attempts", "name", "number", "reserved", "running", "submitted")
 
-    def __init__(self, name: str, reserved: int, submitted: float) -> None:
-        self.name = name
+    def __init__(self, number: int, reserved: int, submitted: float) -> None:
+        self.number = number
+        self.name = f"g{number}"
         self.reserved = reserved
         self.submitted = submitted
         self.attempts: list[Attempt] = []
@@ -89,7 +90,7 @@ class Agents:
     def draw(self, version: int) -> Group:
         """The next prompt of the data set, not started."""
         self._names += 1
-        group = Group(f"g{self._names}", version, self._clock.now)
+        group = Group(self._names, version, self._clock.now)
         trajectories = self._workload.group(self._rng, self._attempts)
         group.attempts = [Attempt(group, index, trajectory) for index, trajectory in enumerate(trajectories)]
         return group
@@ -153,6 +154,7 @@ class Agents:
 
     def _request(self, attempt: Attempt) -> Request:
         turn = attempt.trajectory[attempt.turn]
-        request = Request(attempt, attempt.context + turn.prompt, turn.answer, prefix=attempt.context)
+        age = (attempt.group.number, attempt.index)
+        request = Request(attempt, attempt.context + turn.prompt, turn.answer, prefix=attempt.context, age=age)
         attempt.request = request
         return request

@@ -56,6 +56,7 @@ class Fleet:
     """Args:
     router: places requests; the object that the live run uses.
     migration: when replicas give requests back; None: never.
+    oldest_first: engines serve waiting requests of the oldest session first.
     rebalance: all requests are placed anew when empty replicas join (verl aborts them all and clears its sticky table).
     started, stopped: told of every request that a slice gets, and loses (whether it was finished).
     """
@@ -67,6 +68,7 @@ class Fleet:
         *,
         migration: MigrationRule | None,
         rebalance: bool,
+        oldest_first: bool,
         started: Callable[[Request, str], None],
         stopped: Callable[[Request, str, bool], None],
         finished: Callable[[Request], None],
@@ -77,6 +79,7 @@ class Fleet:
         self._router = router
         self._migration = migration
         self._rebalance = rebalance
+        self._oldest_first = oldest_first
         self._started = started
         self._stopped = stopped
         self._finished = finished
@@ -86,7 +89,7 @@ class Fleet:
 
     def add(self, name: str, *, gpus: int, trainable: bool, physics: EnginePhysics) -> Unit:
         account = Account(name=name, gpus=gpus, trainable=trainable)
-        replica = Replica(name, self._clock, physics, account, self._on_finish)
+        replica = Replica(name, self._clock, physics, account, self._on_finish, oldest_first=self._oldest_first)
         unit = self.units[name] = Unit(self._clock, account, replica)
         return unit
 

@@ -7,8 +7,9 @@ before the cost model is fitted, since the simulator makes requests wait by itse
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
@@ -28,6 +29,7 @@ class Request:
     Attributes:
         tokens: generated, which may be 0 where it was interrupted.
         completed: it has all its tokens; else a later request of its session goes on.
+        group, session: that it belongs to; "" where the recording does not say.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Request:
     prompt: int
     tokens: int
     completed: bool
+    group: str
+    session: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,11 @@ class Work:
 def requests_of(recording: Recording, apart: Intervals) -> list[Request]:
     """In the order in which they began (those of one moment in that of their events), without those that ended in
     ``apart``."""
+    owners = {
+        event.fields["request"]: (event.fields["group"], event.fields["session"])
+        for event in recording.events
+        if isinstance(event, flight.SchedulerInput) and event.name == "RequestStarted"
+    }
     begun: dict[str, flight.RequestStarted] = {}
     order: dict[str, int] = {}
     found = []
@@ -59,6 +68,7 @@ def requests_of(recording: Recording, apart: Intervals) -> list[Request]:
             order[event.request] = len(order)
         elif isinstance(event, flight.RequestEnded) and event.request in begun:
             start = begun.pop(event.request)
+            group, session = owners.get(event.request, ("", ""))
             if event.at > start.at and not within(apart, event.at):
                 found.append(
                     Request(
@@ -69,6 +79,8 @@ def requests_of(recording: Recording, apart: Intervals) -> list[Request]:
                         prompt=start.prompt_tokens,
                         tokens=event.tokens,
                         completed=event.finish != "aborted",
+                        group=group,
+                        session=session,
                     )
                 )
     return sorted(found, key=lambda request: order[request.name])
@@ -76,13 +88,8 @@ def requests_of(recording: Recording, apart: Intervals) -> list[Request]:
 
 def work_of(recording: Recording, requests: Sequence[Request], apart: Intervals) -> Work:
     """The groups that the scheduler was told of, else those that sessions and requests suggest."""
-    owners = {
-        event.fields["request"]: (event.fields["group"], event.fields["session"])
-        for event in recording.events
-        if isinstance(event, flight.SchedulerInput) and event.name == "RequestStarted"
-    }
-    if any(request.name in owners for request in requests):
-        return Work(groups=_named(recording, requests, owners), exact=True)
+    if any(request.session for request in requests):
+        return Work(groups=_named(recording, requests), exact=True)
     generated = sorted((request for request in requests if request.tokens), key=lambda request: request.ended)
     ended = [e for e in recording.events if isinstance(e, flight.SessionEnded) and not within(apart, e.at)]
     if ended and generated:
@@ -91,15 +98,12 @@ def work_of(recording: Recording, requests: Sequence[Request], apart: Intervals)
     return Work(groups=[[(Turn(prompt=r.prompt, answer=r.tokens, tool_s=tool_s),)] for r in generated], exact=False)
 
 
-def _named(
-    recording: Recording, requests: Sequence[Request], owners: Mapping[str, tuple[str, str]]
-) -> list[list[Trajectory]]:
+def _named(recording: Recording, requests: Sequence[Request]) -> list[list[Trajectory]]:
     """Sessions as they were; those that had not ended with the recording take their group with them."""
     groups: dict[str, dict[str, list[Request]]] = defaultdict(lambda: defaultdict(list))
     for request in requests:
-        if request.name in owners:
-            group, session = owners[request.name]
-            groups[group][session].append(request)
+        if request.session:
+            groups[request.group][request.session].append(request)
     finished = {
         event.fields["session"]: event.at
         for event in recording.events
@@ -199,16 +203,23 @@ class Served:
     kv_tokens: int
 
 
-def served(requests: Sequence[Request], serving: Mapping[str, Intervals], max_running: int) -> list[Served]:
+def served(
+    requests: Sequence[Request], serving: Mapping[str, Intervals], max_running: int, *, oldest_first: bool
+) -> list[Served]:
     """What is left of requests when queues and loads of weights are taken off.
 
     Args:
         serving: when each server generates; one that is not in it always does.
-        max_running: requests that a server decodes at once, first come, first served.
+        max_running: requests that a server decodes at once.
+        oldest_first: of those that wait, the one whose session began first is next; else the one that came first.
     """
+    began_at: dict[str, float] = {}
+    for request in requests:
+        began_at.setdefault(request.session or request.name, request.began)
+    ages = {r.name: began_at[r.session or r.name] if oldest_first else r.began for r in requests}
     found = []
     for name in sorted({request.slice for request in requests}):
-        admitted = list(_admitted([request for request in requests if request.slice == name], max_running))
+        admitted = list(_admitted([request for request in requests if request.slice == name], max_running, ages))
         edges = sorted([(began, 1) for began, _ in admitted] + [(r.ended, -1) for _, r in admitted])
         area, running, last = 0.0, 0, edges[0][0] if edges else 0.0
         at: dict[float, float] = {}
@@ -248,20 +259,27 @@ def slower(cost: DecodeCost, requests: Sequence[Served]) -> DecodeCost:
     return DecodeCost(**{field.name: factor * getattr(cost, field.name) for field in fields(DecodeCost)})
 
 
-def _admitted(requests: Sequence[Request], max_running: int) -> Iterator[tuple[float, Request]]:
+def _admitted(
+    requests: Sequence[Request], max_running: int, ages: Mapping[str, float]
+) -> Iterator[tuple[float, Request]]:
     """When the engine took each request that it took: the ends of those before it are known."""
+    coming = deque(enumerate(requests))
+    queue: list[tuple[float, int, Request]] = []
     ends: list[float] = []
-    for request in requests:
-        began = request.began
-        if len(ends) >= max_running:
-            began = max(began, ends[0])
-        if began >= request.ended:
-            continue  # interrupted in the queue
-        if len(ends) >= max_running:
-            heapq.heapreplace(ends, request.ended)
+    now = -math.inf
+    while coming or queue:
+        while ends and ends[0] <= now:
+            heapq.heappop(ends)
+        while coming and coming[0][1].began <= now:
+            number, request = coming.popleft()
+            heapq.heappush(queue, (ages[request.name], number, request))
+        if queue and len(ends) < max_running:
+            _, _, request = heapq.heappop(queue)
+            if request.ended > now:  # else it was interrupted in the queue
+                heapq.heappush(ends, request.ended)
+                yield now, request
         else:
-            heapq.heappush(ends, request.ended)
-        yield began, request
+            now = ends[0] if queue else coming[0][1].began
 
 
 def serving_of(recording: Recording) -> dict[str, Intervals]:

@@ -35,6 +35,7 @@ class Regime:
         poll_s: how often the trainer looks for data.
         router: ``least_requests`` or ``marginal_gain`` (with migration).
         rebalances: requests are placed anew when replicas join.
+        oldest_first: what waits for an engine is served in the order in which sessions began; else as it came.
     """
 
     colocated: bool = False
@@ -49,6 +50,7 @@ class Regime:
     poll_s: float = 0.0
     router: str = "least_requests"
     rebalances: bool = False
+    oldest_first: bool = False
 
 
 def _bounded(draw: Draw, batch: int, eta: int) -> Feed:
@@ -142,6 +144,7 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             releases=True,
             stop_the_world=False,
             rebalances=True,
+            oldest_first=True,
         ),
         "predictive": Regime(
             lends=True,
@@ -151,9 +154,14 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             releases=True,
             stop_the_world=False,
             rebalances=True,
+            oldest_first=True,
         ),
-        "disaggregated_streaming": Regime(policy=_disaggregated, feed=_bounded, streaming=True, stop_the_world=False),
-        "colocated_bounded": Regime(colocated=True, policy=_colocated, feed=_bounded, rebalances=True),
+        "disaggregated_streaming": Regime(
+            policy=_disaggregated, feed=_bounded, streaming=True, stop_the_world=False, oldest_first=True
+        ),
+        "colocated_bounded": Regime(
+            colocated=True, policy=_colocated, feed=_bounded, rebalances=True, oldest_first=True
+        ),
     }
 )
 

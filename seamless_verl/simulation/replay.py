@@ -74,12 +74,17 @@ def from_run(folder: Path) -> Recorded:
     file = folder / CONFIG
     config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     rollout = (config.get("actor_rollout_ref") or {}).get("rollout") or {}
-    return from_recording(load_recording(folder), max_running=rollout.get("max_num_seqs") or _UNLIMITED)
+    return from_recording(
+        load_recording(folder),
+        max_running=rollout.get("max_num_seqs") or _UNLIMITED,
+        oldest_first=rollout.get("scheduling_policy") == "priority",
+    )
 
 
-def from_recording(recording: Recording, *, max_running: int = _UNLIMITED) -> Recorded:
+def from_recording(recording: Recording, *, max_running: int = _UNLIMITED, oldest_first: bool = False) -> Recorded:
     """Args:
         max_running: requests that an engine decodes at once.
+        oldest_first: requests that wait for it are served in the order in which their sessions began.
 
     Raises:
         NothingToReplay: no complete step or no request was recorded.
@@ -105,7 +110,7 @@ def from_recording(recording: Recording, *, max_running: int = _UNLIMITED) -> Re
     tokens = batch / len(groups) * sum(turn.prompt + turn.answer for g in groups for attempt in g for turn in attempt)
     settled = [request for request in requests if request.ended > steps[0][1]]
     settled = settled if any(request.tokens for request in settled) else requests
-    pools = _pools(recording, settled, max_running)
+    pools = _pools(recording, settled, max_running, oldest_first=oldest_first)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
     costs, seen, awaits_load = _switch_costs(recording)
     scenario = Scenario(
@@ -197,10 +202,12 @@ def _busy_seconds(recording: Recording, steps: Intervals, apart: Intervals) -> l
 # ---------------------------------------------------------------- the slices
 
 
-def _pools(recording: Recording, requests: Sequence[Request], max_running: int) -> tuple[Pool, ...]:
+def _pools(
+    recording: Recording, requests: Sequence[Request], max_running: int, *, oldest_first: bool
+) -> tuple[Pool, ...]:
     """One shape of the cost model for all, and for each pool its speed."""
     longest = max(request.prompt + request.tokens for request in requests)
-    decoded = served(requests, serving_of(recording), max_running)
+    decoded = served(requests, serving_of(recording), max_running, oldest_first=oldest_first)
     cost = fit_decode(decoded)
     pools: dict[str, dict[str, flight.SliceAdded]] = {}
     for added in _all(recording, flight.SliceAdded):

@@ -11,7 +11,7 @@ Prefill delays everybody on the engine by its own duration, as chunked prefill d
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import sqrt
@@ -47,9 +47,12 @@ class Request:
         owner: whose turn it is; the key of its prefix in the cache.
         version: weights that generated its first token; None before.
         prefix: tokens of the context that some engine has computed before (prefilling them is waste).
+        age: in the order of age; those of the oldest session first.
+        place: in the queue of an engine, the lowest first.
     """
 
     __slots__ = (
+        "age",
         "alive",
         "base",
         "context",
@@ -57,6 +60,7 @@ class Request:
         "end",
         "number",
         "owner",
+        "place",
         "prefix",
         "replica",
         "start",
@@ -64,8 +68,11 @@ class Request:
         "version",
     )
 
-    def __init__(self, owner: Hashable, context: int, tokens: int, *, prefix: int = 0) -> None:
+    def __init__(
+        self, owner: Hashable, context: int, tokens: int, *, prefix: int = 0, age: tuple[int, int] = (0, 0)
+    ) -> None:
         self.owner = owner
+        self.age = self.place = age
         self.context = context
         self.tokens = tokens
         self.prefix = prefix
@@ -82,6 +89,7 @@ class Replica:
     """Args:
     on_finish: called with a request that has all its tokens.
     account: charged for every second in which `advance` is called, i.e. while the slice has the rollout tag.
+    oldest_first: waiting requests are served in the order of their age; else as they came.
     """
 
     def __init__(
@@ -91,6 +99,8 @@ class Replica:
         physics: EnginePhysics,
         account: Account,
         on_finish: Callable[[Request], None],
+        *,
+        oldest_first: bool = False,
     ) -> None:
         self.name = name
         self.physics = physics
@@ -100,7 +110,9 @@ class Replica:
         self.kv = 0.0
         self.preemptions = 0
         self.generated = 0.0
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # in the order of their places
+        self._oldest_first = oldest_first
+        self._submitted = 0
         self._clock = clock
         self._account = account
         self._on_finish = on_finish
@@ -148,7 +160,9 @@ class Replica:
         request.replica = self
         if self._serving:
             self.advance()
-        self.waiting.append(request)
+        self._submitted += 1
+        request.place = request.age if self._oldest_first else (self._submitted, 0)
+        self._queue(request)
         if self._serving:
             self._admit()
             self._set_timer()
@@ -265,13 +279,16 @@ class Replica:
                 self._park(request)
         while self.num_running > 1 and self.kv >= self.physics.kv_tokens - _EPSILON * self.num_running:
             self.preemptions += 1
-            self.waiting.appendleft(self._pop_youngest())
+            self._queue(self._pop_youngest())
         self._admit()
         self._set_timer()
         for request in finished:
             self._on_finish(request)
 
     # ---------------------------------------------------------------- in and out
+
+    def _queue(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda waiting: waiting.place)
 
     def _admit(self) -> None:
         while self.waiting and self.num_running < self.physics.max_running:
@@ -280,7 +297,7 @@ class Replica:
             size = request.context + request.done
             if self.num_running and self.kv + size > 0.97 * self.physics.kv_tokens:
                 return
-            self.waiting.popleft()
+            self.waiting.pop(0)
             if cached:
                 del self._parked[request.owner]
                 self._parked_tokens -= cached

@@ -160,6 +160,7 @@ class Simulation:
             self._router(),
             migration=MigrationRule() if rules.router == "marginal_gain" else None,
             rebalance=rules.rebalances,
+            oldest_first=rules.oldest_first,
             started=self._request_started,
             stopped=self._request_stopped,
             finished=self._request_finished,

@@ -72,7 +72,7 @@ class RequestLog:
         return group
 
     def began_ms(self, request_id: str) -> int:
-        """When the session began that ``request_id`` is asked for; now, where nobody said. Unix time in milliseconds."""
+        """Unix time at which the session began that ``request_id`` is asked for; now, where nobody said."""
         _, session = self._names.get(request_id) or _session.get() or ("", "")
         return self._began.get(session) or _now_ms()
 

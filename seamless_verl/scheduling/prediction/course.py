@@ -2,9 +2,9 @@
 
 Decoding is lock-step: on slices that share the work evenly, every session that generates gains a token per step; the
 next ``d`` tokens of ``n`` sessions on ``s`` slices take ``d * step_time(n / s)``. An engine decodes so many requests at
-once and serves the others first come, first served: a seat that gets free goes to the head of the queue. A group is
-ready with its longest member. A plan changes ``s`` at known times: up when lent slices are awake, down when they are
-taken back; who loses a seat then queues anew, with its tokens.
+once, of those that wait the oldest session first (`seamless.router.oldest_first`). A group is ready with its longest
+member. A plan changes ``s`` at known times: up when lent slices are awake, down when they are taken back; who loses a
+seat then queues with its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Sessions that are out, those that generate first, then the others in the order of their queue.
+    """Sessions that are out, those that have a seat first, then the others in the order in which they will get one.
 
     Attributes:
         remaining: tokens to come.
@@ -30,8 +30,6 @@ class Work:
         weight: real sessions (and groups) per listed one; > 1 when the list is a sample.
         duty: share of its time that a session generates or waits for a seat; the rest is tools and rewards.
         seats: requests that a slice decodes at once; infinity when unknown.
-        in_turn: a session keeps its seat until it is done; else it queues anew for each of its turns, and all of them
-            advance alike.
         step_s: seconds per step of a slice with so many requests over so many tokens of cache.
     """
 
@@ -43,7 +41,6 @@ class Work:
     weight: float
     duty: float
     seats: float
-    in_turn: bool
     step_s: Callable[[float, float], float]
 
     def pace(self, sessions: float, held: float, slices: float) -> float:
@@ -51,12 +48,11 @@ class Work:
         if slices <= 0:
             return math.inf
         load = sessions * self.duty / slices
-        crowd = max(1.0, load / self.seats)
-        return self.step_s(load / crowd, held * self.duty / slices / crowd) * crowd / self.duty
+        return self.step_s(load, held * self.duty / slices) / self.duty
 
     def room(self, slices: float) -> float:
         """Sessions that have a seat at a time."""
-        return round(self.seats * slices / self.duty) if self.in_turn and self.seats < math.inf else math.inf
+        return round(self.seats * slices / self.duty) if self.seats < math.inf else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +145,7 @@ class _Engines:
             self.contexts[number] += self.made
             gone.append(number)
         if gone:
-            self.queue.extend(reversed(gone))
+            self.queue = deque(sorted([*gone, *self.queue]))
             heapq.heapify(latest)
             self.ends = latest
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,7 +27,7 @@ from seamless_verl.scheduling.slices import SliceState, Tag
 _SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
 _FRESH = 32  # quantiles that stand for a batch that is not submitted yet
 _ENOUGH_LENGTHS = 4
-_FEW_TURNS = 1.5  # on average per session; with more of them sessions queue over and over and advance alike
+_LAST = 5  # steps whose median is taken for training time: the first ones of a run are slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class Forecaster:
     _submitted: tuple[int, int] = (0, 0)  # groups, sessions per group of the last submission
     _submitted_since: bool = True  # since the last step ended
     _awaited: frozenset[str] | None = None  # None: nobody said that there is a bound
-    _train_s: float = 0.0  # per group, smoothed
+    _trainings: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))  # seconds per group, the last steps
     _trained_before: float = 0.0
     _waited_s: float = 0.0
     _step_s: float = 0.0  # smoothed
@@ -117,8 +119,11 @@ class Forecaster:
     def _learn_training(self, cluster: Cluster) -> None:
         if self.between_steps and self._needs is not None and cluster.training_s > self._trained_before:
             busy = max(cluster.training_s - self._trained_before - self._waited_s, 0.0)
-            self._train_s = _smoothed(self._train_s, busy / max(self._needs.batch, 1))
+            self._trainings.append(busy / max(self._needs.batch, 1))
             self._trained_before = cluster.training_s
+
+    def _train_s(self) -> float:
+        return statistics.median(self._trainings) if self._trainings else 0.0
 
     # ---------------------------------------------------------------- what is known
 
@@ -129,18 +134,20 @@ class Forecaster:
             return None
         if len(self.book.lengths) < _ENOUGH_LENGTHS or not self.book.decode.known:
             return None
-        trainer = Trainer(ready=cluster.ready, minimum=max(asked.minimum, 1), batch=asked.batch, train_s=self._train_s)
+        trainer = Trainer(
+            ready=cluster.ready, minimum=max(asked.minimum, 1), batch=asked.batch, train_s=self._train_s()
+        )
         work = self._work(cluster, trainer)
         standing = speed_of(cluster, standing_slices(cluster))
         lendable = speed_of(cluster, [s for s in cluster if s.slice.lendable and Tag.ROLLOUT in s.usable])
-        busy = max(self.book.crowd, len(work.remaining) * work.weight) * work.duty
-        held = busy * sum(work.contexts) / max(len(work.contexts), 1)
         everyone = standing + lendable
+        busy = min(max(self.book.crowd, len(work.remaining) * work.weight), work.room(everyone))
+        held = busy * sum(work.contexts) / max(len(work.contexts), 1)
         return Outlook(
             trainer=trainer,
             work=work,
             standing=standing,
-            full_rate=busy / work.pace(busy / work.duty, held / work.duty, everyone) / work.duty,
+            full_rate=busy / work.pace(busy, held, everyone),
             fresh=self._fresh(standing, lendable),
             elapsed_s=cluster.now - (self._ended_at or 0.0),
         )
@@ -149,7 +156,7 @@ class Forecaster:
         if self._awaited is None or not self._step_s or self._needs is None:
             return None
         groups, size = self._submitted
-        train_s = self._train_s * self._needs.batch
+        train_s = self._train_s() * self._needs.batch
         free = max(0.0, 1.0 - train_s / self._step_s)
         return Fresh(
             lengths=[self.book.lengths.remaining(0, (i + 0.5) / _FRESH) for i in range(_FRESH)],
@@ -179,7 +186,6 @@ class Forecaster:
             weight=float(every),
             duty=duty,
             seats=min((s.slice.seats for s in cluster if s.slice.seats and Tag.ROLLOUT in s.usable), default=math.inf),
-            in_turn=book.turns < _FEW_TURNS,
             step_s=book.decode.step_s,
         )
 
@@ -189,7 +195,7 @@ class Forecaster:
         groups: dict[str, list[_Place]] = {}
         for session in book.sessions.values():
             made, held = book.progress(session, cluster.now)
-            place = _Place((0, book.turn_of(session)), book.lengths.remaining(made, session.u), held)
+            place = _Place((0, book.place_of(session)), book.lengths.remaining(made, session.u), held)
             groups.setdefault(session.group, []).append(place)
         quantiles = book.next_quantiles()
 

@@ -1,11 +1,12 @@
 """Which sessions are out, how far they are, and what finished ones teach about speed and length.
 
-An engine decodes as many requests at once as its slice has seats; the others wait, first come, first served, and that
-is none of the time that decoding took them.
+An engine decodes as many requests at once as its slice has seats. The others wait, the oldest session is served first,
+and waiting is none of the time that decoding took them.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -37,11 +38,11 @@ class Session:
     what its last request ended with."""
 
     group: str
+    number: int  # in the order in which sessions began
     u: float
     tokens: int = 0
     context: int = 0
     request: str | None = None
-    turns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class _Request:
     """``seat``: None while it waits."""
 
     session: str
+    number: int  # of its session
     sent_at: float
     slice: SliceId
     context: int
@@ -109,10 +111,9 @@ class SessionBook:
     crowd: int = 0  # sessions that were out when prompts were last submitted
     prompt_tokens: float = 0.0  # context of a session's first request, mean of the last ones
     turn_s: float = 0.0  # mean duration of a request, smoothed
-    turns: float = 1.0  # mean requests per session, smoothed
     _requests: dict[str, _Request] = field(default_factory=dict)
     _on_slice: dict[SliceId, dict[str, _Request]] = field(default_factory=dict)  # those with a seat
-    _queues: dict[SliceId, dict[str, _Request]] = field(default_factory=dict)
+    _queues: dict[SliceId, list[tuple[int, str]]] = field(default_factory=dict)  # (session's number, request), sorted
     _seats: dict[SliceId, int | None] = field(default_factory=dict)
     _loads: dict[SliceId, _Load] = field(default_factory=dict)
     _seen: int = 0
@@ -142,7 +143,7 @@ class SessionBook:
 
     def lost(self, slice_id: SliceId) -> None:
         """The slice died: its requests end without an event."""
-        for name in [*self._on_slice.get(slice_id, ()), *self._queues.get(slice_id, ())]:
+        for name in [*self._on_slice.get(slice_id, ()), *(name for _, name in self._queues.get(slice_id, ()))]:
             self._drop(name)
         self._loads.pop(slice_id, None)
 
@@ -160,12 +161,10 @@ class SessionBook:
         """Requests that are out, with a seat or without."""
         return len(self._requests)
 
-    def turn_of(self, session: Session) -> float:
-        """Its place among all sessions that were seen: those without a waiting request, then by when they queued."""
-        if session.request is None:
-            return -math.inf
-        request = self._requests[session.request]
-        return request.sent_at if request.seat is None else -math.inf
+    def place_of(self, session: Session) -> int:
+        """Who has a seat, or needs none at the moment, comes before all that wait."""
+        waits = session.request is not None and self._requests[session.request].seat is None
+        return session.number if waits else -1
 
     def next_quantiles(self) -> Iterator[float]:
         """Quantiles for sessions that do not exist yet."""
@@ -187,7 +186,7 @@ class SessionBook:
     def _started(self, event: RequestStarted) -> None:
         if event.session not in self.sessions:
             self._seen += 1
-            self.sessions[event.session] = Session(group=event.group, u=(self._seen * _GOLDEN) % 1.0)
+            self.sessions[event.session] = Session(group=event.group, number=self._seen, u=(self._seen * _GOLDEN) % 1.0)
             self.prompt_tokens += (event.context_tokens - self.prompt_tokens) / min(self._seen, _PROMPTS)
             left = self.unstarted.get(event.group, 0) - 1
             if left > 0:
@@ -196,17 +195,23 @@ class SessionBook:
                 self.unstarted.pop(event.group, None)
         session = self.sessions[event.session]
         session.request = event.request
-        request = _Request(session=event.session, sent_at=event.at, slice=event.slice, context=event.context_tokens)
+        request = _Request(
+            session=event.session,
+            number=session.number,
+            sent_at=event.at,
+            slice=event.slice,
+            context=event.context_tokens,
+        )
         self._requests[event.request] = request
-        self._queues.setdefault(event.slice, {})[event.request] = request
+        bisect.insort(self._queues.setdefault(event.slice, []), (session.number, event.request))
         self._fill_seats(event.slice, event.at)
 
     def _fill_seats(self, slice_id: SliceId, at: float) -> None:
         load = self._move(slice_id, at)
-        queue, seats = self._queues.get(slice_id, {}), self._seats.get(slice_id)
+        queue, seats = self._queues.get(slice_id, []), self._seats.get(slice_id)
         while queue and (seats is None or load.n < seats):
-            name = next(iter(queue))
-            request = queue.pop(name)
+            _, name = queue.pop(0)
+            request = self._requests[name]
             load.n += 1
             load.context += request.context
             load.made_before += load.made
@@ -240,7 +245,6 @@ class SessionBook:
             session = self.sessions[request.session]
             session.tokens += event.tokens
             session.context = request.context + event.tokens
-            session.turns += event.ending is Ending.COMPLETED
             took = event.at - request.sent_at
             self.turn_s = took if self.turn_s == 0.0 else 0.9 * self.turn_s + 0.1 * took
         if request.seat is None and event.tokens >= _MIN_TOKENS:
@@ -252,7 +256,7 @@ class SessionBook:
 
     def _change_seats(self, request: _Request, event: RequestFinished) -> None:
         """It generated, so it had a seat: most likely the one that was taken as long ago as its tokens need. Who seemed
-        to sit there is the next to get one."""
+        to sit there still waits."""
         seated, queue = self._on_slice[request.slice], self._queues[request.slice]
         load = self._move(request.slice, event.at)
         step_s = self.decode.step_s(load.n / self._roofline.speed(request.slice)) if self.decode.known else math.inf
@@ -266,9 +270,9 @@ class SessionBook:
         mistaken = seated.pop(name)
         request.seat, mistaken.seat = mistaken.seat, None
         load.context += request.context - mistaken.context
-        del queue[event.request]
         seated[event.request] = request
-        self._queues[request.slice] = {name: mistaken, **queue}
+        queue.remove((request.number, event.request))
+        bisect.insort(queue, (mistaken.number, name))
 
     def _leave_seat(self, request: _Request, seat: _Seat, event: RequestFinished) -> None:
         load = self._move(request.slice, event.at)
@@ -292,8 +296,10 @@ class SessionBook:
 
     def _drop(self, name: str) -> None:
         request = self._requests.pop(name)
-        self._on_slice.get(request.slice, {}).pop(name, None)
-        self._queues.get(request.slice, {}).pop(name, None)
+        if request.seat is not None:
+            del self._on_slice[request.slice][name]
+        else:
+            self._queues[request.slice].remove((request.number, name))
         session = self.sessions.get(request.session)
         if session is not None and session.request == name:
             session.request = None
@@ -308,4 +314,3 @@ class SessionBook:
         session = self.sessions.pop(event.session, None)
         if session is not None:
             self.lengths.observe(session.tokens)
-            self.turns += 0.1 * (session.turns - self.turns)

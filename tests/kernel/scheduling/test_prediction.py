@@ -81,7 +81,6 @@ def work(remaining: list[float]) -> Work:
         weight=1.0,
         duty=1.0,
         seats=math.inf,
-        in_turn=True,
         step_s=lambda n, kv: n,
     )
 
@@ -127,20 +126,17 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
 
 
 def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
-    """One slice, two seats: 10 and 30 run (2 s a step), then 30 and 5, then 20 and 5, which joined, and 15 alone."""
+    """One slice, two seats: 10 and 30 run (2 s a step), then 20 and 5; with them or after them 5 that joined."""
     queue = replace(work([10, 30, 5]), seats=2)
     course = play(queue, [(0.0, 1.0)])
     assert course.ready_at == [20.0, 30.0, 45.0]
     assert course.done_at == 45.0
     fresh = Fresh(lengths=[5], weight=1.0, context=0.0, slices=1.0, train_s=0.0)
     assert next_end(queue, course, 0.0, fresh) == 20.0 + 10.0 + 10.0 + 10.0
-    # A second slice has two more seats: nobody waits. It leaves at 5 s: who was admitted last queues again.
+    # A second slice has two more seats: nobody waits. It leaves at 5 s: who was admitted last waits for the first seat.
     assert play(queue, [(0.0, 2.0)]).ready_at == [7.5, pytest.approx(12.5), pytest.approx(22.5)]
     taken_back = play(replace(work([20, 30, 12]), seats=1), [(0.0, 2.0), (5.0, 1.0)])
-    assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 12.0, 32.0 + 25.0]
-    # Those that come back for one turn after the other advance alike, as fast as the seats allow.
-    alike = replace(work([10, 30, 5]), seats=2, in_turn=False)
-    assert play(alike, [(0.0, 1.0)]).ready_at == [15.0, 25.0, 45.0]
+    assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 25.0, 45.0 + 12.0]
 
 
 def test_waiting_for_a_seat_is_not_decoding_time() -> None:
@@ -153,7 +149,7 @@ def test_waiting_for_a_seat_is_not_decoding_time() -> None:
     for name in ("r", "q"):
         start = ev.RequestStarted(at=0.0, request=name, session=name, group="g", slice=slice_.id, context_tokens=0)
         book.observe(start, roofline)
-    assert [book.turn_of(book.sessions[name]) for name in ("r", "q")] == [-math.inf, 0.0]
+    assert [book.place_of(book.sessions[name]) for name in ("r", "q")] == [-1, 2]
     book.observe(ev.RequestFinished(at=10.0, request="r", tokens=100), roofline)
     assert book.progress(book.sessions["q"], now=15.0)[0] == pytest.approx(50, rel=0.01)
     book.observe(ev.RequestFinished(at=20.0, request="q", tokens=100), roofline)

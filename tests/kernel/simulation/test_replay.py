@@ -25,7 +25,8 @@ def recorded(base: Scenario) -> tuple[Recorded, float]:
     """The scenario that its recording gives, and the mean step of those that the replay counts."""
     events: list[FlightEvent] = []
     result = Simulation(replace(base, warm=0), record=events.append).run()
-    found = from_recording(Recording(events=tuple(events)), max_running=base.pools[0].engine.max_running)
+    running = base.pools[0].engine.max_running
+    found = from_recording(Recording(events=tuple(events)), max_running=running, oldest_first=True)
     return found, mean(step.ended - step.began for step in result.steps[found.scenario.warm :])
 
 
@@ -92,9 +93,9 @@ def test_time_in_the_queue_and_while_weights_load_is_not_decoding() -> None:
         flight.SliceMoved(at=8.0, slice="r/0", state=SliceState.ROLLOUT),
     )
     recording = _live(*_request("first", 1.0, 10.0, 60), *_request("second", 1.0, 20.0, 100), *loads)
-    one_at_a_time = served(requests_of(recording, []), serving_of(recording), 1)
+    one_at_a_time = served(requests_of(recording, []), serving_of(recording), 1, oldest_first=False)
     assert [(one.seconds, one.tokens, one.beside) for one in one_at_a_time] == [(6.0, 60, 1), (10.0, 100, 1)]
-    both = served(requests_of(recording, []), serving_of(recording), 2)
+    both = served(requests_of(recording, []), serving_of(recording), 2, oldest_first=False)
     assert sorted(one.seconds for one in both) == [6.0, 16.0]
     assert sorted(one.beside for one in both) == [1, 2]
 

@@ -14,7 +14,9 @@ from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
 from tests.kernel.simulation.build import ENGINE
 
 
-def _engine(physics: EnginePhysics) -> tuple[Clock, Account, Replica, dict[object, float]]:
+def _engine(
+    physics: EnginePhysics, *, oldest_first: bool = False
+) -> tuple[Clock, Account, Replica, dict[object, float]]:
     clock = Clock()
     ends: dict[object, float] = {}
     account = Account(name="s", gpus=1, trainable=False)
@@ -22,7 +24,7 @@ def _engine(physics: EnginePhysics) -> tuple[Clock, Account, Replica, dict[objec
     def finished(request: Request) -> None:
         ends[request.owner] = clock.now
 
-    replica = Replica("s", clock, physics, account, finished)
+    replica = Replica("s", clock, physics, account, finished, oldest_first=oldest_first)
     replica.open()
     return clock, account, replica, ends
 
@@ -109,3 +111,12 @@ def test_a_turn_that_follows_finds_its_prefix() -> None:
     clock.run(lambda: len(ends) == 1)
     assert account.seconds[Use.PREFILL] == pytest.approx(1050 * ENGINE.prefill_s_per_token)
     assert account.seconds[Use.PREFILL_AGAIN] == 0
+
+
+@pytest.mark.parametrize(("oldest_first", "order"), [(False, [3, 2, 1]), (True, [3, 1, 2])])
+def test_who_waits_is_served_by_age_or_as_it_came(oldest_first: bool, order: list[int]) -> None:
+    clock, _, replica, ends = _engine(replace(ENGINE, max_running=1), oldest_first=oldest_first)
+    for age in (3, 2, 1):
+        replica.submit(Request(age, 10, 50, age=(age, 0)))
+    clock.run(lambda: len(ends) == 3)
+    assert sorted(ends, key=lambda age: ends[age]) == order
