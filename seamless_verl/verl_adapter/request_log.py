@@ -56,7 +56,7 @@ class RequestLog:
             yield
         finally:
             _session.reset(token)
-            del self._began[key[1]]
+            self._began.pop(key[1], None)  # one that was started anew may have ended before
             self._names = {name: known for name, known in self._names.items() if known != key}
             self._keep(SessionFinished(at=time.time(), session=key[1], group=group))
 

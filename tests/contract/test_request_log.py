@@ -61,3 +61,19 @@ def test_it_rings_for_watched_servers_and_for_dead_ones():
     assert len(rung) == 2
     kinds = [type(event) for event in log.take()]
     assert kinds == [RequestStarted, RequestFinished, RequestStarted, RequestFinished, SliceFailed]
+
+
+async def test_all_requests_of_a_session_are_as_old_as_the_session(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("seamless_verl.verl_adapter.request_log.time.time", lambda: now[0])
+    log = RequestLog()
+    with log.session("g", 0):
+        log.name("first")
+        now[0] = 200.0
+        with log.session("g", 1):
+            now[0] = 300.0
+            log.name("second")
+            assert log.began_ms("chat") == 200_000
+        assert log.began_ms("chat") == log.began_ms("first") == 100_000
+        assert log.began_ms("second") == 100_000  # its session is over: whoever asks now is this one
+    assert log.began_ms("stranger") == 300_000

@@ -42,6 +42,24 @@ def test_tags_become_verls_keys_and_slices_of_one_replica_each():
     assert {len(s.gpus) for s in slices} == {4}
 
 
+def test_a_slice_has_the_seats_that_verl_gives_its_replica():
+    _, slices = adopted(MIXED, "actor_rollout_ref.rollout.max_num_seqs=48")
+    assert {s.seats for s in slices} == {48}
+
+
+@pytest.mark.parametrize(
+    ("override", "policy"),
+    [
+        ("actor_rollout_ref.rollout.name=vllm", "priority"),
+        ("seamless.router.oldest_first=false", "fcfs"),
+        ("actor_rollout_ref.rollout.name=sglang", "fcfs"),
+    ],
+)
+def test_an_engine_that_can_serves_the_oldest_session_first(override, policy):
+    config, _ = adopted(MIXED, "actor_rollout_ref.rollout.name=vllm", override)
+    assert config.actor_rollout_ref.rollout.scheduling_policy == policy
+
+
 def test_disaggregated_is_another_tag_and_nothing_else():
     config, slices = adopted(MIXED.replace("[train, rollout]", "[train]"))
     assert config.actor_rollout_ref.hybrid_engine is False

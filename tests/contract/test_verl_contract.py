@@ -528,6 +528,44 @@ async def test_cancelling_a_generation_frees_its_replica():
     inspect.signature(vLLMHttpServer.abort_request).bind(None, *args, **options)
 
 
+async def test_a_replica_is_told_how_old_the_session_is_and_told_the_same_after_an_interruption():
+    import inspect
+
+    from omegaconf import OmegaConf
+    from verl.workers.rollout.replica import TokenOutput
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+    from seamless_verl.verl_adapter.request_log import request_log
+
+    asked = []
+
+    async def generate(**options):
+        asked.append(options)
+        reason = "completed" if len(asked) > 1 else "aborted"
+        return TokenOutput(token_ids=[7], log_probs=[0.0], stop_reason=reason, num_preempted=0)
+
+    async def nothing():
+        return []
+
+    async def acquire(*, request_id):
+        return "replica", _Handle(generate=generate)
+
+    balancer = _Handle(
+        require_acquire_fields=nothing,
+        require_release_fields=nothing,
+        acquire_server=acquire,
+        release_server=lambda server_id: None,
+    )
+    rollout = {"response_length": 50, "name": "vllm", "scheduling_policy": "priority"}
+    client = VersionedLLMClient(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}), balancer)
+    with request_log.session("g", 0):
+        began_ms = request_log.began_ms("r")
+        await client.generate("r", prompt_ids=[1], sampling_params={})
+    assert [options["priority"] for options in asked] == [began_ms, began_ms]
+    inspect.signature(vLLMHttpServer.generate).bind(None, **asked[1])
+
+
 async def test_grammars_reach_vllm_and_what_vllm_refuses_is_refused():
     import time
 
