@@ -241,8 +241,8 @@ class SessionBook:
         request = self._requests.get(event.request)
         if request is None:
             return
-        if event.ending is not Ending.FAILED:
-            session = self.sessions[request.session]
+        session = self.sessions.get(request.session)  # None: it was given up (a group that was started anew)
+        if event.ending is not Ending.FAILED and session is not None:
             session.tokens += event.tokens
             session.context = request.context + event.tokens
             took = event.at - request.sent_at

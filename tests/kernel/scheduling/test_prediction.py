@@ -139,6 +139,23 @@ def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
     assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 25.0, 45.0 + 12.0]
 
 
+def test_a_request_may_outlive_a_session_that_was_given_up() -> None:
+    roofline, book = Roofline(), SessionBook()
+    slice_ = Slice(
+        id=SliceId("a"), pool="p", gpus=(Gpu(node="n", index=0),), capabilities=frozenset({Tag.ROLLOUT}), seats=1
+    )
+    roofline.add(slice_)
+    book.observe(ev.SliceAdded(at=0.0, slice=slice_), roofline)
+    for name in ("r", "q"):
+        book.observe(
+            ev.RequestStarted(at=0.0, request=name, session="s", group="g", slice=slice_.id, context_tokens=0), roofline
+        )
+    book.observe(ev.SessionFinished(at=1.0, session="s", group="g"), roofline)
+    for name in ("q", "r"):
+        book.observe(ev.RequestFinished(at=2.0, request=name, tokens=10), roofline)
+    assert (book.asking(), book.sessions) == (0, {})
+
+
 def test_waiting_for_a_seat_is_not_decoding_time() -> None:
     roofline, book = Roofline(), SessionBook()
     slice_ = Slice(
