@@ -2,6 +2,9 @@
 
 Overhead = time of a turn through the proxy, less the time that the engine takes for the very same prompt when it is
 asked directly, right after. Both carry the whole history, so what remains is the proxy's own work.
+
+Reading the request = time of the same body with a parameter that the proxy refuses once it has read all of it. What is
+left of the overhead should grow with the new tokens only.
 """
 
 from __future__ import annotations
@@ -40,25 +43,21 @@ from seamless_verl.proxy.tokenizer import FolderTokenizer
 _EDGE = 50  # turns at each end whose medians are compared
 
 
-async def talk(
-    port: int, engine: int, folder: Path, turns: int
-) -> tuple[list[float], list[float], list[int], list[int]]:
-    """Overhead in seconds, the engine's own time, tokens of the prompt and bytes of the body, for each turn."""
+async def talk(port: int, engine: int, folder: Path, turns: int) -> dict[str, list[float]]:
+    """Per turn: overhead, the engine's own time and reading in seconds; tokens of the prompt; bytes of the body."""
     writer, tokenizer = Writer(folder, 3), FolderTokenizer(folder)
     admin = admin_pool(port)
     opened = await open_ours(admin, max_turns=turns + 1)
     pool = HttpPool(f"http://127.0.0.1:{port}", {"authorization": f"Bearer {opened.api_key}"})
     direct = HttpPool(f"http://127.0.0.1:{engine}")
     history = [message("user", writer.text(1_000))]
-    overheads: list[float] = []
-    alone: list[float] = []
-    lengths: list[int] = []
-    sizes: list[int] = []
+    taken: dict[str, list[float]] = {name: [] for name in ("overhead", "alone", "reading", "tokens", "bytes")}
     num_tokens = len(tokenizer.encode(history[0].decode()))
     for _ in range(turns):
         body = body_of(history)
         prompt = [(7 * at) % 15_000 + 2 for at in range(num_tokens)]
         asked = msgspec.json.encode({"model": "mock", "prompt": prompt, "max_tokens": 900_000, "logprobs": 0})
+        refused = b'{"frequency_penalty":1,' + body[1:]
         begun = time.perf_counter()
         answer = await pool.request("POST", "/v1/chat/completions", body, timeout_s=60.0)
         through = time.perf_counter() - begun
@@ -66,17 +65,21 @@ async def talk(
             raise RuntimeError(f"{answer.status}: {answer.body[:300]!r}")
         begun = time.perf_counter()
         await direct.request("POST", "/v1/completions", asked, timeout_s=60.0)
-        alone.append(time.perf_counter() - begun)
-        overheads.append(through - alone[-1])
-        sizes.append(len(body))
-        lengths.append(num_tokens)
+        alone = time.perf_counter() - begun
+        begun = time.perf_counter()
+        status = (await pool.request("POST", "/v1/chat/completions", refused, timeout_s=60.0)).status
+        reading = time.perf_counter() - begun
+        if status != 400:
+            raise RuntimeError(f"{status} where a refusal was expected")
+        for name, value in zip(taken, (through - alone, alone, reading, num_tokens, len(body)), strict=True):
+            taken[name].append(value)
         num_tokens = json.loads(answer.body)["usage"]["total_tokens"] + 30
         text = msgspec.json.decode(answer.body, type=Completion).text
         history += [message("assistant", text), message("user", writer.text(80))]
     closed = await admin.request("POST", f"/sessions/{opened.id}/close", timeout_s=60.0)
     if b'"violations":[]' not in closed.body or closed.body.count(b'"token_ids"') != 1:
         raise RuntimeError(f"the session did not end as one clean row: {closed.body[:200]!r}")
-    return overheads, alone, lengths, sizes
+    return taken
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +91,7 @@ def main() -> int:
     options = arguments(__doc__ or "", _extend)
     turns = 100 if options.quick else options.turns
     kept = Parts(options)
-    repeats: list[tuple[list[float], list[float], list[int], list[int]]] = kept.of(f"{turns} turns")
+    repeats: list[dict[str, list[float]]] = kept.of(f"{turns} turns")
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         folder, log = model_folder(scratch / "model"), scratch / "log"
@@ -103,23 +106,43 @@ def main() -> int:
                 stack.enter_context(our_proxy(port, engine, folder, record, core=1, log=log))
                 uvloop.run(until_up(f"http://127.0.0.1:{port}"))
                 kept.add(f"{turns} turns", uvloop.run(talk(port, engine, folder, turns)))
-            print(f"repeat {len(repeats)}: {statistics.median(repeats[-1][0]) * 1e3:.2f} ms (median)", flush=True)
-    begin = statistics.median(statistics.median(run[0][5 : _EDGE + 5]) for run in repeats) * 1e3
-    end = statistics.median(statistics.median(run[0][-_EDGE:]) for run in repeats) * 1e3
-    own = statistics.median(statistics.median(run[1][-_EDGE:]) for run in repeats) * 1e3
-    worst = statistics.median(sorted(run[0])[int(0.99 * turns)] for run in repeats) * 1e3
-    length, size = repeats[0][2][-_EDGE // 2], repeats[0][3][-_EDGE // 2]
-    records = [
+            print(
+                f"repeat {len(repeats)}: {statistics.median(repeats[-1]['overhead']) * 1e3:.2f} ms (median)", flush=True
+            )
+    return report(_records(repeats, turns), options.json)
+
+
+def _records(repeats: list[dict[str, list[float]]], turns: int) -> list[Record]:
+    first, last = slice(5, _EDGE + 5), slice(-_EDGE, None)
+
+    def typical(name: str, where: slice) -> float:
+        return statistics.median(statistics.median(run[name][where]) for run in repeats)
+
+    def rest(where: slice) -> float:
+        pairs = (zip(run["overhead"][where], run["reading"][where], strict=True) for run in repeats)
+        return statistics.median(statistics.median(own - reading for own, reading in pair) for pair in pairs) * 1e3
+
+    begin, end, num = typical("overhead", first) * 1e3, typical("overhead", last) * 1e3, typical("tokens", last)
+    grown = (num - typical("tokens", first)) / 1e3
+    read = [typical("reading", where) * 1e3 for where in (first, last)]
+    left = [rest(where) for where in (first, last)]
+    worst = statistics.median(sorted(run["overhead"])[int(0.99 * turns)] for run in repeats) * 1e3
+    return [
         Record(name="turns of one session", value=turns, unit=""),
-        Record(name="tokens of history, last 50 turns", value=length, unit=""),
-        Record(name="bytes of a request, last 50 turns", value=size, unit="B"),
-        Record(name="engine alone, last 50 turns (median)", value=own, unit="ms"),
+        Record(name="tokens of history, last 50 turns", value=num, unit=""),
+        Record(name="bytes of a request, last 50 turns", value=typical("bytes", last), unit="B"),
+        Record(name="engine alone, last 50 turns (median)", value=typical("alone", last) * 1e3, unit="ms"),
         Record(name="overhead per turn, first 50 turns (median)", value=begin, unit="ms"),
         Record(name="overhead per turn, last 50 turns (median)", value=end, unit="ms", bar="<= 10", holds=end <= 10),
         Record(name="overhead per turn, p99 of all", value=worst, unit="ms"),
-        Record(name="overhead growth per 1,000 tokens of history", value=(end - begin) / length * 1e3, unit="ms"),
+        Record(name="reading the request, first 50 turns (median)", value=read[0], unit="ms"),
+        Record(name="reading the request, last 50 turns (median)", value=read[1], unit="ms"),
+        Record(name="everything else, first 50 turns (median)", value=left[0], unit="ms"),
+        Record(name="everything else, last 50 turns (median)", value=left[1], unit="ms"),
+        Record(name="growth per 1,000 tokens: overhead", value=(end - begin) / grown, unit="ms"),
+        Record(name="growth per 1,000 tokens: reading", value=(read[1] - read[0]) / grown, unit="ms"),
+        Record(name="growth per 1,000 tokens: everything else", value=(left[1] - left[0]) / grown, unit="ms"),
     ]
-    return report(records, options.json)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Answers have 256 tokens with log-probs and are a function of the prompt alone, so that any two recorders can be
 compared and a lost, doubled or changed turn can be seen. For chat it returns 4,096 prompt ids, as a vLLM asked for
-``return_token_ids`` would; for completions it returns the ids that it was sent.
+``return_token_ids`` would; for completions it names tokens by their ids, as one asked for
+``return_tokens_as_token_ids`` would.
 
     python -m benchmarks.mock_engine PORT MODEL_FOLDER [LATENCY_S]
 """
@@ -33,7 +34,7 @@ class PreparedAnswers:
         tokenizer = FolderTokenizer(folder)
         words = (folder / "words.txt").read_text().split()
         rng = random.Random(5)
-        self.completions: list[tuple[bytes, bytes]] = []
+        self.completions: list[bytes] = []
         self.ids: list[list[int]] = []
         self.chats: list[bytes] = []
         self.streams: list[bytes] = []
@@ -47,17 +48,18 @@ class PreparedAnswers:
     def _prepare(self, text: str, ids: list[int], log_probs: list[float], tokenizer: object) -> None:
         self.ids.append(ids)
         tokens = [tokenizer.decode([token]) for token in ids]  # type: ignore[attr-defined]
+        names = [f"token_id:{token}" for token in ids]
         wire = {
             "text_offset": [0] * len(ids),
             "token_logprobs": log_probs,
-            "tokens": tokens,
-            "top_logprobs": [{token: value} for token, value in zip(tokens, log_probs, strict=True)],
+            "tokens": names,
+            "top_logprobs": [{name: value} for name, value in zip(names, log_probs, strict=True)],
         }
-        choice = {"index": 0, "text": text, "logprobs": wire, "finish_reason": "stop", "token_ids": ids}
+        choice = {"index": 0, "text": text, "logprobs": wire, "finish_reason": "stop"}
         usage = {"prompt_tokens": NUM_PROMPT, "completion_tokens": len(ids), "total_tokens": NUM_PROMPT + len(ids)}
         head = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"mock","choices":['
-        tail = b'}],"usage":' + json.dumps(usage).encode() + b"}"
-        self.completions.append((head + json.dumps(choice).encode()[:-1] + b',"prompt_token_ids":', tail))
+        tail = b'],"usage":' + json.dumps(usage).encode() + b"}"
+        self.completions.append(head + json.dumps(choice).encode() + tail)
         self.streams.append(b'data: {"choices":[' + json.dumps(choice).encode() + b"]}\n\ndata: [DONE]\n\n")
         content = [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
@@ -125,8 +127,7 @@ class Connection(asyncio.Protocol):
             if b'"stream":true' in body:
                 self._send(self._answers.streams[number], kind=b"text/event-stream")
                 return
-            head, tail = self._answers.completions[number]
-            self._send(b"".join((head, prompt, tail)))
+            self._send(self._answers.completions[number])
         else:
             self._send(b'{"object":"list","data":[{"id":"mock","object":"model","max_model_len":1000000}]}')
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -249,7 +251,13 @@ class ScriptedEdge:
             ids = self.renderer.answer_ids(" ".join(words))
         generation = scripted_generation(ids, finish=finish, num_versions=1 + len(ids) % 3)
         generation_id = f"g{len(self.ledger)}"
-        entry = ledger_entry(generation_id=generation_id, prompt_ids=pending.prompt_ids, generation=generation)
+        digest = blake2b(array("i", pending.prompt_ids), digest_size=16).digest()
+        entry = ledger_entry(
+            generation_id=generation_id,
+            prompt_digest=digest,
+            prompt_len=len(pending.prompt_ids),
+            generation=generation,
+        )
         self.ledger.append(entry)
         return pending.seal(generation_id=generation_id, generation=generation, answer=message)
 

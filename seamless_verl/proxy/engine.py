@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from seamless_verl.trajectory.audit import LedgerEntry, digest_ids, ledger_entry
+from seamless_verl.trajectory.audit import LedgerEntry, ledger_entry
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
+from seamless_verl.trajectory.paths import TokenPath
 
 
 class Ability(Enum):
@@ -44,7 +45,8 @@ class GenerationRequest:
     Attributes:
         request_id: unique; also the generation's id in rows and audits.
         session_id: requests of one session share a prefix, so a router may want to keep them together.
-        prompt_ids: the exact prompt; a sequence of int (an ``array``, cheap to pickle; ``list()`` it where needed).
+        prompt_ids: the exact prompt; from a session a :class:`~seamless_verl.trajectory.paths.TokenPath`, which tells
+            what is new since the last prompt (``list()`` it where that does not matter).
         sampling: ``max_tokens`` always; ``temperature``, ``top_p``, ``top_k``, ``seed`` and ``stop`` (list of texts)
             where asked for; ``structured_outputs`` (vLLM's: ``{"json": …}`` or ``{"structural_tag": …}``) and
             ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`.
@@ -94,16 +96,20 @@ class Ledger:
     def entries(self) -> tuple[LedgerEntry, ...]:
         return tuple(self._entries.values())
 
-    async def generate(self, engine: Engine, request: GenerationRequest, prompt_ids: Sequence[int]) -> Generation:
+    async def generate(self, engine: Engine, request: GenerationRequest, prompt_ids: TokenPath) -> Generation:
         """Call the engine and write down both sides of the call.
 
         Args:
             prompt_ids: as the tree has them, pictures told apart (:mod:`seamless_verl.trajectory.images`).
         """
-        digest, length = digest_ids(prompt_ids), len(prompt_ids)
+        digest = prompt_ids.digest()
         generation = await engine.generate(request)
-        entry = ledger_entry(generation_id=request.request_id, prompt_ids=(), generation=generation)
-        self._entries[request.request_id] = replace(entry, prompt_digest=digest, prompt_len=length)
+        self._entries[request.request_id] = ledger_entry(
+            generation_id=request.request_id,
+            prompt_digest=digest,
+            prompt_len=len(prompt_ids),
+            generation=generation,
+        )
         return generation
 
     def restore(self, entry: LedgerEntry) -> None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
 from seamless_verl.proxy.engine import Engine, EngineUnavailable, Generation, GenerationRequest, TokenChunk
 from seamless_verl.trajectory.partial import Decode, PartialGeneration
+from seamless_verl.trajectory.paths import TokenPath
 
 
 class Gate:
@@ -95,7 +97,7 @@ class GatedEngine:
             attempt = replace(
                 request,
                 request_id=f"{request.request_id}-{num_attempts}" if num_attempts else request.request_id,
-                prompt_ids=[*request.prompt_ids, *partial.token_ids] if num_kept else request.prompt_ids,
+                prompt_ids=TokenPath.of(request.prompt_ids).then(array("i", partial.token_ids)),
                 sampling=partial.sampling(),
                 on_tokens=None if shown is None else shown.tell,
             )

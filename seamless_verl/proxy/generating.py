@@ -84,7 +84,7 @@ class Generator:
             wanted, granted = await self._reserve(sample, pending)
             clipped = "max_tokens" in call.sampling and granted < wanted
             overrides = (*sample.overrides, *([f"max_tokens={granted}"] if clipped else ()))
-            prompt_ids = session.images.plain(pending.prompt_ids)
+            prompt_ids, images = session.images.prompt(pending.prompt_ids)
             asked = self._asked(call, prompt_ids, generation_id)
             sampling = dict(sample.sampling) | {"max_tokens": granted}
             constraint = structured_outputs(call, self._parser, thinking=asked.thinking)
@@ -100,7 +100,7 @@ class Generator:
                 prompt_ids=prompt_ids,
                 sampling=sampling,
                 deadline=session.deadline,
-                images=[stored.data for stored in session.images.shown_in(pending.prompt_ids)],
+                images=images,
                 on_tokens=on_tokens,
             )
             generation = await self._generate(session, request, pending)

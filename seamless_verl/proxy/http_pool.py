@@ -83,7 +83,7 @@ class HttpPool:
             HttpFailed: no connection, a broken one, or no answer in time.
         """
         head = f"{method} {path} HTTP/1.1\r\n{self._head}content-type: application/json\r\n"
-        message = f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body
+        message = (f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1"), body)
         loop = asyncio.get_running_loop()
         connection = self._take(loop.time()) or await self._connect(loop)
         answer = connection.send(message, loop, on_chunk)
@@ -141,7 +141,7 @@ class _Connection(asyncio.Protocol):
         self.reusable = True
 
     def send(
-        self, message: bytes, loop: asyncio.AbstractEventLoop, on_chunk: Callable[[bytes], None] | None
+        self, message: tuple[bytes, bytes], loop: asyncio.AbstractEventLoop, on_chunk: Callable[[bytes], None] | None
     ) -> asyncio.Future[Answer]:
         assert self._transport is not None
         self._on_chunk = on_chunk
@@ -151,7 +151,7 @@ class _Connection(asyncio.Protocol):
         if self._transport.is_closing():
             self._fail("the connection was closed")
         else:
-            self._transport.write(message)
+            self._transport.writelines(message)
         return self._answer
 
     def data_received(self, data: bytes) -> None:

@@ -23,6 +23,7 @@ from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.trajectory.images import mark, numbers_in, plain
 from seamless_verl.trajectory.messages import Image
+from seamless_verl.trajectory.paths import EMPTY, TokenPath
 from seamless_verl.trajectory.rows import Row
 
 
@@ -63,6 +64,7 @@ class ImageTable:
     def __init__(self) -> None:
         self._stored: list[StoredImage] = []
         self._by_digest: dict[str, Image] = {}
+        self._last: tuple[TokenPath, TokenPath, tuple[int, ...]] = (EMPTY, EMPTY, ())
         self.num_bytes = 0
         self.adding = asyncio.Lock()
 
@@ -80,20 +82,27 @@ class ImageTable:
         self.num_bytes += len(stored.data)
         return image
 
-    def plain(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The ids as the model knows them."""
-        return plain(token_ids, self._stored[0].placeholder) if self._stored else token_ids
+    def prompt(self, marked: TokenPath) -> tuple[TokenPath, list[bytes]]:
+        """A prompt as the model knows it, and the files of its pictures in its order.
 
-    def shown_in(self, token_ids: Sequence[int]) -> tuple[StoredImage, ...]:
-        """Pictures of a prompt, in its order."""
-        return tuple(self._stored[number] for number in numbers_in(token_ids)) if self._stored else ()
+        Only what is new since the last prompt is looked at, where that one is continued.
+        """
+        if not self._stored:
+            return marked, []
+        begun, plain_ids, numbers = self._last
+        added = marked.since(begun)
+        if added is None:
+            added, plain_ids, numbers = marked.flat(), EMPTY, ()
+        plain_ids, numbers = plain_ids.then(plain(added, self._stored[0].placeholder)), numbers + numbers_in(added)
+        self._last = (marked, plain_ids, numbers)
+        return plain_ids, [self._stored[number].data for number in numbers]
 
     def released(self, row: Row) -> Row:
         """A row as it leaves: with the model's own ids, and its pictures by name."""
         if not self._stored:
             return row
-        images = tuple(stored.digest for stored in self.shown_in(row.token_ids))
-        return replace(row, token_ids=tuple(self.plain(row.token_ids)), images=images)
+        images = tuple(self._stored[number].digest for number in numbers_in(row.token_ids))
+        return replace(row, token_ids=tuple(plain(row.token_ids, self._stored[0].placeholder)), images=images)
 
     def files(self, rows: Sequence[Row]) -> dict[str, bytes]:
         """The pictures of some rows by their digests."""

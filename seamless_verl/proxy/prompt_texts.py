@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from seamless_verl.trajectory.generation import pack_ids
+from seamless_verl.trajectory.paths import EMPTY, TokenPath
 
 _MAX_BYTES = 64 << 20
 
@@ -21,29 +21,30 @@ class PromptTexts:
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._known: OrderedDict[str, tuple[array[int], bytes]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[TokenPath, bytearray]] = OrderedDict()
         self.num_bytes = 0
 
-    def encode(self, session_id: str, token_ids: Sequence[int]) -> bytes:
-        """The ids as a JSON list."""
-        ids = pack_ids(token_ids)
-        begun, text = self._known.pop(session_id, (array("i"), b""))
+    def encode(self, session_id: str, token_ids: Sequence[int]) -> tuple[bytes, bytearray, bytes]:
+        """The ids as a JSON list, in pieces: to be joined at once, for the session's next prompt changes them."""
+        path = TokenPath.of(token_ids)
+        begun, text = self._known.pop(session_id, (EMPTY, bytearray()))
         self.num_bytes -= _size(begun, text)
-        if not begun or ids[: len(begun)] != begun:
-            text = _items(ids)
-        elif len(ids) > len(begun):
-            text = b"%b,%b" % (text, _items(ids[len(begun) :]))
-        self._known[session_id] = (ids, text)
-        self.num_bytes += _size(ids, text)
+        added = path.since(begun) if begun else None
+        if added is None:
+            text = bytearray(_items(path.flat()))
+        elif added:
+            text += b",%b" % _items(added)
+        self._known[session_id] = (path, text)
+        self.num_bytes += _size(path, text)
         while self.num_bytes > self._max_bytes:
             _, oldest = self._known.popitem(last=False)
             self.num_bytes -= _size(*oldest)
-        return b"[%b]" % text
+        return b"[", text, b"]"
 
 
 def _items(ids: array[int]) -> bytes:
     return msgspec.json.encode(ids.tolist())[1:-1]
 
 
-def _size(ids: array[int], text: bytes) -> int:
-    return ids.itemsize * len(ids) + len(text)
+def _size(path: TokenPath, text: bytearray) -> int:
+    return path.num_bytes + len(text)

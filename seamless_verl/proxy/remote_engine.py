@@ -31,7 +31,7 @@ from seamless_verl.proxy.engine import (
     Generation,
     GenerationRequest,
 )
-from seamless_verl.trajectory.generation import pack_ids
+from seamless_verl.trajectory.paths import TokenPath
 
 _LENGTH_BYTES = 4
 
@@ -182,7 +182,7 @@ class RemoteEngine:
             number=number,
             request_id=request.request_id,
             session_id=request.session_id,
-            prompt_ids=pack_ids(request.prompt_ids).tobytes(),
+            prompt_ids=b"".join(TokenPath.of(request.prompt_ids).chunks()),
             sampling=dict(request.sampling),
             deadline=request.deadline,
             images=list(request.images),

@@ -1,7 +1,7 @@
 """A stock vLLM server as engine: token ids in and out over ``/v1/completions``.
 
-Works with any vLLM that knows ``return_token_ids`` (0.24 to 0.27 were looked at). Such a server tells no weight
-version, so the caller names the one that it serves.
+Works with any vLLM that knows ``return_tokens_as_token_ids`` (0.24 to 0.27 were looked at). Such a server tells no
+weight version, so the caller names the one that it serves.
 """
 
 from __future__ import annotations
@@ -80,17 +80,16 @@ class VllmHttpEngine:
         body = {
             **request.sampling,
             "model": self._model,
-            "prompt": msgspec.Raw(self._prompts.encode(request.session_id, request.prompt_ids)),
             "logprobs": num_alternatives,  # 0: the chosen token's only
-            "return_tokens_as_token_ids": num_alternatives > 0,
-            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
             "request_id": request.request_id,
             "stream": reader is not None,
         }
         left_s = max(0.1, request.deadline - time.time())
         where, feed = self._pool.base_url, reader.feed if reader is not None else None
-        content = self._encoder.encode(body)
+        prompt = self._prompts.encode(request.session_id, request.prompt_ids)
+        content = b"".join((self._encoder.encode(body)[:-1], b',"prompt":', *prompt, b"}"))
         try:
             answer = await self._pool.request("POST", "/v1/completions", content, timeout_s=left_s, on_chunk=feed)
         except HttpFailed as error:

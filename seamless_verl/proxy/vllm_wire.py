@@ -1,7 +1,7 @@
 """What a vLLM server's ``/v1/completions`` answers: one choice, whole or as server-sent events.
 
-Shapes as vLLM 0.24 to 0.27 write them with ``return_token_ids``; alternatives are read by their ids
-(``return_tokens_as_token_ids``), since two tokens may share a text.
+Shapes as vLLM 0.24 to 0.27 write them with log-probs and ``return_tokens_as_token_ids``: every token, chosen or not, is
+named ``token_id:…``. Asked for ``return_token_ids`` they would send the prompt's ids back as well, every turn.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import msgspec
 from seamless_verl.proxy.engine import TokenChunk
 
 _TOKEN_ID = "token_id:"
+_ID_AT = len(_TOKEN_ID)
 _tops = msgspec.json.Decoder(list[dict[str, float] | None] | None)
 
 
 class LogProbs(msgspec.Struct):
     """``top_logprobs`` is read only where alternatives were asked for; servers send it anyway."""
 
+    tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Choice(msgspec.Struct):
-    """What is read of an answer; the prompt's ids, which come back too, are skipped unread."""
+    """What is read of an answer."""
 
     finish_reason: str | None = None
-    token_ids: list[int] | None = None
     logprobs: LogProbs | None = None
 
 
@@ -94,7 +95,7 @@ class EventReader:
         for choice in event.choices:
             whole = self.whole
             whole.finish_reason = choice.finish_reason or whole.finish_reason
-            if not choice.token_ids:
+            if choice.logprobs is None or not choice.logprobs.tokens:
                 continue
             part = read_choice(choice, self._num_alternatives)
             whole.token_ids += part.token_ids
@@ -111,14 +112,19 @@ def read_choice(choice: Choice, num_alternatives: int) -> Read:
     Raises:
         BadAnswer: they do not fit together.
     """
-    ids = choice.token_ids
-    if ids is None:
+    told = choice.logprobs
+    if told is None:
+        raise BadAnswer("it returns no log-probs")
+    try:
+        ids = [int(name[_ID_AT:]) for name in told.tokens if name.startswith(_TOKEN_ID)]
+    except ValueError as error:
+        raise BadAnswer(f"it returns token ids that are none: {error}") from error
+    if len(ids) != len(told.tokens):
         raise BadAnswer("it returns no token ids; a vLLM of 0.24 or later does")
-    told = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    log_probs = [value for value in told if value is not None]
+    log_probs = [value for value in told.token_logprobs if value is not None]
     if len(log_probs) != len(ids):
         raise BadAnswer(f"{len(ids)} tokens but {len(log_probs)} log-probs")
-    tops = _tops.decode(choice.logprobs.top_logprobs) if choice.logprobs is not None and num_alternatives else None
+    tops = _tops.decode(told.top_logprobs) if num_alternatives else None
     alternatives = [_ranked(top or {})[:num_alternatives] for top in tops or ()]
     return Read(ids, log_probs, alternatives, choice.finish_reason)
 

@@ -71,23 +71,20 @@ class LedgerEntry:
     discarded: str = ""
 
 
-def digest_ids(ids: Sequence[int]) -> bytes:
-    """16 bytes that name a sequence of token ids."""
-    return blake2b(pack_ids(ids), digest_size=16).digest()
+def ledger_entry(*, generation_id: str, prompt_digest: bytes, prompt_len: int, generation: Generation) -> LedgerEntry:
+    """Copy what crossed the engine's boundary.
 
-
-def ledger_entry(
-    *, generation_id: str, prompt_ids: Sequence[int], generation: Generation, discarded: str = ""
-) -> LedgerEntry:
-    """Copy what crossed the engine's boundary."""
+    Args:
+        prompt_digest: :meth:`TokenPath.digest <seamless_verl.trajectory.paths.TokenPath.digest>` of what was sent,
+            taken before it was.
+    """
     return LedgerEntry(
         generation_id=generation_id,
-        prompt_digest=digest_ids(prompt_ids),
-        prompt_len=len(prompt_ids),
+        prompt_digest=prompt_digest,
+        prompt_len=prompt_len,
         token_ids=array("i", generation.token_ids),
         log_probs=array("d", generation.log_probs),
         version_spans=generation.version_spans,
-        discarded=discarded,
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from seamless_verl.trajectory.generation import pack_ids
 from seamless_verl.trajectory.messages import MessageKey, Role, Transcript
 from seamless_verl.trajectory.rendering import ExtensionRefused, Renderer
-from seamless_verl.trajectory.segments import DriftReason, Segment, ids_to
+from seamless_verl.trajectory.segments import DriftReason, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,6 @@ class Route:
 
     transcript: Transcript
     known: Segment | None
-    known_ids: array[int]
     num_known: int
     realigned: tuple[DriftReason, ...]
     forked: DriftReason | None
@@ -50,15 +49,15 @@ class Route:
         messages, tools = self.transcript.messages, self.transcript.tools
         refusal = ""
         if self.known is not None:
-            previous, new = messages[: self.num_known], messages[self.num_known :]
+            previous, new, known_ids = messages[: self.num_known], messages[self.num_known :], self.known.path
             try:
-                extension = renderer.render_extension(previous, new, tools, self.known_ids)
+                extension = renderer.render_extension(previous, new, tools, known_ids)
             except ExtensionRefused as error:
                 refusal = str(error)
             else:
                 added, num_dropped = pack_ids(extension.token_ids), extension.num_dropped
                 # Dropping a stop token only to write it again is no edit of the history.
-                if num_dropped > 0 and self.known_ids[-num_dropped:] == added[:num_dropped]:
+                if num_dropped > 0 and known_ids[-num_dropped:] == added[:num_dropped]:
                     added, num_dropped = added[num_dropped:], 0
                 if 0 <= num_dropped <= len(self.known.tokens):
                     return Rendering(token_ids=added, fresh=False, num_dropped=num_dropped)
@@ -101,7 +100,6 @@ class HistoryIndex:
             return Route(
                 transcript=transcript,
                 known=answer,
-                known_ids=ids_to(answer),
                 num_known=length,
                 realigned=realigned,
                 forked=DriftReason.TOOLS_CHANGED if tools_changed else forked,
@@ -112,9 +110,7 @@ class HistoryIndex:
             forked = DriftReason.SYSTEM_CHANGED
         else:
             forked = DriftReason.HISTORY_REWRITTEN if rewritten else DriftReason.ROOT_CHANGED
-        return Route(
-            transcript=transcript, known=None, known_ids=pack_ids(()), num_known=0, realigned=(), forked=forked
-        )
+        return Route(transcript=transcript, known=None, num_known=0, realigned=(), forked=forked)
 
 
 def system_of(transcript: Transcript) -> bytes:
@@ -144,7 +140,7 @@ def _choose(
 def _by_rule(candidate: tuple[Segment, tuple[DriftReason, ...]]) -> tuple[int, list[int], int]:
     segment, reasons = candidate
     assert segment.turn is not None
-    return len(reasons), ids_to(segment).tolist(), segment.turn.ordinal
+    return len(reasons), list(segment.path), segment.turn.ordinal
 
 
 def _respelled(answer: Segment, transcript: Transcript, length: int) -> tuple[DriftReason, ...] | None:

@@ -21,6 +21,7 @@ from enum import Enum
 
 from seamless_verl.trajectory.generation import FinishReason, VersionSpan, pack_ids
 from seamless_verl.trajectory.messages import MessageKey
+from seamless_verl.trajectory.paths import EMPTY, TokenPath
 
 
 class MatchKind(Enum):
@@ -115,9 +116,9 @@ class Turn:
 
 
 class Segment:
-    """A run of tokens in the tree; see the module's picture."""
+    """A run of tokens in the tree; see the module's picture. ``path`` are all ids from the root to its end."""
 
-    __slots__ = ("children", "end", "num_cut", "parent", "tokens", "turn")
+    __slots__ = ("children", "num_cut", "parent", "path", "tokens", "turn")
 
     def __init__(
         self, *, parent: Segment | None, tokens: array[int], num_cut: int = 0, turn: Turn | None = None
@@ -127,7 +128,12 @@ class Segment:
         self.num_cut = num_cut
         self.turn = turn
         self.children: list[Segment] = []
-        self.end: int = (0 if parent is None else parent.end - num_cut) + len(self.tokens)
+        self.path: TokenPath = (EMPTY if parent is None else parent.path.without(num_cut)).then(tokens)
+
+    @property
+    def end(self) -> int:
+        """Length of the path."""
+        return len(self.path)
 
     @property
     def is_leaf(self) -> bool:
@@ -153,14 +159,6 @@ def path_to(segment: Segment) -> list[tuple[Segment, int]]:
         walk = walk.parent
     path.reverse()
     return path
-
-
-def ids_to(segment: Segment) -> array[int]:
-    """All token ids from the root to the end of ``segment``, as a new array."""
-    ids = array("i")
-    for part, length in path_to(segment):
-        ids.extend(part.tokens if length == len(part.tokens) else part.tokens[:length])
-    return ids
 
 
 def deepest_token_match(root: Segment, ids: Sequence[int]) -> Segment:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, pack_ids
 from seamless_verl.trajectory.matching import HistoryIndex, Rendering, Route, system_of
 from seamless_verl.trajectory.messages import Message, Transcript, key_of, link
+from seamless_verl.trajectory.paths import TokenPath
 from seamless_verl.trajectory.rendering import Renderer
 from seamless_verl.trajectory.segments import (
     DriftReason,
@@ -31,7 +32,6 @@ from seamless_verl.trajectory.segments import (
     Turn,
     TurnRecord,
     deepest_token_match,
-    ids_to,
 )
 
 
@@ -43,7 +43,7 @@ class PendingTurn:
     anchor: Segment
     num_cut: int
     context_ids: array[int]
-    prompt_ids: array[int]
+    prompt_ids: TokenPath
     forked: DriftReason | None
     detail: str
 
@@ -144,17 +144,16 @@ class SessionTree:
         """
         forked = route.forked
         if rendering.fresh:
-            prompt_ids = rendering.token_ids
-            anchor = deepest_token_match(self.root, prompt_ids)
-            context_ids, num_cut = prompt_ids[anchor.end :], 0
+            anchor = deepest_token_match(self.root, rendering.token_ids)
+            context_ids, num_cut = rendering.token_ids[anchor.end :], 0
             if rendering.refusal:
                 forked = DriftReason.TEMPLATE_MISMATCH
         else:
             assert route.known is not None
             anchor, num_cut, context_ids = route.known, rendering.num_dropped, rendering.token_ids
-            prompt_ids = route.known_ids[: len(route.known_ids) - num_cut] + context_ids
             if num_cut:
                 forked = forked or DriftReason.BOUNDARY_TRIMMED
+        prompt_ids = anchor.path.without(num_cut).then(context_ids)
         if not prompt_ids:
             raise TrajectoryError("the template rendered this request to no token at all")
         return PendingTurn(
@@ -174,7 +173,7 @@ class SessionTree:
             TrajectoryError: the prompt is empty.
         """
         ids = pack_ids(prompt_ids)
-        route = Route(transcript=transcript, known=None, known_ids=pack_ids(()), num_known=0, realigned=(), forked=None)
+        route = Route(transcript=transcript, known=None, num_known=0, realigned=(), forked=None)
         pending = self.prepare(route, Rendering(token_ids=ids, fresh=True))
         return replace(pending, forked=DriftReason.ROOT_CHANGED) if pending.anchor is self.root else pending
 
@@ -264,4 +263,4 @@ def _answer_below(given: Segment) -> Segment | None:
     return next((child for child in given.children if child.turn is not None), None)
 
 
-__all__ = ["PendingTurn", "SessionTree", "ids_to"]
+__all__ = ["PendingTurn", "SessionTree"]

@@ -123,8 +123,9 @@ class Qwen:
         prompt = self._tokenizer.decode((await request.json())["prompt"])
         text = "done" if "<|im_start|>tool" in prompt else f"<think>\nhm\n</think>\n\n{CODER}"
         ids = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
-        choice = {"text": text, "finish_reason": "stop", "token_ids": ids}
-        body = {"choices": [{**choice, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}]}
+        names = [f"token_id:{token}" for token in ids]
+        told = {"tokens": names, "token_logprobs": [-0.5] * len(ids)}
+        body = {"choices": [{"text": text, "finish_reason": "stop", "logprobs": told}]}
         return Response(json.dumps(body), media_type="application/json")
 
 

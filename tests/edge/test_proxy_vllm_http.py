@@ -53,13 +53,14 @@ async def _ask(vllm: ScriptedVllm) -> Any:
 
 @pytest.mark.parametrize(("finish", "expected"), [("stop", "stop"), ("length", "length"), ("abort", "aborted")])
 async def test_ids_log_probs_and_version_arrive(finish: str, expected: str) -> None:
-    vllm = ScriptedVllm(
-        {"text": "ab", "finish_reason": finish, "token_ids": [8, 9], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
-    )
+    told = {"tokens": ["token_id:8", "token_id:9"], "token_logprobs": [-0.5, -0.25]}
+    vllm = ScriptedVllm({"text": "ab", "finish_reason": finish, "logprobs": told})
     generation = await _ask(vllm)
     assert (generation.token_ids, generation.log_probs) == ([8, 9], [-0.5, -0.25])
     assert [(span.version, span.num_tokens) for span in generation.version_spans] == [(7, 2)]
     assert generation.finish_reason is FinishReason(expected)
+    assert vllm.body["return_tokens_as_token_ids"] is True
+    assert "return_token_ids" not in vllm.body, "it would send the whole prompt back"
     sent = {key: vllm.body[key] for key in ("prompt", "max_tokens", "temperature", "top_k", "stop", "seed", "logprobs")}
     assert sent == {
         "prompt": [5, 6, 7],
@@ -76,7 +77,13 @@ async def test_ids_log_probs_and_version_arrive(finish: str, expected: str) -> N
     ("vllm", "story"),
     [
         (ScriptedVllm(None, 404), "answered 404: .*no such model"),
-        (ScriptedVllm({"text": "ab", "finish_reason": "stop", "logprobs": None}), "returns no token ids"),
+        (ScriptedVllm({"text": "ab", "finish_reason": "stop", "logprobs": None}), "returns no log-probs"),
+        (
+            ScriptedVllm(
+                {"text": "1", "finish_reason": "stop", "logprobs": {"tokens": ["1"], "token_logprobs": [-1.0]}}
+            ),
+            "returns no token ids",
+        ),
     ],
 )
 async def test_a_server_that_cannot_serve_is_unavailable(vllm: ScriptedVllm, story: str) -> None:
@@ -140,10 +147,10 @@ async def test_a_server_that_is_away_is_unavailable() -> None:
 STREAM = [
     '{"id":"cmpl-b","choices":[{"index":0,"text":"ck","logprobs":{"text_offset":[0],"token_logprobs":[-5.9],'
     '"tokens":["token_id:271"],"top_logprobs":[{"token_id:271":-5.9,"token_id:7":-4.8,"token_id:173":-5.1}]},'
-    '"finish_reason":null,"stop_reason":null,"prompt_token_ids":[5,6,7],"token_ids":[271]}]}',
+    '"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}',
     '{"id":"cmpl-b","choices":[{"index":0,"text":"","logprobs":{"text_offset":[2],"token_logprobs":[-5.7],'
     '"tokens":["token_id:189"],"top_logprobs":[{"token_id:189":-5.7,"token_id:207":-5.1,"token_id:271":-5.2}]},'
-    '"finish_reason":"length","stop_reason":null,"prompt_token_ids":null,"token_ids":[189]}],"system_fingerprint":"v"}',
+    '"finish_reason":"length","stop_reason":null,"prompt_token_ids":null,"token_ids":null}],"system_fingerprint":"v"}',
     "[DONE]",
 ]
 
@@ -196,7 +203,7 @@ async def test_tokens_are_told_as_they_come_and_again_in_the_end(size: int) -> N
     [
         ([STREAM[0], '{"error": {"message": "EngineCore died"}}', "[DONE]"], 200, EngineUnavailable, "EngineCore died"),
         (["{nonsense"], 200, EngineUnavailable, "no completion"),
-        ([STREAM[0].replace('"token_ids":[271]', '"token_ids":[271,5]')], 200, EngineUnavailable, "2 tokens but 1"),
+        ([STREAM[0].replace('"tokens":[', '"tokens":["token_id:5",')], 200, EngineUnavailable, "2 tokens but 1"),
         (["bad grammar"], 400, EngineRefused, "answered 400: .*bad grammar"),
     ],
 )

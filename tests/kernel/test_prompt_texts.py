@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.proxy.prompt_texts import PromptTexts
+from seamless_verl.trajectory.paths import TokenPath
 
 _IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12), _IDS), max_size=30), st.integers(0, 200))
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12), _IDS), max_size=30), st.integers(0, 5000))
 def test_whatever_a_prompt_grew_from_its_text_says_its_ids_and_memory_is_bounded(
     moves: list[tuple[str, int, list[int]]], max_bytes: int
 ) -> None:
-    texts, prompts = PromptTexts(max_bytes), {"a": [], "b": []}
-    for session, kept, added in moves:
-        prompt = prompts[session] = [*prompts[session][:kept], *added]
-        assert json.loads(texts.encode(session, prompt)) == prompt
+    texts, prompts = PromptTexts(max_bytes), {"a": TokenPath.of(()), "b": TokenPath.of(())}
+    for session, cut, added in moves:
+        path = prompts[session]
+        path = prompts[session] = path.without(min(cut, len(path))).then(array("i", added))
+        assert json.loads(b"".join(texts.encode(session, path))) == list(path)
         assert 0 <= texts.num_bytes <= max_bytes
 
 
@@ -29,8 +32,7 @@ def test_only_what_is_new_is_written(monkeypatch) -> None:
     written: list[int] = []
     plain = prompt_texts._items
     monkeypatch.setattr(prompt_texts, "_items", lambda ids: written.append(len(ids)) or plain(ids))
-    texts = PromptTexts()
-    texts.encode("s", range(1000))
-    texts.encode("s", range(1010))
-    texts.encode("s", range(1010))
+    texts, begun = PromptTexts(), TokenPath.of(range(1000))
+    for path in (begun, begun.then(array("i", range(10))), begun.then(array("i", range(10)))):
+        texts.encode("s", path)
     assert written == [1000, 10]
