@@ -29,6 +29,7 @@ class LogProbs(msgspec.Struct):
 class Choice(msgspec.Struct):
     """What is read of an answer."""
 
+    text: str = ""
     finish_reason: str | None = None
     logprobs: LogProbs | None = None
 
@@ -95,8 +96,8 @@ class EventReader:
         for choice in event.choices:
             whole = self.whole
             whole.finish_reason = choice.finish_reason or whole.finish_reason
-            if choice.logprobs is None or not choice.logprobs.tokens:
-                continue
+            if not choice.text and (choice.logprobs is None or not choice.logprobs.tokens):
+                continue  # the last one says only why it ended
             part = read_choice(choice, self._num_alternatives)
             whole.token_ids += part.token_ids
             whole.log_probs += part.log_probs

@@ -51,12 +51,13 @@ class RequestLog:
         """Requests made within (and in tasks started within) belong to this attempt at a prompt."""
         key = (group, f"{group}_{index}")
         token = _session.set(key)
-        self._began[key[1]] = _now_ms()
+        began_ms = self._began[key[1]] = _now_ms()
         try:
             yield
         finally:
             _session.reset(token)
-            self._began.pop(key[1], None)  # one that was started anew may have ended before
+            if self._began.get(key[1]) == began_ms:  # else it was started anew meanwhile
+                del self._began[key[1]]
             self._names = {name: known for name, known in self._names.items() if known != key}
             self._keep(SessionFinished(at=time.time(), session=key[1], group=group))
 

@@ -51,7 +51,7 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
             "write colocated (all generate, then all train), or greedy or predictive",
         )
     rollout = config.actor_rollout_ref.rollout
-    seats = int(rollout.max_num_seqs * rollout.data_parallel_size)
+    seats = int(rollout.max_num_seqs * rollout.data_parallel_size) if rollout.max_num_seqs else None
     return tuple(replace(slice_, seats=seats) for slice_ in slices)
 
 

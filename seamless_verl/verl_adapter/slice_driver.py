@@ -221,6 +221,7 @@ class SliceDriver:
             standing = {s: number for s, number in standing.items() if s not in {f.slice for f in failed}}
             self._replicas.register([s for s in returned if s in standing])
             told += [*self._requests(), *self._ready(standing, version)]
+            hybrid = {s: number for s, number in hybrid.items() if s not in self._out}
             at = self.now()
             told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
         if hybrid:
@@ -264,4 +265,5 @@ class SliceDriver:
         return [self._failed(slice_id, dead.get(slice_id, "its switch was cut short")) for slice_id in slices]
 
     def _failed(self, slice_id: SliceId, reason: str) -> ev.SliceFailed:
+        self._out.add(slice_id)  # its requests report the same
         return ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT)

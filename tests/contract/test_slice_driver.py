@@ -241,3 +241,20 @@ def test_what_ends_while_a_slice_wakes_is_told_with_its_own_time():
     assert (first.slice, second.slice) == ("r/0", "t/0")
     assert finished.at - first.at == pytest.approx(0.5, abs=0.1)
     assert second.at - finished.at == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_death_that_requests_report_too_is_one_death():
+    import time
+
+    run = Run()
+
+    def wake():
+        run.reports.append(
+            run.ev.SliceFailed(at=time.time(), slice="A", reason="died", lost=frozenset(), restartable=True)
+        )
+
+    run.replicas.takes["wake"] = wake
+    run.replicas.dies_in["wake"] = "t/0"
+    run.step()
+    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"]
+    assert len([line for line in run.lines if "is out" in line]) == 1

@@ -234,6 +234,7 @@ class SessionBook:
                 request.seat = replace(request.seat, at=request.seat.at + event.at - self._published_at)
             else:
                 request.seat = load.seat()
+            request.sent_at = max(request.sent_at, request.seat.at)  # turns are not longer for a slice that slept
             load.age += event.at - request.seat.at
             load.made_before += request.seat.made
 
@@ -241,7 +242,9 @@ class SessionBook:
         request = self._requests.get(event.request)
         if request is None:
             return
-        session = self.sessions.get(request.session)  # None: it was given up (a group that was started anew)
+        session = self.sessions.get(request.session)
+        if session is not None and session.number != request.number:
+            session = None  # it was given up, another attempt of this name has begun
         if event.ending is not Ending.FAILED and session is not None:
             session.tokens += event.tokens
             session.context = request.context + event.tokens
@@ -259,7 +262,8 @@ class SessionBook:
         to sit there still waits."""
         seated, queue = self._on_slice[request.slice], self._queues[request.slice]
         load = self._move(request.slice, event.at)
-        step_s = self.decode.step_s(load.n / self._roofline.speed(request.slice)) if self.decode.known else math.inf
+        speed, kv = self._roofline.speed(request.slice), load.context + load.n * load.made - load.made_before
+        step_s = self.decode.step_s(load.n / speed, kv / speed) if self.decode.known else math.inf
 
         def surprise(name: str) -> float:
             seat = seated[name].seat
@@ -290,8 +294,7 @@ class SessionBook:
     def _learn(self, slice_id: SliceId, *, n: float, kv: float, took_s: float, tokens: int) -> None:
         speed = self._roofline.speed(slice_id)
         if self.decode.known:
-            expected_s = tokens * self.decode.step_s(n / speed, kv / speed)
-            self._roofline.measured(slice_id, expected_s=expected_s * speed, took_s=took_s)
+            self._roofline.measured(slice_id, expected_s=tokens * self.decode.step_s(n, kv), took_s=took_s)
         self.decode.observe(n=n / speed, kv=kv / speed, seconds_per_token=took_s / tokens, tokens=tokens)
 
     def _drop(self, name: str) -> None:

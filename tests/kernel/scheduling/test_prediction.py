@@ -154,6 +154,13 @@ def test_a_request_may_outlive_a_session_that_was_given_up() -> None:
     for name in ("q", "r"):
         book.observe(ev.RequestFinished(at=2.0, request=name, tokens=10), roofline)
     assert (book.asking(), book.sessions) == (0, {})
+    # One that was started anew under the same name gets nothing of what its predecessor still does.
+    old = ev.RequestStarted(at=3.0, request="old", session="s", group="g", slice=slice_.id, context_tokens=0)
+    book.observe(old, roofline)
+    book.observe(ev.SessionFinished(at=4.0, session="s", group="g"), roofline)
+    book.observe(replace(old, at=4.0, request="new"), roofline)
+    book.observe(ev.RequestFinished(at=5.0, request="old", tokens=1000), roofline)
+    assert book.sessions["s"].tokens == 0
 
 
 def test_waiting_for_a_seat_is_not_decoding_time() -> None:
@@ -273,6 +280,38 @@ def test_speeds_are_found_although_the_order_of_seats_is_guessed_wrong() -> None
         book.observe(event, roofline)
     for name, seconds in step_s.items():
         assert book.decode.step_s(4 / roofline.speed(name)) == pytest.approx(seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_slices_stay_equal_however_long_they_are_measured(seed: int) -> None:
+    rng = random.Random(seed)
+    roofline, book = Roofline(), SessionBook()
+    free_at: dict[SliceId, list[float]] = {}
+    for name in (SliceId("a"), SliceId("b")):
+        slice_ = Slice(
+            id=name, pool="p", gpus=(Gpu(node=name, index=0),), capabilities=frozenset({Tag.ROLLOUT}), seats=8
+        )
+        roofline.add(slice_)
+        book.observe(ev.SliceAdded(at=0.0, slice=slice_), roofline)
+        free_at[name] = [0.0] * 8
+    told: list[tuple[float, int, ev.Event]] = []
+    for number in range(4000):
+        name = min(free_at, key=lambda name: min(free_at[name]))
+        seat = free_at[name].index(min(free_at[name]))
+        began, tokens = free_at[name][seat], rng.randint(10, 200)
+        ended = free_at[name][seat] = began + tokens * 0.008 * rng.uniform(0.8, 1.2)
+        request = str(number)
+        told.append(
+            (
+                began,
+                1,
+                ev.RequestStarted(at=began, request=request, session=request, group="g", slice=name, context_tokens=0),
+            )
+        )
+        told.append((ended, 0, ev.RequestFinished(at=ended, request=request, tokens=tokens)))
+    for _, _, event in sorted(told, key=lambda entry: entry[:2]):
+        book.observe(event, roofline)
+    assert roofline.speed(SliceId("a")) == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_batch_with_room_for_few_others_waits_for_those_it_cannot_do_without() -> None:
