@@ -55,7 +55,7 @@ class PredictiveConfig:
             end of a step, when new weights interrupt all of them anyway.
     """
 
-    margin: float = 0.15
+    margin: float = 0.25
     max_loans_per_step: int = 3
     migration: bool = False
 
