@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from seamless_verl.scheduling.slices import Slice, SliceId, Tag
 
-_KEPT = 0.95  # of what is known, at each further request
+_KEPT = 0.97  # of what is known, at each further request
 
 
 def balance(slice_: Slice) -> float:

@@ -139,13 +139,18 @@ def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
     assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 25.0, 45.0 + 12.0]
 
 
-def test_a_request_may_outlive_a_session_that_was_given_up() -> None:
+def with_one_seat() -> tuple[Roofline, SessionBook, Slice]:
     roofline, book = Roofline(), SessionBook()
     slice_ = Slice(
         id=SliceId("a"), pool="p", gpus=(Gpu(node="n", index=0),), capabilities=frozenset({Tag.ROLLOUT}), seats=1
     )
     roofline.add(slice_)
     book.observe(ev.SliceAdded(at=0.0, slice=slice_), roofline)
+    return roofline, book, slice_
+
+
+def test_a_request_may_outlive_a_session_that_was_given_up() -> None:
+    roofline, book, slice_ = with_one_seat()
     for name in ("r", "q"):
         book.observe(
             ev.RequestStarted(at=0.0, request=name, session="s", group="g", slice=slice_.id, context_tokens=0), roofline
@@ -164,12 +169,7 @@ def test_a_request_may_outlive_a_session_that_was_given_up() -> None:
 
 
 def test_waiting_for_a_seat_is_not_decoding_time() -> None:
-    roofline, book = Roofline(), SessionBook()
-    slice_ = Slice(
-        id=SliceId("a"), pool="p", gpus=(Gpu(node="n", index=0),), capabilities=frozenset({Tag.ROLLOUT}), seats=1
-    )
-    roofline.add(slice_)
-    book.observe(ev.SliceAdded(at=0.0, slice=slice_), roofline)
+    roofline, book, slice_ = with_one_seat()
     for name in ("r", "q"):
         start = ev.RequestStarted(at=0.0, request=name, session=name, group="g", slice=slice_.id, context_tokens=0)
         book.observe(start, roofline)

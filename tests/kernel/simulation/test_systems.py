@@ -91,7 +91,7 @@ def test_predictive_comes_near_the_limit_on_the_published_hardware() -> None:
     wanted = of_published_hardware("predictive", 2, 2, steps=12)
     ours = simulate(wanted)
     assert ours.step_s <= fluid_limit(wanted).paid_s / 0.93
-    assert ours.books.trainable_idle_share < 0.09
+    assert ours.books.trainable_idle_share < 0.08
     for rival in ("greedy_streaming", "disaggregated_streaming"):
         assert ours.step_s < simulate(replace(wanted, system=rival)).step_s
 
