@@ -9,7 +9,7 @@ The policy fits generation speed and lengths to what finishes (`prediction.sessi
   local update are expected, and as late as the gang's training lets it, less a tenth because forecasts err; shortly
   before that lent slices get no new requests; a forecast of which nothing has come true yet is not believed (lengths
   that are all equal all come at once, or all late);
-* the router learns when each loan should end and can keep long work on slices that are never taken back.
+* the router learns which sessions will probably outlast the loan and prefers slices for them that are never taken back.
 
 **No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released
 (`_returning`). So a slice is lent at most once between two grants. (2) Between two ``StepEnded`` there are at most
@@ -131,13 +131,13 @@ class Predictive:
         if benefit > needed:
             self._loans += 1
             self._review_at = cluster.now
+            yield self._horizon(cluster, outlook, best.slices, best.back_s)
             yield Decision(
                 verb=Verb.LEND,
                 slices=ids(best.slices),
                 reason=f"benefit {benefit:.2f} s > {needed:.2f} s {costs}, for {best.back_s:.2f} s",
                 predicted_benefit_s=benefit,
             )
-            yield Horizon(slices=ids(best.slices), until=cluster.now + best.back_s)
             return
         self._review_at = cluster.now + max(wake_s + back_s, 0.05)
         yield Decision(
@@ -194,7 +194,7 @@ class Predictive:
         self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon)
         yield LookAgain(at=self._review_at)
         if best.back_s < math.inf and best.worth < math.inf:
-            yield Horizon(slices=ids(lent), until=cluster.now + best.back_s)
+            yield self._horizon(cluster, outlook, lent, best.back_s)
         if due:
             yield Decision(verb=Verb.WAIT, slices=ids(lent), reason=f"they are worth more for {best.back_s:.2f} s")
             return
@@ -208,6 +208,10 @@ class Predictive:
                 slices=ids(fed),
                 reason=f"wanted back in {best.back_s:.2f} s, a request takes {turn_s:.2f} s",
             )
+
+    def _horizon(self, cluster: Cluster, outlook: Outlook, slices: Sequence[SliceStatus], back_s: float) -> Horizon:
+        outlasting = self._forecaster.longer_than(cluster, back_s / outlook.token_s)
+        return Horizon(slices=ids(slices), outlasting=outlasting)
 
     def _reclaim(self, lent: Sequence[SliceStatus], reason: str) -> Decision:
         self._returning = True

@@ -89,9 +89,9 @@ def of_published_hardware(system: str, trainers: int, rollouts: int, steps: int)
 
 def test_predictive_comes_near_the_limit_on_the_published_hardware() -> None:
     wanted = of_published_hardware("predictive", 2, 2, steps=12)
-    ours = simulate(wanted)
+    ours, *more = (simulate(replace(wanted, seed=seed)) for seed in range(3))
     assert ours.step_s <= fluid_limit(wanted).paid_s / 0.93
-    assert ours.books.trainable_idle_share < 0.08
+    assert sum(result.books.trainable_idle_share for result in (ours, *more)) / 3 < 0.08
     for rival in ("greedy_streaming", "disaggregated_streaming"):
         assert ours.step_s < simulate(replace(wanted, system=rival)).step_s
 
