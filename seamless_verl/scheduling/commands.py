@@ -95,11 +95,11 @@ class RestartSlice(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetHorizon(Command):
-    """Advice to the router: the lent slice is expected to be taken back at ``until``; work that takes longer is better
-    placed on slices that are not lent. Holds until the next one or until the slice is drained."""
+    """Advice to the router: these sessions will probably last longer than the slice is lent, others are better placed
+    there. Holds until the next one, for all lent slices, or until the slice is drained."""
 
     slice: SliceId
-    until: float
+    outlasting: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

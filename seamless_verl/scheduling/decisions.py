@@ -59,10 +59,10 @@ class LookAgain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Horizon:
-    """When a policy expects to take lent slices back; the router is told (`SetHorizon`)."""
+    """Which sessions that are out will probably last longer than slices are lent; the router is told (`SetHorizon`)."""
 
     slices: tuple[SliceId, ...]
-    until: float
+    outlasting: frozenset[str]
 
 
 Proposal = Decision | LookAgain | Horizon

@@ -311,7 +311,7 @@ class Scheduler:
         if isinstance(proposal, LookAgain):
             return proposal.at
         if isinstance(proposal, Horizon):
-            self._issuer.say(*(SetHorizon(slice=slice_id, until=proposal.until) for slice_id in proposal.slices))
+            self._issuer.say(*(SetHorizon(slice=s, outlasting=proposal.outlasting) for s in proposal.slices))
             return None
         statuses = [self.cluster[slice_id] for slice_id in proposal.slices]
         why = f"{proposal.verb.value} ({proposal.reason})"

@@ -62,6 +62,7 @@ class Driver:
         keep_cache: bool,
     ) -> None:
         self.outcomes: list[Outcome] = []
+        self.outlasting: frozenset[str] = frozenset()  # sessions that will probably last longer than slices are lent
         self.lends = 0
         self.stalls = 0
         self.changed = Signal(clock)  # a grant, or a replica that is ready
@@ -162,7 +163,8 @@ class Driver:
             case cmd.FailOver():
                 self._fleet.vacate(command.slice)
             case cmd.SetHorizon():
-                self._fleet.units[command.slice].horizon = command.until
+                self._fleet.units[command.slice].lent = True
+                self.outlasting = command.outlasting
             case _:
                 raise SeamlessError(f"the simulator cannot carry out {type(command).__name__}")
 
@@ -206,7 +208,7 @@ class Driver:
     def _drain(self, command: cmd.DrainSlice) -> None:
         self._number(command.slice, command.command)
         unit = self._fleet.units[command.slice]
-        unit.accepting = False
+        unit.accepting = unit.lent = False
         if not command.interrupt and unit.serving and not self._fleet.idle(command.slice):
             self._leisurely[command.slice] = command.command
             return

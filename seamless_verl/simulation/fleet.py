@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
@@ -17,7 +18,7 @@ class Unit:
         self.account = account
         self.replica = replica
         self.accepting = False
-        self.horizon: float | None = None  # when it is expected to be taken back
+        self.lent = False  # it will be taken back
         self._clock = clock
         self._use: Use | None = Use.WAIT_DATA  # None: generating, the replica keeps the books
         self._since = clock.now
@@ -58,6 +59,7 @@ class Fleet:
     migration: when replicas give requests back; None: never.
     oldest_first: engines serve waiting requests of the oldest session first.
     rebalance: all requests are placed anew when empty replicas join (verl aborts them all and clears its sticky table).
+    is_long: whether a request will probably last longer than slices are lent.
     started, stopped: told of every request that a slice gets, and loses (whether it was finished).
     """
 
@@ -69,6 +71,7 @@ class Fleet:
         migration: MigrationRule | None,
         rebalance: bool,
         oldest_first: bool,
+        is_long: Callable[[Request], bool],
         started: Callable[[Request, str], None],
         stopped: Callable[[Request, str, bool], None],
         finished: Callable[[Request], None],
@@ -80,6 +83,7 @@ class Fleet:
         self._migration = migration
         self._rebalance = rebalance
         self._oldest_first = oldest_first
+        self._is_long = is_long
         self._started = started
         self._stopped = stopped
         self._finished = finished
@@ -123,7 +127,7 @@ class Fleet:
         if not names:
             return
         held, self._held = self._held, {}
-        pending = [waiting for _, waiting in held.values()]
+        pending = [replace(waiting, long=self._is_long(request)) for request, waiting in held.values()]
         for decision in self._router.route(pending, [self._load(name) for name in names]):
             if isinstance(decision, Route):
                 self._place(held[decision.request][0], self.units[decision.replica])
@@ -220,4 +224,6 @@ class Fleet:
             waiting=len(replica.waiting),
             kv_tokens=kv,
             kv_room=replica.physics.kv_tokens - kv,
+            max_running=replica.physics.max_running,
+            lent=self.units[name].lent,
         )

@@ -163,6 +163,7 @@ class Simulation:
             migration=MigrationRule() if rules.router == "marginal_gain" else None,
             rebalance=rules.rebalances,
             oldest_first=rules.oldest_first if scenario.oldest_first is None else scenario.oldest_first,
+            is_long=self._is_long,
             started=self._request_started,
             stopped=self._request_stopped,
             finished=self._request_finished,
@@ -292,6 +293,11 @@ class Simulation:
             self.driver.fail(name)
 
     # ---------------------------------------------------------------- what the scheduler is told of requests
+
+    def _is_long(self, request: Request) -> bool:
+        attempt = request.owner
+        assert isinstance(attempt, Attempt)
+        return attempt.session in self.driver.outlasting
 
     def _request_started(self, request: Request, name: str) -> None:
         attempt = request.owner

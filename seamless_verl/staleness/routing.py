@@ -28,6 +28,7 @@ class ReplicaLoad:
         kv_tokens: tokens cached by the running requests.
         kv_room: further tokens that its cache can hold.
         max_running: requests that it decodes at a time; more would wait.
+        lent: it will be taken back, and what it still runs then goes on elsewhere, without its cache.
     """
 
     replica: str
@@ -37,6 +38,7 @@ class ReplicaLoad:
     kv_tokens: int
     kv_room: int
     max_running: int = 1 << 30
+    lent: bool = False
 
     def can_start(self, tokens: int) -> bool:
         """Whether a request with ``tokens`` of context would be decoded at once."""
@@ -54,11 +56,13 @@ class PendingRequest:
         version: lowest weight version it may run on: V_traj once it has started (partial rollout), else the lowest for
             which its group was granted a slot.
         tokens: context it brings, prompt and what was generated so far.
+        long: it is expected to last longer than what is lent.
     """
 
     request: str
     version: int
     tokens: int
+    long: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +99,51 @@ class RoutingPolicy(Protocol):
 
 
 class LeastRequests:
-    """verl's own rule, the baseline: the replica with the fewest requests, whatever they weigh; never holds back."""
+    """verl's own rule: the replica with the fewest requests, whatever they weigh; never holds back.
+
+    Among equals a long request takes one that stays, any other one that is lent. Only among equals: giving up level
+    loads for it gained nothing in the simulator (docs/scheduling.md).
+    """
 
     def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
-        order = [(load.running + load.waiting, load.replica) for load in replicas]
-        heapq.heapify(order)
-        versions = {load.replica: load.version for load in replicas}
+        staying = _Fewest([load for load in replicas if not load.lent])
+        lent = _Fewest([load for load in replicas if load.lent])
         decisions: list[Route | Hold] = []
         for request in requests:
-            passed = []
-            while order and versions[order[0][1]] < request.version:
-                passed.append(heapq.heappop(order))
-            if order:
-                fewest, chosen = order[0]
-                heapq.heapreplace(order, (fewest + 1, chosen))
-                decisions.append(Route(request=request.request, replica=chosen, reason=f"fewest requests: {fewest}"))
-            else:
+            here, there = (staying, lent) if request.long else (lent, staying)
+            mine, other = here.first(request.version), there.first(request.version)
+            if mine is None or (other is not None and other[0] < mine[0]):
+                here, mine = there, other
+            if mine is None:
                 decisions.append(Hold(request=request.request, reason=f"no replica has version {request.version}"))
-            for entry in passed:
-                heapq.heappush(order, entry)
+                continue
+            here.add_to(mine)
+            fewest, chosen = mine
+            decisions.append(Route(request=request.request, replica=chosen, reason=f"fewest requests: {fewest}"))
         return decisions
+
+
+class _Fewest:
+    """Replicas by the number of their requests."""
+
+    def __init__(self, loads: Sequence[ReplicaLoad]) -> None:
+        self._order = [(load.running + load.waiting, load.replica) for load in loads]
+        self._versions = {load.replica: load.version for load in loads}
+        heapq.heapify(self._order)
+
+    def first(self, version: int) -> tuple[int, str] | None:
+        """The fewest requests, and who has them, among those that have this version or a newer one."""
+        if self._order and self._versions[self._order[0][1]] >= version:
+            return self._order[0]
+        return min((entry for entry in self._order if self._versions[entry[1]] >= version), default=None)
+
+    def add_to(self, entry: tuple[int, str]) -> None:
+        fewer, replica = entry
+        if entry == self._order[0]:
+            heapq.heapreplace(self._order, (fewer + 1, replica))
+        else:
+            self._order[self._order.index(entry)] = (fewer + 1, replica)
+            heapq.heapify(self._order)
 
 
 class MarginalGain:

@@ -10,15 +10,18 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.observe.flight import RequestEnded, RequestStarted, SliceAdded, SliceRemoved, SliceState
 from seamless_verl.observe.ledger import Ledger, SliceSeconds
+from seamless_verl.staleness.routing import LeastRequests, PendingRequest, ReplicaLoad, Route
 
 _ANY = "any"  # all requests on a replica count as one: it is busy while at least one is out
 
 
 class MeteredLoadBalancer(GlobalRequestLoadBalancer):
-    """Routes exactly as its parent."""
+    """Routes as its parent, and while replicas are lent, among equals, long sessions to those that stay."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._lent: set[str] = set()
+        self._outlasting: frozenset[str] = frozenset()
         self._ledger = Ledger()
         self._serving = asyncio.Event()
         self._open(list(self._inflight_requests))
@@ -27,7 +30,15 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         """Returns when there is a replica to ask: all of them may be with the trainer, or dead."""
         await self._serving.wait()
 
+    def set_horizon(self, server_ids: list[str], outlasting: frozenset[str]) -> None:
+        """These replicas are lent until they are removed, and these sessions will probably last longer."""
+        self._lent.update(server_ids)
+        self._outlasting = outlasting
+
     def acquire_server(self, request_id: str) -> tuple[str, Any]:
+        known = self._request_id_to_server.get(request_id) in self._inflight_requests
+        if self._lent and not known and not self._full_determinism:
+            self._choose(request_id)
         server_id, handle = super().acquire_server(request_id)
         if self._inflight_requests[server_id] == 1:
             self._ledger.handle(RequestStarted(at=time.monotonic(), request=_ANY, slice=server_id, prompt_tokens=0))
@@ -40,6 +51,24 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
                 RequestEnded(at=time.monotonic(), request=_ANY, slice=server_id, tokens=0, finish="completed")
             )
 
+    def _choose(self, request_id: str) -> None:
+        request = PendingRequest(request=request_id, version=0, tokens=0, long=request_id in self._outlasting)
+        loads = [
+            ReplicaLoad(
+                replica=server_id,
+                version=0,
+                running=requests,
+                waiting=0,
+                kv_tokens=0,
+                kv_room=0,
+                lent=server_id in self._lent,
+            )
+            for server_id, requests in self._inflight_requests.items()
+        ]
+        for decision in LeastRequests().route([request], loads):
+            if isinstance(decision, Route):
+                self._request_id_to_server[request_id] = decision.replica
+
     def add_servers(self, servers: dict[str, Any]) -> None:
         known = set(self._inflight_requests)
         super().add_servers(servers)
@@ -47,6 +76,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
+        self._lent.difference_update(server_ids)
         if not self._inflight_requests:
             self._serving.clear()
         for server_id in server_ids:

@@ -138,6 +138,9 @@ class SliceDriver:
     def _carry_out(self, commands: Sequence[cm.Command]) -> list[ev.Event]:
         for command in commands:
             self._note(command)
+        horizons = [c for c in commands if isinstance(c, cm.SetHorizon)]
+        if horizons:  # before the slices are on the router
+            self._replicas.set_horizon([c.slice for c in horizons], horizons[-1].outlasting)
         done = self._drain([c for c in commands if isinstance(c, cm.DrainSlice)])
         lends = [c for c in commands if isinstance(c, cm.LendSlice)]
         done += self._lend(lends, [c for c in commands if isinstance(c, cm.SyncWeights)])

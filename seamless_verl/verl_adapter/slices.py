@@ -68,6 +68,12 @@ class ReplicaSlices:
         )
         ray.get(self._router.clear_sticky_cache.remote())
 
+    def set_horizon(self, slices: Sequence[SliceId], outlasting: frozenset[str]) -> None:
+        """Advice for requests that come from now on; a router of the user's own takes none."""
+        advise = getattr(self._router, "set_horizon", None)
+        if advise is not None:
+            advise.remote([self.addresses[s] for s in slices], outlasting)
+
     def unregister(self, slices: Sequence[SliceId]) -> None:
         ray.get(self._router.remove_servers.remote([self.addresses[s] for s in slices]))
 

@@ -30,6 +30,22 @@ def test_the_baseline_is_verls_own_rule_with_a_stopwatch():
     assert balancer_class(RouterConfig(), 64) is MeteredLoadBalancer
 
 
+def test_among_equals_a_long_session_stays_off_what_is_lent_until_that_is_taken_back():
+    from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
+
+    balancer = MeteredLoadBalancer(servers={"a": "A", "b": "B"}, max_cache_size=1000)
+    for n in range(20):
+        balancer.set_horizon(["b"], frozenset({f"long{n}"}))
+        if n % 2:
+            assert [balancer.acquire_server(f"{kind}{n}")[0] for kind in ("long", "new")] == ["a", "b"]
+        else:
+            assert [balancer.acquire_server(f"{kind}{n}")[0] for kind in ("new", "long")] == ["b", "a"]
+    balancer.remove_servers(["b"])
+    assert balancer.acquire_server("new0")[0] == "a"  # its place is gone
+    balancer.add_servers({"b": "B"})
+    assert balancer.acquire_server("long99")[0] == "b"  # the fewest; nothing is lent
+
+
 async def test_requests_spread_and_a_conversation_stays_where_it_is():
     balancer = router()
     places = [(await balancer.acquire_server(f"r{n}", prompt_ids=[0] * 100))[0] for n in range(10)]

@@ -36,6 +36,9 @@ class Replicas:
         self._maybe_die("register")
         self.on_router.update(slices)
 
+    def set_horizon(self, slices, outlasting):
+        self.told.append(("set_horizon", slices, outlasting))
+
     def unregister(self, slices):
         self.on_router.difference_update(slices)
 
@@ -217,6 +220,16 @@ def test_what_the_other_replicas_take_first_is_no_part_of_a_switch():
         run.replicas.takes[method] = lambda seconds=seconds: setattr(run, "time", run.time + seconds)
     run.step()
     assert run.scheduler.cluster.costs.typical_s(Switch.TO_ROLLOUT) == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_router_learns_what_outlasts_a_loan_before_the_slice_is_on_it():
+    from seamless_verl.scheduling import commands as cm
+
+    run = Run()
+    lend = cm.LendSlice(command=7, slice="t/0", version=0)
+    run.driver._carry_out([lend, cm.SetHorizon(slice="t/0", outlasting=frozenset({"s"}))])
+    told = run.replicas.told
+    assert told.index(("set_horizon", ["t/0"], frozenset({"s"}))) < told.index("register")
 
 
 def test_what_ends_while_a_slice_wakes_is_told_with_its_own_time():

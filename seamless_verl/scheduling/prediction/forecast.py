@@ -37,6 +37,7 @@ class Outlook:
     Attributes:
         standing: speed of the slices that always generate.
         full_rate: tokens per second if every slice generated under the usual load.
+        token_s: seconds in which a session that has a seat gains a token then.
         fresh: the batch after this one; None while no bound on staleness is known.
     """
 
@@ -44,6 +45,7 @@ class Outlook:
     work: Work
     standing: float
     full_rate: float
+    token_s: float
     fresh: Fresh | None
     elapsed_s: float
 
@@ -143,13 +145,24 @@ class Forecaster:
         everyone = standing + lendable
         busy = min(max(self.book.crowd, len(work.remaining) * work.weight), work.room(everyone))
         held = busy * sum(work.contexts) / max(len(work.contexts), 1)
+        token_s = work.pace(busy, held, everyone)
         return Outlook(
             trainer=trainer,
             work=work,
             standing=standing,
-            full_rate=busy / work.pace(busy, held, everyone),
+            full_rate=busy / token_s,
+            token_s=token_s,
             fresh=self._fresh(standing, lendable),
             elapsed_s=cluster.now - (self._ended_at or 0.0),
+        )
+
+    def longer_than(self, cluster: Cluster, tokens: float) -> frozenset[str]:
+        """Sessions that are out and will rather generate more than so many further tokens than fewer."""
+        book = self.book
+        return frozenset(
+            name
+            for name, session in book.sessions.items()
+            if book.lengths.remaining(book.progress(session, cluster.now)[0], 0.5) > tokens
         )
 
     def _fresh(self, standing: float, lendable: float) -> Fresh | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -139,6 +140,41 @@ def test_least_requests_knows_only_versions_and_numbers() -> None:
     assert [type(d) for d in decisions] == [Route]
     (held,) = LeastRequests().route([request("r", 3)], [load("old", version=1)])
     assert isinstance(held, Hold)
+
+
+def test_among_equals_a_long_request_stays_and_others_go_to_what_is_lent() -> None:
+    replicas = [replace(load("lent", running=1), lent=True), load("stays", running=1), load("busy", running=2)]
+
+    def placed(*long: bool) -> list[str]:
+        requests = [replace(request(f"r{i}"), long=value) for i, value in enumerate(long)]
+        decisions = LeastRequests().route(requests, replicas)
+        return [decision.replica for decision in decisions if isinstance(decision, Route)]
+
+    assert placed(True) == ["stays"]
+    assert placed(False) == ["lent"]
+    assert placed(True, True, True) == ["stays", "lent", "busy"]  # level loads come first
+    assert placed(False, False, True, False) == ["lent", "stays", "busy", "lent"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1), st.booleans()), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=20),
+)
+def test_what_is_lent_never_makes_loads_less_level(
+    replicas: list[tuple[int, int, bool]], requests: list[tuple[int, bool]]
+) -> None:
+    loads = [
+        replace(load(f"s{i}", version=version, running=n), lent=lent) for i, (n, version, lent) in enumerate(replicas)
+    ]
+    counts = {load.replica: load.running for load in loads}
+    pending = [replace(request(f"r{i}", version), long=long) for i, (version, long) in enumerate(requests)]
+    for asked, decision in zip(pending, LeastRequests().route(pending, loads), strict=True):
+        able = [load.replica for load in loads if load.version >= asked.version]
+        assert isinstance(decision, Route if able else Hold)
+        if isinstance(decision, Route):
+            assert counts[decision.replica] == min(counts[name] for name in able)
+            assert decision.replica in able
+            counts[decision.replica] += 1
 
 
 def test_queues_are_given_back_while_somebody_has_none() -> None:
