@@ -35,7 +35,7 @@ class _Static(Roofline):
         super().__init__()
         self._speeds = speeds
 
-    def measured(self, slice_id: SliceId, seconds_per_token_ratio: float) -> None:
+    def measured(self, slice_id: SliceId, *, expected_s: float, took_s: float) -> None:
         pass
 
     def speed(self, slice_id: SliceId) -> float:

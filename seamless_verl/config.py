@@ -233,7 +233,7 @@ class SchedulerConfig:
     """
 
     policy: str | None = None
-    margin: float = 0.25
+    margin: float = 0.0
     max_loans_per_step: int = 3
 
     def __post_init__(self) -> None:

@@ -30,34 +30,48 @@ def static_speed(slice_: Slice) -> float | None:
 class Roofline:
     """Static priorities and the correction.
 
-    ``speed`` is the generation speed of a slice relative to the mean of the known slices. Measured ones replace the
-    static ones as they come in: what its last requests should have taken, summed, over what they took. Sums, because
-    who of many requests got a seat first is not always known: what one seems to have taken less another took more.
+    ``speed`` is on one scale for all slices, whichever of them were measured: 1 is the mean of what data sheets say.
+    Measuring says how the measured slices share the speed that their data sheets promise of them together; one that was
+    not measured yet has the speed of its data sheet, or is an average slice without one.
     """
 
     _slices: dict[SliceId, Slice] = field(default_factory=dict)
+    _static: dict[SliceId, float] = field(default_factory=dict)  # by data sheets, their mean is 1
     _measured: dict[SliceId, tuple[float, float]] = field(default_factory=dict)  # expected seconds, seconds
+    _total: float = 0.0  # of what was measured: the ratios of all slices
+    _promised: float = 0.0  # of the same slices: the static speeds
 
     def add(self, slice_: Slice) -> None:
         self._slices[slice_.id] = slice_
+        sheets = {name: static_speed(slice_) for name, slice_ in self._slices.items()}
+        known = [sheet for sheet in sheets.values() if sheet is not None]
+        average = sum(known) / len(known) if known else 1.0
+        self._static = {name: 1.0 if sheet is None else sheet / average for name, sheet in sheets.items()}
+        self._promised = sum(self._static[name] for name in self._measured)
 
     def measured(self, slice_id: SliceId, *, expected_s: float, took_s: float) -> None:
         """One more request.
 
+        Sums of the last ones are compared, because who of many requests got a seat first is not always known: what one
+        seems to have taken less another took more.
+
         Args:
             expected_s: what it would have taken on a slice of speed 1 under the same load.
         """
-        before = self._measured.get(slice_id, (0.0, 0.0))
-        self._measured[slice_id] = (_KEPT * before[0] + expected_s, _KEPT * before[1] + took_s)
+        before = self._measured.get(slice_id)
+        if before is None:
+            self._promised += self._static[slice_id]
+        else:
+            self._total -= _ratio(before)
+        sums = before or (0.0, 0.0)
+        self._measured[slice_id] = sums = (_KEPT * sums[0] + expected_s, _KEPT * sums[1] + took_s)
+        self._total += _ratio(sums)
 
     def speed(self, slice_id: SliceId) -> float:
         """Generation speed relative to an average slice; 1 when nothing is known."""
-        if slice_id in self._measured:
-            speeds = {name: expected_s / max(took_s, 1e-9) for name, (expected_s, took_s) in self._measured.items()}
-            return speeds[slice_id] / (sum(speeds.values()) / len(speeds))
-        static = static_speed(self._slices[slice_id])
-        known = [s for s in map(static_speed, self._slices.values()) if s is not None]
-        return static / (sum(known) / len(known)) if static is not None and known else 1.0
+        if slice_id not in self._measured:
+            return self._static[slice_id]
+        return _ratio(self._measured[slice_id]) * self._promised / self._total
 
     def order(self, slices: Iterable[Slice], tag: Tag) -> list[SliceId]:
         """Best for ``tag`` first; ties by id, so that the order is the same on every machine."""
@@ -66,3 +80,9 @@ class Roofline:
         else:
             ranked = sorted(slices, key=lambda s: (-self.speed(s.id), balance(s), s.id))
         return [s.id for s in ranked]
+
+
+def _ratio(sums: tuple[float, float]) -> float:
+    """How much faster than a slice of speed 1 it was."""
+    expected_s, took_s = sums
+    return expected_s / max(took_s, 1e-9)

@@ -28,6 +28,7 @@ _SIMPLE = {
     "data.train_batch_size": ("batch", int),
     "actor.ppo_mini_batch_size": ("mini_batch", int),
     "rollout.n": ("attempts", int),
+    "router.oldest_first": ("oldest_first", bool),
     "steps": ("steps", int),
     "seed": ("seed", int),
 }
@@ -78,7 +79,7 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         value = changes[name] = _read(key, text, kind)
         if name == "system":
             changes[name] = LIVE_POLICIES.get(text, text)
-        elif value < _LEAST[name]:
+        elif name in _LEAST and value < _LEAST[name]:
             raise ConfigError(key, text, "is too small", f"write {_LEAST[name]} or more")
     elif key == "resources":
         changes["pools"] = _pools(base, text)
@@ -100,10 +101,10 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
 
 
 def _read(key: str, text: str, kind: type) -> Any:
-    example = {int: "2", float: "1.5", str: "predictive"}[kind]
+    example = {int: "2", float: "1.5", str: "predictive", bool: "true"}[kind]
     try:
-        value = kind(text)
-    except ValueError:
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
         raise ConfigError(key, text, f"is no {kind.__name__}", f"write e.g. {key}={example}") from None
     if kind is float and not 0 <= value < 1e12:
         raise ConfigError(key, text, "must be finite and not negative", f"write e.g. {key}={example}")

@@ -34,7 +34,7 @@ from seamless_verl.simulation.recorded_work import (
     spans_of,
     work_of,
 )
-from seamless_verl.simulation.regimes import LIVE_POLICIES, REGIMES
+from seamless_verl.simulation.regimes import LIVE_POLICIES, REGIMES, regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario
 from seamless_verl.simulation.workload import Replay
@@ -72,7 +72,9 @@ def from_run(folder: Path) -> Recorded:
         SeamlessError: there is no recording, it cannot be read, or it holds nothing to replay.
     """
     file = folder / CONFIG
-    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not file.exists():  # a simulated run
+        return from_recording(load_recording(folder))
+    config = yaml.safe_load(file.read_text(encoding="utf-8"))
     rollout = (config.get("actor_rollout_ref") or {}).get("rollout") or {}
     return from_recording(
         load_recording(folder),
@@ -81,10 +83,13 @@ def from_run(folder: Path) -> Recorded:
     )
 
 
-def from_recording(recording: Recording, *, max_running: int = _UNLIMITED, oldest_first: bool = False) -> Recorded:
+def from_recording(
+    recording: Recording, *, max_running: int = _UNLIMITED, oldest_first: bool | None = None
+) -> Recorded:
     """Args:
         max_running: requests that an engine decodes at once.
-        oldest_first: requests that wait for it are served in the order in which their sessions began.
+        oldest_first: requests that wait for it are served in the order in which their sessions began; None: as the
+            recorded system does by itself.
 
     Raises:
         NothingToReplay: no complete step or no request was recorded.
@@ -110,11 +115,13 @@ def from_recording(recording: Recording, *, max_running: int = _UNLIMITED, oldes
     tokens = batch / len(groups) * sum(turn.prompt + turn.answer for g in groups for attempt in g for turn in attempt)
     settled = [request for request in requests if request.ended > steps[0][1]]
     settled = settled if any(request.tokens for request in settled) else requests
-    pools = _pools(recording, settled, max_running, oldest_first=oldest_first)
+    system = _system_of(started.policy)
+    by_age = regime(system).oldest_first if oldest_first is None else oldest_first
+    pools = _pools(recording, settled, max_running, oldest_first=by_age)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
     costs, seen, awaits_load = _switch_costs(recording)
     scenario = Scenario(
-        system=_system_of(started.policy),
+        system=system,
         pools=pools,
         workload=Replay(groups),
         train=TrainPhysics(
@@ -127,6 +134,7 @@ def from_recording(recording: Recording, *, max_running: int = _UNLIMITED, oldes
         eta=started.eta,
         steps=len(steps),
         warm=warm,
+        oldest_first=oldest_first,
     )
     told = "" if work.exact else " (estimated: no scheduler was told whose they are)"
     notes = (

@@ -89,7 +89,9 @@ class Replica:
     """Args:
     on_finish: called with a request that has all its tokens.
     account: charged for every second in which `advance` is called, i.e. while the slice has the rollout tag.
-    oldest_first: waiting requests are served in the order of their age; else as they came.
+    oldest_first: waiting requests are served in the order of their age, and a full cache preempts the youngest; else
+        they are served as they came, and who was admitted last is preempted (vLLM's scheduling policies ``priority``
+        and ``fcfs``).
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Replica:
         self._account = account
         self._on_finish = on_finish
         self._running: list[tuple[float, int, Request]] = []
-        self._admitted: list[tuple[int, Request]] = []
+        self._admitted: list[tuple[tuple[int, int], int, Request]] = []  # who is preempted last comes first
         self._parked: dict[Hashable, int] = {}
         self._parked_tokens = 0
         self._count = 0.0
@@ -171,7 +173,8 @@ class Replica:
         """Interrupt everything; requests keep their tokens. The order is that of admission, the queue last."""
         if self._serving:
             self.advance()
-        taken = [request for number, request in self._admitted if request.alive and request.number == number]
+        taken = [request for _, number, request in self._admitted if request.alive and request.number == number]
+        taken.sort(key=lambda request: request.number)
         for request in taken:
             self._stop(request)
         taken += self.waiting
@@ -183,12 +186,12 @@ class Replica:
         return taken
 
     def take(self, count: int) -> list[Request]:
-        """Interrupt ``count`` requests, the waiting ones first, then the youngest."""
+        """Interrupt ``count`` requests, the waiting ones first, then those that a full cache would preempt."""
         if self._serving:
             self.advance()
         taken = [self.waiting.pop() for _ in range(min(count, len(self.waiting)))]
         while len(taken) < count and self.num_running:
-            taken.append(self._pop_youngest())
+            taken.append(self._preempt())
         self._admit()
         self._set_timer()
         return taken
@@ -258,7 +261,7 @@ class Replica:
         if not self._serving or not self.num_running:
             return
         running = self._running
-        while not running[0][2].alive or running[0][1] != running[0][2].number or running[0][2].replica is not self:
+        while not self._runs(running[0][2], running[0][1]):
             heapq.heappop(running)
         steps = min(running[0][0] - self._count, (self.physics.kv_tokens - self.kv) / self.num_running)
         wait = self._prefill + self._prefill_again + self._seconds_for(max(steps, 0.0))
@@ -272,14 +275,14 @@ class Replica:
         running = self._running
         while running and running[0][0] <= self._count + _EPSILON:
             _, number, request = heapq.heappop(running)
-            if request.alive and request.number == number and request.replica is self:
+            if self._runs(request, number):
                 finished.append(request)
                 self._stop(request)
                 request.done = request.tokens
                 self._park(request)
         while self.num_running > 1 and self.kv >= self.physics.kv_tokens - _EPSILON * self.num_running:
             self.preemptions += 1
-            self._queue(self._pop_youngest())
+            self._queue(self._preempt())
         self._admit()
         self._set_timer()
         for request in finished:
@@ -317,9 +320,9 @@ class Replica:
         self.kv += size
         self._make_room()
         heapq.heappush(self._running, (request.end, request.number, request))
-        self._admitted.append((request.number, request))
+        insort(self._admitted, (request.age if self._oldest_first else (request.number, 0), request.number, request))
         if len(self._admitted) > 64 + 4 * self.num_running:
-            self._admitted = [(n, r) for n, r in self._admitted if r.alive and r.number == n and r.replica is self]
+            self._admitted = [entry for entry in self._admitted if self._runs(entry[2], entry[1])]
 
     def _stop(self, request: Request) -> None:
         request.alive = False
@@ -329,12 +332,16 @@ class Replica:
         if not self.num_running:
             self.kv = 0.0
 
-    def _pop_youngest(self) -> Request:
+    def _preempt(self) -> Request:
         while True:
-            number, request = self._admitted.pop()
-            if request.alive and request.number == number and request.replica is self:
+            _, number, request = self._admitted.pop()
+            if self._runs(request, number):
                 self._stop(request)
                 return request
+
+    def _runs(self, request: Request, number: int) -> bool:
+        """Whether it still does since the admission of that number."""
+        return request.alive and request.number == number and request.replica is self
 
     def _park(self, request: Request) -> None:
         """Its cache stays for the next turn, until somebody needs the room."""

@@ -57,6 +57,7 @@ class Scenario:
     attempts: trajectories per group.
     eta: bound on staleness; for systems without a bound, the batches they keep in advance.
     warm: first steps that the figures leave out (the pipeline fills).
+    oldest_first: engines serve waiting requests of the oldest session first; None: as the system does by itself.
     """
 
     system: str
@@ -72,6 +73,7 @@ class Scenario:
     warm: int = 3
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
+    oldest_first: bool | None = None
 
     def __post_init__(self) -> None:
         rules = regime(self.system)
@@ -160,7 +162,7 @@ class Simulation:
             self._router(),
             migration=MigrationRule() if rules.router == "marginal_gain" else None,
             rebalance=rules.rebalances,
-            oldest_first=rules.oldest_first,
+            oldest_first=rules.oldest_first if scenario.oldest_first is None else scenario.oldest_first,
             is_long=self._is_long,
             started=self._request_started,
             stopped=self._request_stopped,

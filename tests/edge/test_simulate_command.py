@@ -63,6 +63,10 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
     told = capsys.readouterr().out
     off = float(told.split(" s (")[1].split("%")[0])
     assert abs(off) < 10.0
+    assert known.scenario.oldest_first is None  # a simulated run: as each system does it
+    for policy in ("fcfs", "priority"):
+        (run / "config.yaml").write_text(f"actor_rollout_ref: {{rollout: {{scheduling_policy: {policy}}}}}")
+        assert from_run(run).scenario.oldest_first is (policy == "priority")
 
 
 def test_search_ranks_splits_and_says_what_moves_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +103,7 @@ def test_parquet_has_one_column_per_figure(tmp_path: Path) -> None:
         (["--set", "staleness.eta=two"], "staleness.eta=two: is no int. Fix: write e.g. staleness.eta=2"),
         (["--set", "staleness.eta=-1"], "staleness.eta=-1: is too small. Fix: write 0 or more"),
         (["--set", "steps=0"], "steps=0: is too small"),
+        (["--set", "router.oldest_first=perhaps"], "is no bool. Fix: write e.g. router.oldest_first=true"),
         (["--set", "costs.wake=nan"], "costs.wake=nan: must be finite"),
         (["--set", "resources=[{name: a}]"], "needs name, nodes, gpus_per_node and capabilities only"),
         (

@@ -4,7 +4,7 @@ The policy fits generation speed and lengths to what finishes (`prediction.sessi
 (`prediction.plans`) and compares their value in seconds (`prediction.forecast`):
 
 * **hold** against **lend m slices until t**, for several m and t, with the measured costs of waking and of taking back;
-  lent is the cheapest plan if it beats holding by a margin;
+  lent is the cheapest plan if it beats holding (by a margin, if one is asked for);
 * while slices are lent, **take back now** against later. Candidates for t are one switch before the groups of each
   local update are expected, and as late as the gang's training lets it, less a tenth because forecasts err; shortly
   before that lent slices get no new requests; a forecast of which nothing has come true yet is not believed (lengths
@@ -14,8 +14,8 @@ The policy fits generation speed and lengths to what finishes (`prediction.sessi
 **No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released
 (`_returning`). So a slice is lent at most once between two grants. (2) Between two ``StepEnded`` there are at most
 ``max_loans_per_step`` LEND decisions. Hence at most ``2 * max_loans_per_step`` switches per slice and step, whatever
-is predicted. (3) Hysteresis: a loan must promise more than ``margin`` times its switch cost *after* paying that cost;
-once it runs, its cost of lending is sunk.
+is predicted. (3) A loan must promise something *after* paying the switch, by ``margin`` times what that costs; once it
+runs, its cost of lending is sunk.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from seamless_verl.scheduling.switch_costs import Switch
 
 _ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
+_CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
 _EARLY = 0.9  # share of the time until the gang is needed that a forecast is trusted with
 
 
@@ -55,7 +56,7 @@ class PredictiveConfig:
             end of a step, when new weights interrupt all of them anyway.
     """
 
-    margin: float = 0.25
+    margin: float = 0.0
     max_loans_per_step: int = 3
     migration: bool = False
 
@@ -151,7 +152,7 @@ class Predictive:
     def _best_loan(
         self, cluster: Cluster, outlook: Outlook, idle: Sequence[SliceStatus], wake_s: float, back_s: float
     ) -> _Plan:
-        """The cheapest plan over how many slices and until when; fewer slices if that costs next to nothing."""
+        """The cheapest plan over how many slices and until when; all of them unless fewer are clearly better."""
         standing = outlook.standing
         best: _Plan | None = None
         for count in sorted({(len(idle) + 1) // 2, len(idle)}, reverse=True):
@@ -161,8 +162,8 @@ class Predictive:
             for back_at in _ends_of_loan(outlook, course, wake_s, back_s):
                 planned = outlook.course((0.0, standing), (wake_s, helped), (back_at, standing))
                 plan = _Plan(worth=outlook.worth(planned, back_at + back_s), back_s=back_at, slices=chosen)
-                slack = 0.02 * (wake_s + back_s) if best is not None and count < len(best.slices) else 0.0
-                if best is None or plan.worth < best.worth + slack:
+                more = _CLEARLY * (wake_s + back_s) if best is not None and count < len(best.slices) else 0.0
+                if best is None or plan.worth < best.worth - more:
                     best = plan
         return best or _Plan(worth=math.inf, back_s=math.inf, slices=tuple(idle))
 

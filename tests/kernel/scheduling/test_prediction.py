@@ -99,6 +99,17 @@ def test_a_course_by_hand() -> None:
     assert play(work([10, 30]), [(0.0, Crew(1.0)), (10.0, Crew(0.0))]).ready_at == []
 
 
+def test_a_course_of_unlike_slices_by_hand() -> None:
+    """A slow slice (speed 0.5) generates alone; with two sessions a step takes 2 / 0.5 s, with one 1 / 0.5 s. A fast
+    one (1.5) joins at 20 s, when each has 5 tokens: 2 / 2 and 1 / 2 s from then on. It leaves at 27 s."""
+    alone = play(work([10, 30]), [(0.0, 0.5)])
+    assert alone.ready_at == [40.0, 80.0]
+    joined = play(work([10, 30]), [(0.0, 0.5), (20.0, 2.0), (27.0, 0.5)])
+    assert joined.ready_at == [25.0, pytest.approx(27.0 + (30 - 10 - 4) * 2.0)]
+    assert joined.tokens_by(20.0) == 10
+    assert joined.tokens_by(27.0) == 10 + 2 * 5 + 4
+
+
 def test_the_trainer_waits_for_groups_or_groups_for_the_trainer() -> None:
     course = play(work([10, 30]), [(0.0, Crew(1.0))])
     trainer = Trainer(ready=0, minimum=1, batch=2, train_s=5.0)
@@ -260,6 +271,39 @@ def test_the_roofline_ranks_by_facts_and_is_corrected_by_measurement() -> None:
         roofline.measured(h100.id, expected_s=1.0, took_s=1.0)
     assert roofline.order([h20, h100], Tag.ROLLOUT) == ["h100", "h20"]
     assert roofline.speed(h100.id) == pytest.approx(3 * roofline.speed(h20.id))
+
+
+def test_a_slice_that_was_not_measured_yet_stands_on_the_scale_of_those_that_were() -> None:
+    """Data sheets say 3 : 1. As long as only the fast pool was measured nothing says otherwise; then it turns out that
+    the slow one takes twice as long per token, not three times."""
+    fast = [hardware(f"h100/{number}", 989e12, 3.0e12) for number in range(2)]
+    slow = [hardware(f"old/{number}", 312e12, 1.0e12) for number in range(2)]
+    roofline = Roofline()
+    for slice_ in (*fast, *slow):
+        roofline.add(slice_)
+
+    def speeds() -> list[float]:
+        return [roofline.speed(slice_.id) for slice_ in (*fast, *slow)]
+
+    assert speeds() == pytest.approx([1.5, 1.5, 0.5, 0.5])
+    roofline.measured(fast[0].id, expected_s=0.8, took_s=1.0)
+    assert speeds() == pytest.approx([1.5, 1.5, 0.5, 0.5])
+    roofline.measured(fast[1].id, expected_s=0.8, took_s=1.0)
+    assert speeds() == pytest.approx([1.5, 1.5, 0.5, 0.5])
+    for slice_ in slow:
+        roofline.measured(slice_.id, expected_s=0.8, took_s=2.0)
+    assert speeds() == pytest.approx([4 / 3, 4 / 3, 2 / 3, 2 / 3])
+
+
+def test_without_data_sheets_the_measured_ones_are_average_together() -> None:
+    roofline = Roofline()
+    names = [SliceId(name) for name in "abc"]
+    for name in names:
+        roofline.add(Slice(id=name, pool="p", gpus=(Gpu(node=name, index=0),), capabilities=frozenset({Tag.ROLLOUT})))
+    roofline.measured(names[0], expected_s=5.0, took_s=1.0)
+    assert [roofline.speed(name) for name in names] == pytest.approx([1.0, 1.0, 1.0])
+    roofline.measured(names[1], expected_s=10.0, took_s=1.0)
+    assert [roofline.speed(name) for name in names] == pytest.approx([2 / 3, 4 / 3, 1.0])
 
 
 def test_speeds_are_found_although_the_order_of_seats_is_guessed_wrong() -> None:

@@ -21,12 +21,12 @@ from tests.kernel.simulation.build import COST, scenario
 FEW_AT_ONCE = EnginePhysics(decode=COST, prefill_s_per_token=0.0, kv_tokens=400_000, max_running=4)
 
 
-def recorded(base: Scenario) -> tuple[Recorded, float]:
+def recorded(base: Scenario, *, oldest_first: bool | None = None) -> tuple[Recorded, float]:
     """The scenario that its recording gives, and the mean step of those that the replay counts."""
     events: list[FlightEvent] = []
     result = Simulation(replace(base, warm=0), record=events.append).run()
     running = base.pools[0].engine.max_running
-    found = from_recording(Recording(events=tuple(events)), max_running=running, oldest_first=True)
+    found = from_recording(Recording(events=tuple(events)), max_running=running, oldest_first=oldest_first)
     return found, mean(step.ended - step.began for step in result.steps[found.scenario.warm :])
 
 
@@ -40,6 +40,16 @@ def test_a_replay_takes_as_long_as_what_was_recorded(system: str, load_s: float)
     assert (found.scenario.batch, found.scenario.attempts) == (8, 4)
     assert mean(found.step_s[found.scenario.warm :]) == pytest.approx(step_s, rel=1e-6)
     assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.10)
+
+
+def test_a_queue_is_replayed_in_the_order_that_it_was_recorded_in() -> None:
+    """Greedy's lent slices interrupt and spread requests again and again; first come, first served takes longer."""
+    base = scenario("greedy_streaming", steps=16)
+    pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
+    base = replace(base, pools=pools, workload=replace(base.workload, mean=300), oldest_first=False)
+    found, step_s = recorded(base, oldest_first=False)
+    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.03)
+    assert simulate(replace(found.scenario, oldest_first=None)).step_s < 0.95 * step_s
 
 
 def test_sessions_come_back_turn_by_turn() -> None:
@@ -85,6 +95,27 @@ def test_a_recording_that_lacks_something_is_refused_by_its_name(lacks: str) -> 
     kept = tuple(event for event in events if type(event).__name__ != lacks)
     with pytest.raises(NothingToReplay, match=r"the recording holds no (trained rows|complete (step|group)|start)"):
         from_recording(Recording(events=kept))
+
+
+@pytest.mark.parametrize(("oldest_first", "x_ends", "y_ends"), [(True, 14.0, 20.0), (False, 20.0, 16.0)])
+def test_whose_seat_it_was_by_hand(oldest_first: bool, x_ends: float, y_ends: float) -> None:
+    """One seat, which z gives free at 10. Since 6 y has waited, since 7 the second request of x, which began first of
+    all: it is served from 10 on, and then y from 14 on; or, as they came, y from 10 on and x from 16 on."""
+
+    def told(at: float, request: str, session: str) -> FlightEvent:
+        fields = {"request": request, "group": "g", "session": session}
+        return flight.SchedulerInput(at=at, name="RequestStarted", fields=fields)
+
+    recording = _live(
+        *(told(1.0, "x1", "x"), *_request("x1", 1.0, 5.0, 40)),
+        *(told(4.0, "z1", "z"), *_request("z1", 4.0, 10.0, 50)),
+        *(told(6.0, "y1", "y"), *_request("y1", 6.0, y_ends, 60)),
+        *(told(7.0, "x2", "x"), *_request("x2", 7.0, x_ends, 30)),
+    )
+    found = served(requests_of(recording, []), serving_of(recording), 1, oldest_first=oldest_first)
+    seconds = {one.tokens: one.seconds for one in found}
+    assert seconds == {40: 4.0, 50: 5.0, 30: 4.0, 60: 6.0}
+    assert {one.beside for one in found} == {1}
 
 
 def test_time_in_the_queue_and_while_weights_load_is_not_decoding() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
+from seamless_verl.staleness.cost_model import DecodeCost
 from tests.kernel.simulation.build import ENGINE
 
 
@@ -120,3 +121,48 @@ def test_who_waits_is_served_by_age_or_as_it_came(oldest_first: bool, order: lis
         replica.submit(Request(age, 10, 50, age=(age, 0)))
     clock.run(lambda: len(ends) == 3)
     assert sorted(ends, key=lambda age: ends[age]) == order
+
+
+SECOND = DecodeCost(floor_s=1.0, base_s=0.0, per_request_s=0.0, attention_base_s=0.0, attention_per_token_s=0.0)
+
+
+@pytest.mark.parametrize(("oldest_first", "last"), [(False, "old"), (True, "young")])
+def test_a_full_cache_preempts_who_came_last_or_the_youngest_session(oldest_first: bool, last: str) -> None:
+    """Two of 10 + 60 tokens in a cache of 100, a step takes a second: it is full after 40 steps. Who stays ends at 60;
+    the other comes back then with 20 tokens to go."""
+    physics = EnginePhysics(decode=SECOND, prefill_s_per_token=0.0, kv_tokens=100)
+    clock, _, replica, ends = _engine(physics, oldest_first=oldest_first)
+    for name, age in (("young", 2), ("old", 1)):
+        replica.submit(Request(name, 10, 60, age=(age, 0)))
+    clock.run(lambda: len(ends) == 2)
+    (first,) = {"young", "old"} - {last}
+    assert ends == {first: pytest.approx(60.0, abs=1e-3), last: pytest.approx(80.0, abs=1e-3)}
+    assert replica.preemptions == 1
+
+
+def _five_on_two_seats() -> tuple[Clock, Replica, dict[object, float]]:
+    """A step takes a second. The sessions 3 and 4 run, 5 waits; 2 comes at 10, 1 at 20."""
+    physics = EnginePhysics(decode=SECOND, prefill_s_per_token=0.0, kv_tokens=10_000, max_running=2)
+    clock, _, replica, ends = _engine(physics, oldest_first=True)
+    for at, age, tokens in ((0.0, 3, 30), (0.0, 4, 50), (0.0, 5, 10), (10.0, 2, 15), (20.0, 1, 40)):
+        clock.at(at, replica.submit, Request(age, 10, tokens, age=(age, 0)))
+    return clock, replica, ends
+
+
+def test_a_seat_that_gets_free_goes_to_the_oldest_session() -> None:
+    """The first one at 30, to 1; the next at 50, to 2; at 65 to 5."""
+    clock, _, ends = _five_on_two_seats()
+    clock.run(lambda: len(ends) == 5)
+    assert ends == pytest.approx({3: 30.0, 4: 50.0, 2: 65.0, 1: 70.0, 5: 75.0}, abs=1e-3)
+
+
+def test_new_weights_give_all_seats_to_the_oldest_sessions() -> None:
+    """All are interrupted at 20. 1 and 2 get the seats; 3 has 10 tokens to go then, 4 has 30."""
+    clock, replica, ends = _five_on_two_seats()
+    clock.run(lambda: clock.now >= 20.0)
+    replica.close()
+    for request in replica.take_all():
+        replica.submit(request)
+    replica.open()
+    clock.run(lambda: len(ends) == 5)
+    assert ends == pytest.approx({2: 35.0, 3: 45.0, 1: 60.0, 5: 70.0, 4: 75.0}, abs=1e-3)
