@@ -102,9 +102,9 @@ def test_a_course_by_hand() -> None:
 def test_a_course_of_unlike_slices_by_hand() -> None:
     """A slow slice (speed 0.5) generates alone; with two sessions a step takes 2 / 0.5 s, with one 1 / 0.5 s. A fast
     one (1.5) joins at 20 s, when each has 5 tokens: 2 / 2 and 1 / 2 s from then on. It leaves at 27 s."""
-    alone = play(work([10, 30]), [(0.0, 0.5)])
+    alone = play(work([10, 30]), [(0.0, Crew(0.5))])
     assert alone.ready_at == [40.0, 80.0]
-    joined = play(work([10, 30]), [(0.0, 0.5), (20.0, 2.0), (27.0, 0.5)])
+    joined = play(work([10, 30]), [(0.0, Crew(0.5)), (20.0, Crew(2.0)), (27.0, Crew(0.5))])
     assert joined.ready_at == [25.0, pytest.approx(27.0 + (30 - 10 - 4) * 2.0)]
     assert joined.tokens_by(20.0) == 10
     assert joined.tokens_by(27.0) == 10 + 2 * 5 + 4
