@@ -197,7 +197,7 @@ class VllmPictures:
             (data,) = features.kwargs_data["image"]
         except (KeyError, ValueError) as error:
             raise NoPictures(f"{RENDER_ROUTE} makes something else of one picture than one picture") from error
-        if bytes(data) == b"null":  # before 0.27 a server sends the tensors of the same picture only once
+        if bytes(data) == b"null":  # older servers send the tensors of the same picture only once
             raise NoPictures(f"{RENDER_ROUTE} keeps the tensors; {NEEDS}, or one with --mm-processor-cache-gb 0")
         if rendered.token_ids[place.offset : place.offset + place.length] != [self.placeholder] * place.length:
             story = f"this model's pictures are not a run of its image token {self.placeholder} alone"
