@@ -41,7 +41,7 @@ from seamless_verl.proxy.flights import ClientGone
 from seamless_verl.proxy.gate import Gate, GatedEngine
 from seamless_verl.proxy.generating import Generator
 from seamless_verl.proxy.handover import HandOver, RowSink
-from seamless_verl.proxy.images import ImageIntake, ImageReader
+from seamless_verl.proxy.images import TEXT_ONLY, ImageIntake, ImageReader
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.messages import parse_count, parse_messages
@@ -82,6 +82,7 @@ class ProxyDeps:
         abilities: what the engine can do beyond plain generation; what it cannot is refused.
         sink: takes the rows of closed sessions; None leaves them to whoever closes.
         images: reads pictures for the model; None where the model, or the engine, takes text only.
+        blind: why there are none, for whoever sends one.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
 
@@ -100,6 +101,7 @@ class ProxyDeps:
     timing: StreamTiming = field(default_factory=StreamTiming)
     sink: RowSink | None = None
     images: ImageReader | None = None
+    blind: str = TEXT_ONLY
     base_url: str = ""
 
 
@@ -120,8 +122,12 @@ class Proxy:
             counters=deps.counters,
             sink=deps.sink,
         )
+        engine = deps.engine
+        if deps.gate is not None:
+            moves_grammars = Ability.CONTINUED_GRAMMARS in deps.abilities
+            engine = GatedEngine(engine, deps.gate, deps.codec.decode, moves_grammars=moves_grammars)
         generator = Generator(
-            engine=deps.engine if deps.gate is None else GatedEngine(deps.engine, deps.gate, deps.codec.decode),
+            engine=engine,
             renderer=deps.renderer,
             codec=deps.codec,
             parser=deps.parser,
@@ -130,7 +136,7 @@ class Proxy:
             counters=deps.counters,
         )
         self._turns = TurnService(generator=generator, limits=deps.limits, counters=deps.counters)
-        self._images = ImageIntake(deps.images, deps.limits)
+        self._images = ImageIntake(deps.images, deps.limits, deps.blind)
 
     async def open_session(self, request: Request) -> Response:
         self._require_admin(request)

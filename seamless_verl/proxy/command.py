@@ -113,9 +113,10 @@ def _run_alone(options: argparse.Namespace) -> int:
         gc.freeze()  # what was imported stays; looking at it again takes tens of milliseconds at a time
         where = f"recording to {config.record}" if config.record else "recording nothing (no --record)"
         found = f", {state.found} sessions found there" if state.found else ""
+        blind = f"; no pictures: {state.blind}" if state.blind else ""
         print(
             f"proxy {state.base_url} -> {config.engine} ({config.model}, {state.max_model_len} tokens); "
-            f"{where}{found}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
+            f"{where}{found}{blind}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
             flush=True,
         )
 

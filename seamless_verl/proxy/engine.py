@@ -20,6 +20,8 @@ class Ability(Enum):
     """What some engines can do and others cannot; the proxy refuses what its engine cannot honour."""
 
     STRUCTURED_OUTPUTS = "structured_outputs"
+    #: moves a grammar over the tokens that an interrupted answer already has (`GRAMMAR_PREFIX`)
+    CONTINUED_GRAMMARS = "continued_grammars"
     TOP_LOGPROBS = "top_logprobs"
 
 
@@ -49,7 +51,8 @@ class GenerationRequest:
             what is new since the last prompt (``list()`` it where that does not matter).
         sampling: ``max_tokens`` always; ``temperature``, ``top_p``, ``top_k``, ``seed`` and ``stop`` (list of texts)
             where asked for; ``structured_outputs`` (vLLM's: ``{"json": …}`` or ``{"structural_tag": …}``) and
-            ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`.
+            ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`;
+            ``extra_args`` as :class:`~seamless_verl.trajectory.partial.PartialGeneration` writes them.
         deadline: Unix time after which nobody waits for the answer.
         images: pictures in the prompt, in its order, as the files that were sent; none to an engine that takes none.
         on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never

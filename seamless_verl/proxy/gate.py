@@ -78,19 +78,21 @@ class GatedEngine:
 
     Args:
         decode: token ids to text.
+        moves_grammars: the engine continues an answer under a grammar; it is otherwise started anew.
     """
 
-    def __init__(self, engine: Engine, gate: Gate, decode: Decode) -> None:
+    def __init__(self, engine: Engine, gate: Gate, decode: Decode, *, moves_grammars: bool) -> None:
         self._engine = engine
         self._gate = gate
         self._decode = decode
+        self._moves_grammars = moves_grammars
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :class:`~seamless_verl.proxy.engine.Engine`."""
-        partial = PartialGeneration(request.sampling, self._decode)
-        # Under a grammar an interrupted attempt is given up, so that nothing of it may have been shown.
-        is_forced = "structured_outputs" in request.sampling
-        shown = None if request.on_tokens is None or is_forced else _Shown(request.on_tokens)
+        partial = PartialGeneration(request.sampling, self._decode, moves_grammars=self._moves_grammars)
+        # An interrupted attempt that is given up must not have been shown.
+        is_given_up = "structured_outputs" in request.sampling and not self._moves_grammars
+        shown = None if request.on_tokens is None or is_given_up else _Shown(request.on_tokens)
         num_attempts = 0
         while True:
             num_kept = len(partial.token_ids)

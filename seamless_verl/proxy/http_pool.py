@@ -83,7 +83,9 @@ class HttpPool:
             HttpFailed: no connection, a broken one, or no answer in time.
         """
         head = f"{method} {path} HTTP/1.1\r\n{self._head}content-type: application/json\r\n"
-        message = (f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1"), body)
+        head = f"{head}content-length: {len(body)}\r\n\r\n"
+        # asyncio of Python 3.12 keeps an empty part in its buffer and wakes up for it again and again.
+        message = [part for part in (head.encode("latin-1"), body) if part]
         loop = asyncio.get_running_loop()
         connection = self._take(loop.time()) or await self._connect(loop)
         answer = connection.send(message, loop, on_chunk)
@@ -141,7 +143,7 @@ class _Connection(asyncio.Protocol):
         self.reusable = True
 
     def send(
-        self, message: tuple[bytes, bytes], loop: asyncio.AbstractEventLoop, on_chunk: Callable[[bytes], None] | None
+        self, message: list[bytes], loop: asyncio.AbstractEventLoop, on_chunk: Callable[[bytes], None] | None
     ) -> asyncio.Future[Answer]:
         assert self._transport is not None
         self._on_chunk = on_chunk

@@ -19,12 +19,15 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from seamless_verl.proxy.calls import Call
+from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.trajectory.images import mark, numbers_in, plain
 from seamless_verl.trajectory.messages import Image
 from seamless_verl.trajectory.paths import EMPTY, TokenPath
 from seamless_verl.trajectory.rows import Row
+
+TEXT_ONLY = "this model takes text only"
 
 
 class BadImage(Exception):
@@ -39,11 +42,12 @@ class ImageReader(Protocol):
         """Id of the token that the chat template writes for a picture, and that stands many times in its place."""
         ...
 
-    def read(self, data: bytes) -> Sequence[int]:
+    async def read(self, data: bytes) -> Sequence[int]:
         """Token ids of one picture. Takes a while.
 
         Raises:
             BadImage: this is none.
+            EngineUnavailable: it is read where the model is, and nobody answers there.
         """
         ...
 
@@ -121,11 +125,13 @@ class ImageIntake:
 
     Args:
         reader: None for a model, or an engine, that takes text only.
+        blind: what is said to pictures where there is no reader.
     """
 
-    def __init__(self, reader: ImageReader | None, limits: Limits) -> None:
+    def __init__(self, reader: ImageReader | None, limits: Limits, blind: str) -> None:
         self._reader = reader
         self._limits = limits
+        self._blind = blind
 
     async def take(self, session_id: str, table: ImageTable, store: ImageStore, call: Call) -> Call:
         """The same call with an :class:`Image` in place of each picture's URL.
@@ -149,7 +155,7 @@ class ImageIntake:
                 # Other dialects say where the picture stands in what they were sent.
                 where = message["content"][at].get("place", f"messages.{number}.content.{at}")
                 if self._reader is None:
-                    raise _unsupported(where, "this model takes text only")
+                    raise _unsupported(where, self._blind)
                 if message.get("role") not in ("user", "tool"):
                     raise _unsupported(where, "pictures stand in user and tool messages")
                 part = message["content"][at]
@@ -181,9 +187,11 @@ class ImageIntake:
             raise ApiError(413, "image_too_large", story, param=where)
         try:
             data = base64.b64decode(payload, validate=True)
-            token_ids = await asyncio.to_thread(reader.read, data)
+            token_ids = await reader.read(data)
         except (binascii.Error, BadImage) as error:
             raise bad_request(f"{where} is no picture: {error}.", param=where, code="invalid_image") from None
+        except EngineUnavailable as error:
+            raise ApiError(503, "engine_unavailable", f"{where} cannot be read: {error}.", retry_after_s=1.0) from None
         if table.num_bytes + len(data) > self._limits.max_session_image_bytes:
             story = f"The pictures of a session may have {self._limits.max_session_image_bytes} bytes together."
             raise ApiError(413, "too_many_images", story, param=where)

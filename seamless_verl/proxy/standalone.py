@@ -20,9 +20,11 @@ from pathlib import Path
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.app import ProxyDeps, make_app
+from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.folder_sink import FolderSink
 from seamless_verl.proxy.gate import Gate
 from seamless_verl.proxy.handover import HandOver
+from seamless_verl.proxy.images import TEXT_ONLY, ImageReader
 from seamless_verl.proxy.journal import Journal, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
@@ -33,6 +35,7 @@ from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.tokenizer import open_tokenizer
 from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
+from seamless_verl.proxy.vllm_pictures import NoPictures
 
 _VERSION_FILE = "weight_version"
 
@@ -85,11 +88,17 @@ class StandaloneConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What is said once requests are taken; ``found`` are sessions that an earlier process left."""
+    """What is said once requests are taken.
+
+    Attributes:
+        found: sessions that an earlier process left.
+        blind: why pictures are refused though the model has a token for them; "" where they are not, or it has none.
+    """
 
     base_url: str
     found: int
     max_model_len: int
+    blind: str
 
 
 def stopped_by_signal() -> asyncio.Event:
@@ -114,12 +123,19 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     tokenizer = open_tokenizer(config.tokenizer)
     parser = TagParser(config.think_tags) if config.parser is None else config.parser(config.tokenizer)
     renderer = TokenizerRenderer(
-        tokenizer, stop_token_ids=tokenizer.stop_token_ids, keep_special_tokens=parser.keeps_special_tokens
+        tokenizer,
+        stop_token_ids=tokenizer.stop_token_ids,
+        keep_special_tokens=parser.keeps_special_tokens,
+        placeholder=tokenizer.image_token_id,
     )
     version = max(config.version, _last_version(config.record))
-    engine = VllmHttpEngine(config.engine, config.model, version=version, api_key=config.engine_key)
+    engine = VllmHttpEngine(
+        config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
+    )
     served = await engine.probe()
     limits = config.limits
+    images, blind = await _eyes(engine, tokenizer.image_token_id, limits)
+    continues = await engine.continues_grammars(renderer.decode)
     if served.max_model_len is not None:
         limits = replace(limits, max_model_len=min(limits.max_model_len, served.max_model_len))
     sessions, journal, sink = SessionStore(prefix=config.prefix), _journal(config), _sink(config)
@@ -140,7 +156,9 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
             sessions=sessions,
             sink=sink,
             parser=parser,
-            abilities=ABILITIES,
+            images=images,
+            blind=blind or TEXT_ONLY,
+            abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
             gate=Gate(_stamping(engine, config.record)),
             base_url=config.base_url,
         )
@@ -154,6 +172,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
             base_url=base_url,
             found=len(sessions),
             max_model_len=limits.max_model_len,
+            blind=blind,
         )
         ready(found)
         await stop.wait()
@@ -163,6 +182,16 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
         await engine.close()
         if isinstance(journal, SqliteJournal):
             await journal.close()
+
+
+async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits) -> tuple[ImageReader | None, str]:
+    """Who reads pictures; nobody where the model takes none, or else where the server cannot, and why."""
+    if placeholder is None:
+        return None, ""
+    try:
+        return await engine.show(placeholder, max_pixels=limits.max_image_pixels), ""
+    except NoPictures as error:
+        return None, str(error)
 
 
 def _stamping(engine: VllmHttpEngine, record: Path | None) -> Callable[[int], None]:

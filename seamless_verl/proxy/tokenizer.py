@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "config.json",
+)
+# Names under which a model's configuration lists what stands for pictures and videos, the usual ones first.
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
+_VIDEO_TOKENS = ("video_token_id", "video_token_index")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,6 +46,7 @@ class FolderTokenizer:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
+        self._folder = folder
         self.backend_tokenizer: Tokenizer = Tokenizer.from_str(_text(folder / "tokenizer.json"))
         config = _json(folder / "tokenizer_config.json")
         self.clean_up_tokenization_spaces = bool(config.get("clean_up_tokenization_spaces", False))
@@ -47,9 +58,30 @@ class FolderTokenizer:
         #: ids that end an answer: the tokenizer's, and those that the model's generation config adds
         self.stop_token_ids = tuple(sorted({token for token in ids if token is not None}))
         self._template_text = _template(folder, config)
+        model = _json(folder / "config.json", missing={})
+        #: id of the token that the template writes for a picture; None for a model that takes none
+        self.image_token_id = _listed(model, _IMAGE_TOKENS)
+        self._placeholder_ids = (self.image_token_id, _listed(model, _VIDEO_TOKENS))
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def placeholders(self) -> dict[int, str]:
+        """Tokens that stand for pictures and videos and mean nothing without one, id to text: never to be generated.
+
+        Raises:
+            ConfigError: one of them is no token of this tokenizer, so that nobody can be told which is meant.
+        """
+        found = {}
+        for token in self._placeholder_ids:
+            if token is not None:
+                text = found[token] = self.backend_tokenizer.id_to_token(token) or ""
+                if self.encode(text, add_special_tokens=False) != [token]:
+                    story = f"has no token {token}, which config.json names for pictures or videos"
+                    fix = "name the model's own folder, or for text alone a copy of it without config.json"
+                    raise ConfigError("--tokenizer", self._folder, story, fix)
+        return found
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -122,6 +154,10 @@ def _json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _listed(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
 def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
@@ -131,7 +167,8 @@ def _template(folder: Path, config: dict[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.exists():
         return _text(file)
-    found = config.get("chat_template")
+    # Older models with a processor keep the template that knows pictures here.
+    found = _json(folder / "chat_template.json", missing={}).get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
         found = named.get("default")

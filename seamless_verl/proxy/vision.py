@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import threading
 import zlib
@@ -42,8 +43,11 @@ class ProcessorReader:
         self._lock = threading.Lock()  # its tokenizer sets padding on an object that threads would share
         self.placeholder = int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
-    def read(self, data: bytes) -> Sequence[int]:
+    async def read(self, data: bytes) -> Sequence[int]:
         """See :class:`~seamless_verl.proxy.images.ImageReader`."""
+        return await asyncio.to_thread(self._read, data)
+
+    def _read(self, data: bytes) -> Sequence[int]:
         picture = open_image(data, max_pixels=self._max_pixels)
         try:
             with self._lock:

@@ -1,13 +1,15 @@
-"""What a vLLM server's ``/v1/completions`` answers: one choice, whole or as server-sent events.
+"""What a vLLM server answers: one choice, whole or as server-sent events.
 
-Shapes as vLLM 0.24 to 0.27 write them with log-probs and ``return_tokens_as_token_ids``: every token, chosen or not, is
-named ``token_id:…``. Asked for ``return_token_ids`` they would send the prompt's ids back as well, every turn.
+``/v1/completions`` as vLLM 0.24 to 0.27 write it with log-probs and ``return_tokens_as_token_ids``: every token, chosen
+or not, is named ``token_id:…``. Asked for ``return_token_ids`` they would send the prompt's ids back, too.
+``/inference/v1/generate`` as vLLM 0.27 writes it: ids, and log-probs in the shape of chat completions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
@@ -27,11 +29,31 @@ class LogProbs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """What is read of an answer."""
+    """What is read of a completion."""
 
     text: str = ""
     finish_reason: str | None = None
     logprobs: LogProbs | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self.text or (self.logprobs is not None and self.logprobs.tokens))
+
+    def read(self, num_alternatives: int) -> Read:
+        """Token ids, their log-probs, and per token the alternatives, best first, where the server told any.
+
+        Raises:
+            BadAnswer: they do not fit together.
+        """
+        if self.logprobs is None:
+            raise BadAnswer("it returns no log-probs")
+        ids = _ids(self.logprobs.tokens)
+        log_probs = [value for value in self.logprobs.token_logprobs if value is not None]
+        if len(log_probs) != len(ids):
+            raise BadAnswer(f"{len(ids)} tokens but {len(log_probs)} log-probs")
+        tops = _tops.decode(self.logprobs.top_logprobs) if num_alternatives else None
+        alternatives = [_ranked(top or {})[:num_alternatives] for top in tops or ()]
+        return Read(ids, log_probs, alternatives, self.finish_reason)
 
 
 class Completion(msgspec.Struct):
@@ -41,8 +63,54 @@ class Completion(msgspec.Struct):
     error: object = None
 
 
+class NamedToken(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class ChosenToken(NamedToken):
+    top_logprobs: list[NamedToken] = []
+
+
+class ChosenTokens(msgspec.Struct):
+    content: list[ChosenToken]
+
+
+class TokensChoice(msgspec.Struct):
+    """What is read of an answer in tokens."""
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: ChosenTokens | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self.token_ids)
+
+    def read(self, num_alternatives: int) -> Read:
+        """See :meth:`Choice.read`."""
+        if self.token_ids is None or self.logprobs is None:
+            raise BadAnswer("it returns no token ids, or no log-probs")
+        told = self.logprobs.content
+        if _ids([token.token for token in told]) != self.token_ids:
+            raise BadAnswer("its log-probs are not those of its tokens")
+        tops = ({top.token: top.logprob for top in token.top_logprobs} for token in told) if num_alternatives else ()
+        alternatives = [_ranked(top)[:num_alternatives] for top in tops]
+        return Read(self.token_ids, [token.logprob for token in told], alternatives, self.finish_reason)
+
+
+class TokensAnswer(msgspec.Struct):
+    """See :class:`Completion`."""
+
+    choices: list[TokensChoice] = []
+    error: object = None
+
+
+AnswerShape: TypeAlias = type[Completion] | type[TokensAnswer]
+
+
 class BadAnswer(Exception):
-    """The server says something else than a completion with token ids and log-probs."""
+    """The server says something else than token ids with log-probs."""
 
 
 _Ranked = tuple[tuple[int, float], ...]
@@ -62,14 +130,15 @@ class EventReader:
     """Joins the events of a stream into one answer, and tells the tokens of each as they come.
 
     Args:
-        num_alternatives: how many were asked for; the server adds the chosen token to them.
         on_tokens: an error that it raises is kept in ``failure``; nothing is told after it.
+        num_alternatives: how many were asked for; the server adds the chosen token to them.
+        shape: of one event.
     """
 
-    def __init__(self, on_tokens: Callable[[TokenChunk], None], num_alternatives: int) -> None:
+    def __init__(self, on_tokens: Callable[[TokenChunk], None], num_alternatives: int, shape: AnswerShape) -> None:
         self._on_tokens = on_tokens
         self._num_alternatives = num_alternatives
-        self._decoder = msgspec.json.Decoder(Completion)
+        self._decoder = msgspec.json.Decoder(shape)
         self._rest = b""
         self.whole = Read()
         self.failure: Exception | None = None
@@ -88,7 +157,7 @@ class EventReader:
         if data == b"[DONE]":
             return
         try:
-            event = self._decoder.decode(data)
+            event: Completion | TokensAnswer = self._decoder.decode(data)
         except msgspec.MsgspecError as error:
             raise BadAnswer(f"an event is no completion: {error}") from error
         if event.error is not None:
@@ -96,9 +165,9 @@ class EventReader:
         for choice in event.choices:
             whole = self.whole
             whole.finish_reason = choice.finish_reason or whole.finish_reason
-            if not choice.text and (choice.logprobs is None or not choice.logprobs.tokens):
+            if not choice.has_tokens:
                 continue  # the last one says only why it ended
-            part = read_choice(choice, self._num_alternatives)
+            part = choice.read(self._num_alternatives)
             whole.token_ids += part.token_ids
             whole.log_probs += part.log_probs
             whole.alternatives += part.alternatives
@@ -107,27 +176,27 @@ class EventReader:
             )
 
 
-def read_choice(choice: Choice, num_alternatives: int) -> Read:
-    """Token ids, their log-probs, and per token the alternatives, best first, where the server told any.
+def read_answer(body: bytes, num_alternatives: int, shape: AnswerShape) -> Read:
+    """A whole answer.
 
     Raises:
-        BadAnswer: they do not fit together.
+        BadAnswer: it is none.
     """
-    told = choice.logprobs
-    if told is None:
-        raise BadAnswer("it returns no log-probs")
     try:
-        ids = [int(name[_ID_AT:]) for name in told.tokens if name.startswith(_TOKEN_ID)]
+        answer: Completion | TokensAnswer = msgspec.json.decode(body, type=shape)
+        return answer.choices[0].read(num_alternatives)
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise BadAnswer(str(error)) from error
+
+
+def _ids(names: list[str]) -> list[int]:
+    try:
+        ids = [int(name[_ID_AT:]) for name in names if name.startswith(_TOKEN_ID)]
     except ValueError as error:
         raise BadAnswer(f"it returns token ids that are none: {error}") from error
-    if len(ids) != len(told.tokens):
+    if len(ids) != len(names):
         raise BadAnswer("it returns no token ids; a vLLM of 0.24 or later does")
-    log_probs = [value for value in told.token_logprobs if value is not None]
-    if len(log_probs) != len(ids):
-        raise BadAnswer(f"{len(ids)} tokens but {len(log_probs)} log-probs")
-    tops = _tops.decode(told.top_logprobs) if num_alternatives else None
-    alternatives = [_ranked(top or {})[:num_alternatives] for top in tops or ()]
-    return Read(ids, log_probs, alternatives, choice.finish_reason)
+    return ids
 
 
 def _ranked(top: Mapping[str, float]) -> _Ranked:

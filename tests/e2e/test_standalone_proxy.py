@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +11,9 @@ import openai
 import pytest
 
 from recipes.arithmetic.assets import build
-from seamless_verl.main import CPU_ENVIRONMENT
 from seamless_verl.proxy.sessions import SessionSpec
 from tests.standalone import Standalone
+from tests.vllm_server import vllm_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -27,27 +23,8 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
     """A vLLM server over a tiny model built on the spot."""
     scratch = tmp_path_factory.mktemp("vllm")
     model = build(str(scratch)) / "model"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager", "--dtype", "float32"]
-    with (scratch / "log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **CPU_ENVIRONMENT})
-        try:
-            url = f"http://127.0.0.1:{port}"
-            for _ in range(1200):
-                assert server.poll() is None, (scratch / "log").read_text()[-3000:]
-                try:
-                    if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                asyncio.run(asyncio.sleep(0.25))
-            yield url, model
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+    with vllm_server(model, scratch) as url:
+        yield url, model
 
 
 async def test_turns_of_a_real_engine_are_recorded_bit_for_bit(vllm: tuple[str, Path], tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import pytest
 
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.client import ProxyAdmin
-from seamless_verl.proxy.engine import EngineUnavailable
-from seamless_verl.proxy.gate import Gate
+from seamless_verl.proxy.engine import EngineUnavailable, Generation, GenerationRequest, TokenChunk
+from seamless_verl.proxy.gate import Gate, GatedEngine
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
 from tests.fakes import serving, small_tokenizer
 from tests.interruptible import NUM_TURNS, InterruptibleEngine, chat_agent, expected_of_chat, script
 
@@ -113,6 +114,57 @@ async def test_agents_see_well_formed_answers_only_while_weights_change() -> Non
             trained = [(row.token_ids[at], row.log_probs[at]) for at in range(len(row.mask)) if row.mask[at]]
             assert [log_prob for _, log_prob in trained] == [engine.log_prob(token) for token, _ in trained]
         assert max(len({span.version for span in row.version_spans}) for row in result.rows) > 1
+
+
+class _Noting(InterruptibleEngine):
+    """Remembers what it was asked."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.asked: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.asked.append(request)
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("moves_grammars", [True, False])
+async def test_an_answer_under_a_grammar_goes_on_where_the_engine_moves_grammars(moves_grammars: bool) -> None:
+    tokenizer = small_tokenizer()
+    engine = _Noting(tokenizer, lambda prompt: '{"name": "the quick brown fox"}', tokens_per_update=9, num_updates=1)
+    gate, told = Gate(engine.stamp), list[TokenChunk]()
+    prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    request = GenerationRequest(
+        request_id="r",
+        session_id="s",
+        prompt_ids=prompt,
+        sampling={"max_tokens": 100, "structured_outputs": {"json": {}}},
+        deadline=time.time() + 60,
+        on_tokens=told.append,
+    )
+    gated = GatedEngine(engine, gate, tokenizer.decode, moves_grammars=moves_grammars)
+    asking = asyncio.create_task(gated.generate(request))
+    await engine.due.wait()
+    closing = asyncio.create_task(gate.close(20))
+    await asyncio.sleep(0)
+    engine.interrupt()
+    assert await closing
+    gate.open(2)
+    answer = await asking
+    assert tokenizer.decode(answer.token_ids, skip_special_tokens=True) == '{"name": "the quick brown fox"}'
+    first, second = engine.asked
+    assert "extra_args" not in first.sampling
+    spans = [(span.version, span.num_tokens) for span in answer.version_spans]
+    if moves_grammars:
+        assert second.sampling["extra_args"] == {GRAMMAR_PREFIX: 9}
+        assert list(second.prompt_ids) == [*prompt, *answer.token_ids[:9]]
+        assert [token for chunk in told for token in chunk.token_ids] == list(answer.token_ids)
+        assert spans == [(1, 9), (2, len(answer.token_ids) - 9)]
+    else:
+        assert "extra_args" not in second.sampling
+        assert list(second.prompt_ids) == prompt
+        assert told == []
+        assert spans == [(2, len(answer.token_ids))]
 
 
 async def test_the_wait_at_the_gate_ends_with_the_session_and_starts_no_engine() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, FinishReason, GenerationRequest, TokenChunk
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.vllm_http import VllmHttpEngine
+from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
+from tests.fakes import small_tokenizer
 
 REQUEST = GenerationRequest(
     request_id="r1",
@@ -141,6 +144,46 @@ async def test_a_server_that_is_away_is_unavailable() -> None:
     with pytest.raises(EngineUnavailable, match=r"ConnectionRefusedError from http://127\.0\.0\.1:1"):
         await engine.generate(REQUEST)
     await engine.close()
+
+
+class ForcingVllm:
+    """Stands at the same wire; obeys a ``choice`` of one text, from its beginning or where the plug-in moves it."""
+
+    def __init__(self, tokenizer: Any, *, has_plug_in: bool, status: int = 200) -> None:
+        self.app = FastAPI()
+        self.asked: list[dict[str, Any]] = []
+
+        async def completions(request: Request) -> Response:
+            body = await request.json()
+            self.asked.append(body)
+            (text,) = body["structured_outputs"]["choice"]
+            ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            num_kept = body.get("vllm_xargs", {}).get(GRAMMAR_PREFIX, 0) if has_plug_in else 0
+            assert body["prompt"][len(body["prompt"]) - num_kept :] == ids[:num_kept]
+            left = ids[num_kept:][: body["max_tokens"]]
+            told = {"tokens": [f"token_id:{token}" for token in left], "token_logprobs": [-1.0] * len(left)}
+            choice = {"text": "", "finish_reason": "stop", "logprobs": told}
+            return JSONResponse({"choices": [choice]}, status_code=status)
+
+        self.app.router.add_route("/v1/completions", completions, methods=["POST"])
+
+
+@pytest.mark.parametrize(
+    ("has_plug_in", "status", "continues"), [(True, 200, True), (False, 200, False), (True, 400, False)]
+)
+async def test_it_is_tried_whether_a_grammar_goes_on(has_plug_in: bool, status: int, continues: bool) -> None:
+    tokenizer = small_tokenizer()
+    vllm = ForcingVllm(tokenizer, has_plug_in=has_plug_in, status=status)
+    server = ProxyServer(vllm.app, drain_s=1)
+    engine = VllmHttpEngine(await server.start(), "tiny")
+    try:
+        assert await engine.continues_grammars(tokenizer.decode) is continues
+    finally:
+        await engine.close()
+        await server.stop()
+    if status == 200:
+        assert [body.get("vllm_xargs") for body in vllm.asked] == [None, {GRAMMAR_PREFIX: 2}]
+        assert all("extra_args" not in body for body in vllm.asked)
 
 
 # As vLLM 0.27.1 wrote it for two tokens with ``logprobs=2`` (fields that nobody reads left out).
