@@ -241,7 +241,7 @@ class SchedulerConfig:
             known = ("predictive", "greedy", "verl_gate", "colocated", "disaggregated")
             _one_of("seamless.scheduler.policy", self.policy, known)
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or self.margin < 0:
-            raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0.25")
+            raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0 or 0.25")
         loans = self.max_loans_per_step
         if isinstance(loans, bool) or not isinstance(loans, int) or loans < 1:
             raise ConfigError("seamless.scheduler.max_loans_per_step", loans, "must be an integer >= 1", "write 3")

@@ -66,9 +66,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
+    from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.utils.config import validate_config
-    from verl.utils.import_utils import load_class_from_fqn
 
     from seamless_verl.observe.reporter import Reporter
     from seamless_verl.verl_adapter.trainer import SeamlessTrainer
@@ -95,14 +94,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
             trainer.reporter = reporter
         trainer.init()
         start_up.lap("start_workers_and_replicas")
-        manager_fqn = config.actor_rollout_ref.rollout.get("agent", {}).get("agent_loop_manager_class")
-        manager_cls = load_class_from_fqn(manager_fqn, "AgentLoopManager") if manager_fqn else AgentLoopManagerTQ
-        manager = manager_cls.create(
-            config=config,
-            llm_client=trainer.get_llm_client(),
-            teacher_client=trainer.get_teacher_client(),
-            reward_loop_worker_handles=trainer.get_reward_handles(),
-        )
+        manager = _agent_loops(config, trainer)
         start_up.lap("start_agent_loops")
         with Watchdog(_actors(trainer, manager)) as watchdog:
             if isinstance(trainer, SeamlessTrainer):
@@ -122,6 +114,21 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
         reporter.say(
             f"verl's trainer mode {config.trainer.v1.trainer_mode} has ended; its output: {run_dir / 'logs' / _LOG}"
         )
+
+
+def _agent_loops(config: Any, trainer: Any) -> Any:
+    """As verl's entry point makes them."""
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+    from verl.utils.import_utils import load_class_from_fqn
+
+    name = config.actor_rollout_ref.rollout.get("agent", {}).get("agent_loop_manager_class")
+    manager_cls = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
+    return manager_cls.create(
+        config=config,
+        llm_client=trainer.get_llm_client(),
+        teacher_client=trainer.get_teacher_client(),
+        reward_loop_worker_handles=trainer.get_reward_handles(),
+    )
 
 
 def _actors(trainer: Any, manager: Any) -> dict[str, Any]:

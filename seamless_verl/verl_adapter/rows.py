@@ -121,14 +121,7 @@ def rows_to_dataproto(
     log_probs = torch.zeros((len(rows), response_length), dtype=torch.float32)
     scores = torch.zeros((len(rows), response_length), dtype=torch.float32)
     for number, row in enumerate(rows):
-        num_prompt, num_response = row.prompt_len, len(row.token_ids) - row.prompt_len
-        if row.images:
-            raise ValueError(f"row {number} has {len(row.images)} pictures, which a batch of tokens cannot carry")
-        if num_prompt > prompt_length or num_response > response_length:
-            raise ValueError(
-                f"row {number} has {num_prompt} prompt and {num_response} response tokens; "
-                f"the batch has room for {prompt_length} and {response_length}"
-            )
+        num_prompt, num_response = _sizes(number, row, prompt_length, response_length)
         start, stop = prompt_length - num_prompt, prompt_length + num_response
         ids[number, start:stop] = torch.tensor(row.token_ids)
         attention[number, start:stop] = 1
@@ -156,3 +149,20 @@ def rows_to_dataproto(
             "max_global_steps": np.array([max(found) for found in versions], dtype=object),
         },
     )
+
+
+def _sizes(number: int, row: Row, prompt_length: int, response_length: int) -> tuple[int, int]:
+    """Tokens of a row's prompt and response.
+
+    Raises:
+        ValueError: see `rows_to_dataproto`.
+    """
+    num_prompt, num_response = row.prompt_len, len(row.token_ids) - row.prompt_len
+    if row.images:
+        raise ValueError(f"row {number} has {len(row.images)} pictures, which a batch of tokens cannot carry")
+    if num_prompt > prompt_length or num_response > response_length:
+        raise ValueError(
+            f"row {number} has {num_prompt} prompt and {num_response} response tokens; "
+            f"the batch has room for {prompt_length} and {response_length}"
+        )
+    return num_prompt, num_response

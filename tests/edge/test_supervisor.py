@@ -7,7 +7,7 @@ import textwrap
 
 import psutil
 
-from seamless_verl.supervisor import RUN_ID, sweep
+from seamless_verl.supervisor import RUN_ID, _apart, sweep
 
 # Prints its pid and waits for ever.
 NAMELESS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
@@ -54,3 +54,11 @@ def test_a_process_that_renamed_itself_still_carries_the_mark():
         alive = psutil.pid_exists(process.pid)
         process.kill()
     assert not alive
+
+
+def test_what_is_started_is_out_of_reach_of_the_terminals_signals_and_shares_our_cores_as_one_of_us():
+    program = "import os; print(os.getpgrp() == os.getpid(), os.getsid(0))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], preexec_fn=_apart, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["True", str(os.getsid(0))]

@@ -34,8 +34,8 @@ from seamless_verl.scheduling.events import (
     StepEnded,
     WeightsPublished,
 )
-from seamless_verl.scheduling.prediction.course import Course, Work
-from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, speed_of
+from seamless_verl.scheduling.prediction.course import Course, Crew, Work
+from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, crew_of
 from seamless_verl.scheduling.prediction.plans import Trainer
 from seamless_verl.scheduling.slices import SliceState, Tag
 from seamless_verl.scheduling.switch_costs import Switch
@@ -157,7 +157,7 @@ class Predictive:
         best: _Plan | None = None
         for count in sorted({(len(idle) + 1) // 2, len(idle)}, reverse=True):
             chosen = tuple(idle[:count])
-            helped = self._helped(cluster, outlook.work, standing, speed_of(cluster, chosen))
+            helped = self._helped(cluster, outlook.work, standing, crew_of(cluster, chosen))
             course = outlook.course((0.0, standing), (wake_s, helped))
             for back_at in _ends_of_loan(outlook, course, wake_s, back_s):
                 planned = outlook.course((0.0, standing), (wake_s, helped), (back_at, standing))
@@ -182,7 +182,7 @@ class Predictive:
                 self._was_due = due
                 yield self._reclaim(lent, f"{cluster.ready} groups are ready, nothing to predict from yet")
             return
-        if not due and outlook.standing == 0:  # nobody else generates: they stay until the trainer can train
+        if not due and outlook.standing.speed == 0:  # nobody else generates: they stay until the trainer can train
             return
         self._was_due = due
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
@@ -218,21 +218,22 @@ class Predictive:
         self._returning = True
         return Decision(verb=Verb.RECLAIM, slices=ids(lent), reason=reason)
 
-    def _helped(self, cluster: Cluster, work: Work, standing: float, joining: float) -> float:
-        """Slices that the work is spread over once ``joining`` are awake."""
+    def _helped(self, cluster: Cluster, work: Work, standing: Crew, joining: Crew) -> Crew:
+        """The slices that the work is spread over once ``joining`` are awake; a part of them where it stays."""
+        everyone = standing + joining
         between_steps = self._forecaster.between_steps
-        if self._config.migration or between_steps or self._published_at == cluster.now or standing == 0:
-            return standing + joining
+        if self._config.migration or between_steps or self._published_at == cluster.now or standing.speed == 0:
+            return everyone
         sessions = len(work.remaining) * work.weight
         pinned = min(self._forecaster.book.asking() / sessions, 1.0) if sessions else 1.0
-        return min(standing + joining, standing / pinned) if pinned > 0 else standing + joining
+        return everyone.part(min(1.0, standing.speed / (pinned * everyone.speed))) if pinned > 0 else everyone
 
 
 def _best_end(cluster: Cluster, outlook: Outlook, lent: Sequence[SliceStatus], back_s: float) -> _Plan:
     """When to take lent slices back; later rather than now where it makes no difference."""
     standing = outlook.standing
     asleep_s = _asleep_s(cluster, lent)
-    everyone = [(0.0, standing), (asleep_s, standing + speed_of(cluster, lent))]
+    everyone = [(0.0, standing), (asleep_s, standing + crew_of(cluster, lent))]
     best = _Plan(worth=outlook.worth(outlook.course((0.0, standing)), back_s), back_s=0.0)
     for at in _ends_of_loan(outlook, outlook.course(*everyone), asleep_s, back_s):
         if at > 0.0:

@@ -1,10 +1,10 @@
 """When will groups be ready, if so many slices generate from when on?
 
 Decoding is lock-step: on slices that share the work evenly, every session that generates gains a token per step; the
-next ``d`` tokens of ``n`` sessions on ``s`` slices take ``d * step_time(n / s)``. An engine decodes so many requests at
-once, of those that wait the oldest session first (`seamless.router.oldest_first`). A group is ready with its longest
-member. A plan changes ``s`` at known times: up when lent slices are awake, down when they are taken back; who loses a
-seat then queues with its tokens.
+next ``d`` tokens of ``n`` sessions on slices as fast as ``s`` average ones take ``d * step_time(n / s)``. An engine
+decodes so many requests at once, of those that wait the oldest session first (`seamless.router.oldest_first`). A group
+is ready with its longest member. A plan changes the slices at known times: more when lent ones are awake, fewer when
+they are taken back; who loses a seat then queues with its tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,26 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """Slices that generate together.
+
+    Attributes:
+        speed: in average slices.
+        seats: requests that they decode at once; infinity when unknown.
+    """
+
+    speed: float
+    seats: float = math.inf
+
+    def __add__(self, other: Crew) -> Crew:
+        return Crew(self.speed + other.speed, self.seats + other.seats)
+
+    def part(self, share: float) -> Crew:
+        """As if there were fewer of each kind, or for only so much of the time."""
+        return Crew(self.speed * share, self.seats * share if share > 0 else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +49,6 @@ class Work:
         others: groups beside those that the batch has room for; further ones do not make it ready.
         weight: real sessions (and groups) per listed one; > 1 when the list is a sample.
         duty: share of its time that a session generates or waits for a seat; the rest is tools and rewards.
-        seats: requests that a slice decodes at once; infinity when unknown.
         step_s: seconds per step of a slice with so many requests over so many tokens of cache.
     """
 
@@ -40,19 +59,18 @@ class Work:
     others: float
     weight: float
     duty: float
-    seats: float
     step_s: Callable[[float, float], float]
 
-    def pace(self, sessions: float, held: float, slices: float) -> float:
+    def pace(self, sessions: float, held: float, speed: float) -> float:
         """Seconds until each of so many sessions, which hold so many tokens in all, has another token."""
-        if slices <= 0:
+        if speed <= 0:
             return math.inf
-        load = sessions * self.duty / slices
-        return self.step_s(load, held * self.duty / slices) / self.duty
+        load = sessions * self.duty / speed
+        return self.step_s(load, held * self.duty / speed) / self.duty
 
-    def room(self, slices: float) -> float:
-        """Sessions that have a seat at a time."""
-        return round(self.seats * slices / self.duty) if self.seats < math.inf else math.inf
+    def room(self, seats: float) -> float:
+        """Sessions that so many seats serve at a time."""
+        return round(seats / self.duty) if seats < math.inf else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +81,14 @@ class Fresh:
         lengths: tokens of its sessions, a sample.
         weight: real sessions per listed one.
         context: tokens of a prompt.
-        slices: that will generate then, on average over a step; > 0.
+        crew: that will generate then, on average over a step; its speed is > 0.
         train_s: seconds of training on the batch before it.
     """
 
     lengths: Sequence[float]
     weight: float
     context: float
-    slices: float
+    crew: Crew
     train_s: float
 
 
@@ -79,11 +97,11 @@ class Course:
     """How a plan would go: tokens of all sessions and ready groups over time, ascending in time.
 
     Attributes:
-        phases: from when on how much speed there is.
+        phases: from when on who generates.
         done_at: when the last session that was out at the start is done; infinity if that never happens.
     """
 
-    phases: Sequence[tuple[float, float]]
+    phases: Sequence[tuple[float, Crew]]
     times: list[float] = field(default_factory=lambda: [0.0])
     tokens: list[float] = field(default_factory=lambda: [0.0])
     ready_at: list[float] = field(default_factory=list)
@@ -167,25 +185,25 @@ class _Engines:
         self.held += sign * self.weights[number] * self.contexts[number]
 
 
-def play(work: Work, slices: Sequence[tuple[float, float]], joining: tuple[float, Fresh] | None = None) -> Course:
+def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float, Fresh] | None = None) -> Course:
     """Run the work down.
 
     Args:
-        slices: ``(from time, slices generating)``, ascending, the first at 0; slices may be fractional speeds.
+        phases: ``(from time, who generates)``, ascending, the first at 0.
         joining: sessions that join the queue at a time. The course ends with the last of those that were there before.
     """
     out = len(work.remaining)
-    course = Course(phases=slices)
+    course = Course(phases=phases)
     engines = _Engines(list(work.remaining), list(work.contexts), [work.weight] * out, deque(range(out)))
     progress = _Groups(work)
-    changes = [(at, count) for at, count in slices[1:]]
-    count, now, total = slices[0][1], 0.0, 0.0
+    changes = deque(phases[1:])
+    crew, now, total = phases[0][1], 0.0, 0.0
     while out:
-        engines.admit(work.room(count))
+        engines.admit(work.room(crew.seats))
         change_at = changes[0][0] if changes else math.inf
         stop = min(change_at, joining[0] if joining else math.inf)
         left = engines.ends[0][0] - engines.made
-        pace = work.pace(engines.n, engines.held + engines.n * (engines.made + left / 2), count)
+        pace = work.pace(engines.n, engines.held + engines.n * (engines.made + left / 2), crew.speed)
         if pace < math.inf and now + left * pace <= stop:
             now += left * pace
             total += left * engines.n
@@ -208,8 +226,8 @@ def play(work: Work, slices: Sequence[tuple[float, float]], joining: tuple[float
             engines.join(joining[1])
             joining = None
         else:
-            count = changes.pop(0)[1]
-            engines.evict(work.room(count))
+            _, crew = changes.popleft()
+            engines.evict(work.room(crew.seats))
     course.done_at = now
     return course
 

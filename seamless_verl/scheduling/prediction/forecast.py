@@ -19,7 +19,7 @@ from seamless_verl.scheduling.events import (
     SliceFailed,
     StepEnded,
 )
-from seamless_verl.scheduling.prediction.course import Course, Fresh, Work, play
+from seamless_verl.scheduling.prediction.course import Course, Crew, Fresh, Work, play
 from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, value
 from seamless_verl.scheduling.prediction.sessions import SessionBook
 from seamless_verl.scheduling.slices import SliceState, Tag
@@ -35,7 +35,7 @@ class Outlook:
     """Everything that plans at one moment have in common.
 
     Attributes:
-        standing: speed of the slices that always generate.
+        standing: the slices that always generate.
         full_rate: tokens per second if every slice generated under the usual load.
         token_s: seconds in which a session that has a seat gains a token then.
         fresh: the batch after this one; None while no bound on staleness is known.
@@ -43,14 +43,14 @@ class Outlook:
 
     trainer: Trainer
     work: Work
-    standing: float
+    standing: Crew
     full_rate: float
     token_s: float
     fresh: Fresh | None
     elapsed_s: float
 
-    def course(self, *phases: tuple[float, float]) -> Course:
-        """``phases``: from when on how much speed there is."""
+    def course(self, *phases: tuple[float, Crew]) -> Course:
+        """``phases``: from when on who generates."""
         return play(self.work, phases)
 
     def worth(self, course: Course, free_at: float) -> float:
@@ -140,12 +140,12 @@ class Forecaster:
             ready=cluster.ready, minimum=max(asked.minimum, 1), batch=asked.batch, train_s=self._train_s()
         )
         work = self._work(cluster, trainer)
-        standing = speed_of(cluster, standing_slices(cluster))
-        lendable = speed_of(cluster, [s for s in cluster if s.slice.lendable and Tag.ROLLOUT in s.usable])
+        standing = crew_of(cluster, standing_slices(cluster))
+        lendable = crew_of(cluster, [s for s in cluster if s.slice.lendable and Tag.ROLLOUT in s.usable])
         everyone = standing + lendable
-        busy = min(max(self.book.crowd, len(work.remaining) * work.weight), work.room(everyone))
+        busy = min(max(self.book.crowd, len(work.remaining) * work.weight), work.room(everyone.seats))
         held = busy * sum(work.contexts) / max(len(work.contexts), 1)
-        token_s = work.pace(busy, held, everyone)
+        token_s = work.pace(busy, held, everyone.speed)
         return Outlook(
             trainer=trainer,
             work=work,
@@ -165,17 +165,17 @@ class Forecaster:
             if book.lengths.remaining(book.progress(session, cluster.now)[0], 0.5) > tokens
         )
 
-    def _fresh(self, standing: float, lendable: float) -> Fresh | None:
+    def _fresh(self, standing: Crew, lendable: Crew) -> Fresh | None:
         if self._awaited is None or not self._step_s or self._needs is None:
             return None
         groups, size = self._submitted
         train_s = self._train_s() * self._needs.batch
-        free = max(0.0, 1.0 - train_s / self._step_s)
+        free = max(1e-9, 1.0 - train_s / self._step_s)
         return Fresh(
             lengths=[self.book.lengths.remaining(0, (i + 0.5) / _FRESH) for i in range(_FRESH)],
             weight=groups * size / _FRESH,
             context=self.book.prompt_tokens,
-            slices=max(standing + free * lendable, 1e-9),
+            crew=standing + lendable.part(free),
             train_s=train_s,
         )
 
@@ -198,7 +198,6 @@ class Forecaster:
             others=trainer.batch - trainer.ready - sum(awaited for awaited, _ in members),
             weight=float(every),
             duty=duty,
-            seats=min((s.slice.seats for s in cluster if s.slice.seats and Tag.ROLLOUT in s.usable), default=math.inf),
             step_s=book.decode.step_s,
         )
 
@@ -232,9 +231,11 @@ def standing_slices(cluster: Cluster) -> list[SliceStatus]:
     return [s for s in cluster if not s.slice.lendable and s.state in alive]
 
 
-def speed_of(cluster: Cluster, statuses: Sequence[SliceStatus]) -> float:
-    """In average slices."""
-    return sum(cluster.roofline.speed(status.slice.id) for status in statuses)
+def crew_of(cluster: Cluster, statuses: Sequence[SliceStatus]) -> Crew:
+    return Crew(
+        sum(cluster.roofline.speed(status.slice.id) for status in statuses),
+        sum(status.slice.seats or math.inf for status in statuses),
+    )
 
 
 def _smoothed(before: float, now: float) -> float:

@@ -54,7 +54,7 @@ def next_end(work: Work, course: Course, end: float, fresh: Fresh) -> float:
     if course.done_at <= end:
         return end
     phases = [phase for phase in course.phases if phase[0] < end]
-    return play(work, [*phases, (end, fresh.slices)], (end, fresh)).done_at
+    return play(work, [*phases, (end, fresh.crew)], (end, fresh)).done_at
 
 
 def value(course: Course, trainer: Trainer, free_at: float, full_rate: float) -> float:

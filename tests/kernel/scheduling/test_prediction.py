@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.prediction.course import Fresh, Work, play
+from seamless_verl.scheduling.prediction.course import Crew, Fresh, Work, play
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.lengths import LengthModel
 from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, next_end, value
@@ -80,14 +80,13 @@ def work(remaining: list[float]) -> Work:
         others=math.inf,
         weight=1.0,
         duty=1.0,
-        seats=math.inf,
         step_s=lambda n, kv: n,
     )
 
 
 def test_a_course_by_hand() -> None:
     """Two sessions of 10 and 30 tokens on one slice, a step takes n seconds: 10 x 2, then 20 x 1."""
-    course = play(work([10, 30]), [(0.0, 1.0)])
+    course = play(work([10, 30]), [(0.0, Crew(1.0))])
     assert course.ready_at == [20.0, 40.0]
     assert course.tokens_by(20.0) == 20
     assert course.tokens_by(30.0) == 30
@@ -95,24 +94,24 @@ def test_a_course_by_hand() -> None:
     assert course.when_ready(2) == 40.0
     assert course.when_ready(3) == math.inf
     # a second slice joins after 10 s: 5 tokens each by then, the rest at 1 s per token (two slices, one session each)
-    assert play(work([10, 30]), [(0.0, 1.0), (10.0, 2.0)]).ready_at == [15.0, pytest.approx(25.0)]
+    assert play(work([10, 30]), [(0.0, Crew(1.0)), (10.0, Crew(2.0))]).ready_at == [15.0, pytest.approx(25.0)]
     # nobody generates from 10 s on
-    assert play(work([10, 30]), [(0.0, 1.0), (10.0, 0.0)]).ready_at == []
+    assert play(work([10, 30]), [(0.0, Crew(1.0)), (10.0, Crew(0.0))]).ready_at == []
 
 
 def test_a_course_of_unlike_slices_by_hand() -> None:
     """A slow slice (speed 0.5) generates alone; with two sessions a step takes 2 / 0.5 s, with one 1 / 0.5 s. A fast
     one (1.5) joins at 20 s, when each has 5 tokens: 2 / 2 and 1 / 2 s from then on. It leaves at 27 s."""
-    alone = play(work([10, 30]), [(0.0, 0.5)])
+    alone = play(work([10, 30]), [(0.0, Crew(0.5))])
     assert alone.ready_at == [40.0, 80.0]
-    joined = play(work([10, 30]), [(0.0, 0.5), (20.0, 2.0), (27.0, 0.5)])
+    joined = play(work([10, 30]), [(0.0, Crew(0.5)), (20.0, Crew(2.0)), (27.0, Crew(0.5))])
     assert joined.ready_at == [25.0, pytest.approx(27.0 + (30 - 10 - 4) * 2.0)]
     assert joined.tokens_by(20.0) == 10
     assert joined.tokens_by(27.0) == 10 + 2 * 5 + 4
 
 
 def test_the_trainer_waits_for_groups_or_groups_for_the_trainer() -> None:
-    course = play(work([10, 30]), [(0.0, 1.0)])
+    course = play(work([10, 30]), [(0.0, Crew(1.0))])
     trainer = Trainer(ready=0, minimum=1, batch=2, train_s=5.0)
     assert end_of_training(course, trainer, free_at=0.0) == 45.0
     assert end_of_training(course, trainer, free_at=38.0) == 48.0
@@ -124,9 +123,9 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
     """Of 10, 30 and 50 tokens (a step takes n seconds) the first ends at 30; at 50 the others have 10 and 30 left, and
     sessions of 15 and 25 tokens join: 10 steps of 4 s, 5 of 3 s, 10 of 2 s, and 5 alone."""
     out = work([10, 30, 50])
-    course = play(out, [(0.0, 1.0)])
+    course = play(out, [(0.0, Crew(1.0))])
     assert course.ready_at == [30.0, 70.0, 90.0]
-    fresh = Fresh(lengths=[15, 25], weight=1.0, context=0.0, slices=1.0, train_s=60.0)
+    fresh = Fresh(lengths=[15, 25], weight=1.0, context=0.0, crew=Crew(1.0), train_s=60.0)
     assert next_end(out, course, 50.0, fresh) == 50.0 + 10 * 4 + 5 * 3 + 10 * 2 + 5 * 1
     assert next_end(out, course, 95.0, fresh) == 95.0  # nobody is left over
     trainer = Trainer(ready=0, minimum=1, batch=1, train_s=20.0)
@@ -138,16 +137,26 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
 
 def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
     """One slice, two seats: 10 and 30 run (2 s a step), then 20 and 5; with them or after them 5 that joined."""
-    queue = replace(work([10, 30, 5]), seats=2)
-    course = play(queue, [(0.0, 1.0)])
+    queue, one = work([10, 30, 5]), Crew(1.0, seats=2)
+    course = play(queue, [(0.0, one)])
     assert course.ready_at == [20.0, 30.0, 45.0]
     assert course.done_at == 45.0
-    fresh = Fresh(lengths=[5], weight=1.0, context=0.0, slices=1.0, train_s=0.0)
+    fresh = Fresh(lengths=[5], weight=1.0, context=0.0, crew=one, train_s=0.0)
     assert next_end(queue, course, 0.0, fresh) == 20.0 + 10.0 + 10.0 + 10.0
     # A second slice has two more seats: nobody waits. It leaves at 5 s: who was admitted last waits for the first seat.
-    assert play(queue, [(0.0, 2.0)]).ready_at == [7.5, pytest.approx(12.5), pytest.approx(22.5)]
-    taken_back = play(replace(work([20, 30, 12]), seats=1), [(0.0, 2.0), (5.0, 1.0)])
+    assert play(queue, [(0.0, one + one)]).ready_at == [7.5, pytest.approx(12.5), pytest.approx(22.5)]
+    one = Crew(1.0, seats=1)
+    taken_back = play(work([20, 30, 12]), [(0.0, one + one), (5.0, one)])
     assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 25.0, 45.0 + 12.0]
+
+
+def test_seats_of_unlike_slices_add_up_by_hand() -> None:
+    """A fast slice with one seat and a slow one with two: three sessions at 3/4 s a step, then two at 2/4."""
+    crew = Crew(3.0, seats=1) + Crew(1.0, seats=2)
+    assert play(work([10] * 5), [(0.0, crew)]).ready_at == [7.5] * 3 + [12.5] * 2
+    assert (Crew(1.0, seats=4) + Crew(1.0)).seats == math.inf  # not known of all
+    assert crew.part(0.5) == Crew(2.0, seats=1.5)
+    assert Crew(1.0).part(0.0) == Crew(0.0, seats=0.0)
 
 
 def with_one_seat() -> tuple[Roofline, SessionBook, Slice]:
@@ -196,7 +205,7 @@ def test_steps_slow_down_with_the_cache_of_those_that_are_left() -> None:
     """Contexts of 5 and 20; a step takes as many seconds as there are tokens in the cache, half a step's growth in."""
     by_cache = replace(work([10, 30]), contexts=[5.0, 20.0], step_s=lambda n, kv: kv)
     first = 10 * (5 + 20 + 2 * 5)
-    assert play(by_cache, [(0.0, 1.0)]).ready_at == [first, first + 20 * (20 + 20)]
+    assert play(by_cache, [(0.0, Crew(1.0))]).ready_at == [first, first + 20 * (20 + 20)]
 
 
 def test_a_limit_on_tokens_is_recognised() -> None:
@@ -360,8 +369,8 @@ def test_equal_slices_stay_equal_however_long_they_are_measured(seed: int) -> No
 
 def test_a_batch_with_room_for_few_others_waits_for_those_it_cannot_do_without() -> None:
     waits = replace(work([10, 20, 30, 40]), awaited=frozenset({3}), others=1)
-    alone = play(work([10, 20, 30, 40]), [(0.0, 4.0)])
-    bound = play(waits, [(0.0, 4.0)])
+    alone = play(work([10, 20, 30, 40]), [(0.0, Crew(4.0))])
+    bound = play(waits, [(0.0, Crew(4.0))])
     assert alone.when_ready(2) < bound.when_ready(2) == alone.when_ready(4)
     assert bound.when_ready(3) == math.inf
 
