@@ -91,6 +91,7 @@ class Claims:
             ideal.append(fluid_limit(replace(sync, eta=0)).paid_s / fluid_limit(ours).paid_s)
             self.add(f"{tag}: gain over sync, sigma {sigma}", gains[-1], "x")
             self.add(f"{tag}: gain over sync of the fluid limits, sigma {sigma}", ideal[-1], "x")
+        self.add(f"{tag}: gain grows with skew, all the way", gains[-1] / gains[0], "x", "> 1", _rises(gains[::2]))
         most = ideal.index(max(ideal)) + 1
         told = f"{tag}: gain grows with skew up to sigma {_SIGMAS[most - 1]}"
         self.add(told, gains[most - 1] / gains[0], "x", "> 1", _rises(gains[:most]))

@@ -6,6 +6,7 @@ Single-threaded from beginning to end: a fork of a process with threads would co
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -53,6 +54,8 @@ def main() -> None:
         # Closing the socket sends every stand-in to the plain interpreter.
         sys.stderr.write(f"nursery: the imports left threads behind ({threads}), so nothing is forked from here\n")
         return
+    gc.collect()
+    gc.freeze()  # what was imported stays: looking at all of it again holds up each child for a second, and copies it
     sys.stderr.write(f"nursery: ready after {time.monotonic() - started:.1f} s\n")
     sys.stderr.flush()
     birth = Nursery(listener).serve()
