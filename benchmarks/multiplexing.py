@@ -6,8 +6,10 @@ trainer is the time it waits for samples while it holds its device; ours is that
 lent slice without a request counts as idle, too.
 
 ``--lengths constant`` and ``--switch-cost SECONDS`` (added to every change of hands) are negative controls: what the
-policy loses by them, and that it stops lending where a switch costs more than it brings. A whole measurement takes half
-an hour; ``--resume FILE --minutes 8`` takes it in pieces.
+policy loses by them, and that it stops lending where a switch costs more than it brings. ``--layers 8`` makes the model
+four times as deep: with the recipe's two layers much of both cores goes to everything around the engines, and a
+trainer's idle core is not idle. A whole measurement takes half an hour; ``--resume FILE --minutes 8`` takes it in
+pieces.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -92,7 +95,9 @@ class Measured:
         return statistics.fmean(self.steps_s)
 
 
-def run(system: str, work: Path, lengths: str, steps: int, switch_cost_s: float, seed: int) -> Measured:
+def run(
+    system: str, work: Path, lengths: str, steps: int, switch_cost_s: float, seed: int, model: Path | None
+) -> Measured:
     """Start it as a user would, and read what it leaves.
 
     Raises:
@@ -109,6 +114,8 @@ def run(system: str, work: Path, lengths: str, steps: int, switch_cost_s: float,
             "BENCHMARK_SWITCH_COST_S": str(switch_cost_s),
         }
         command = [sys.executable, "-m", "seamless_verl.main", *_workload(work, lengths, steps, seed), *overrides]
+        if model is not None:
+            command.append(f"actor_rollout_ref.model.path={model}")
         if switch_cost_s:
             environment["VERL_USE_EXTERNAL_MODULES"] = "benchmarks.expensive_switch"
         done = subprocess.run(
@@ -142,6 +149,22 @@ def _workload(work: Path, lengths: str, steps: int, seed: int) -> list[str]:
         "trainer.test_freq=-1",
         f"trainer.total_training_steps={steps}",
     ]
+
+
+def _deeper_model(folder: Path, layers: int) -> Path:
+    """The recipe's model with so many layers and random weights: lengths are prescribed, it need not know anything."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from seamless_verl.recipes.arithmetic import assets
+
+    recipe, model = assets.build() / "model", folder / "model"
+    shutil.copytree(recipe, model)
+    config = Qwen3Config.from_pretrained(recipe)
+    config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(model)
+    return model
 
 
 def _read(folder: Path, *, ours: bool) -> Measured:
@@ -206,6 +229,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parts.extend(parser)
     parser.add_argument("--lengths", choices=("skewed", "constant"), default="skewed")
     parser.add_argument("--switch-cost", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--layers", type=int, metavar="N", help="of the model (the recipe's has 2)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
@@ -220,6 +244,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mux-") as folder:
         work = Path(folder)
         write_workload(work, lengths=options.lengths, prompts=256, sessions=8, longest=_LONGEST)
+        model = _deeper_model(work, options.layers) if options.layers else None
         for repeat in range(repeats):
             first = repeat % len(options.systems)
             for system in options.systems[first:] + options.systems[:first]:
@@ -227,7 +252,7 @@ def main() -> int:
                     continue
                 if taken.out_of_time:
                     return taken.pause()
-                measured = run(system, work, options.lengths, options.steps, options.switch_cost, repeat)
+                measured = run(system, work, options.lengths, options.steps, options.switch_cost, repeat, model)
                 taken.add(system, asdict(measured))
                 print(f"{repeat + 1}/{repeats} {system}: {measured.mean_s:.2f} s/step", flush=True)
     found = {system: [Measured(**one) for one in taken.of(system)] for system in options.systems}
