@@ -89,9 +89,9 @@ def of_published_hardware(system: str, trainers: int, rollouts: int, steps: int)
 
 def test_predictive_comes_near_the_limit_on_the_published_hardware() -> None:
     wanted = of_published_hardware("predictive", 2, 2, steps=12)
-    ours, *more = (simulate(replace(wanted, seed=seed)) for seed in range(3))
+    ours, other = (simulate(replace(wanted, seed=seed)) for seed in range(2))
     assert ours.step_s <= fluid_limit(wanted).paid_s / 0.93
-    assert sum(result.books.trainable_idle_share for result in (ours, *more)) / 3 < 0.05
+    assert (ours.books.trainable_idle_share + other.books.trainable_idle_share) / 2 < 0.05
     for rival in ("greedy_streaming", "disaggregated_streaming"):
         assert ours.step_s < simulate(replace(wanted, system=rival)).step_s
 
@@ -100,8 +100,8 @@ def test_trainers_do_not_idle_where_lengths_are_skewed() -> None:
     """A quarter of the slices train; the longest answer holds the step up, so that a loan is worth little."""
     skewed = LogNormal(mean=6_000, sigma=1.2, cap=32_768)
     wanted = replace(of_published_hardware("predictive", 1, 3, steps=12), workload=skewed)
-    runs = [simulate(replace(wanted, seed=seed)) for seed in range(3)]
-    assert sum(result.books.trainable_idle_share for result in runs) / 3 < 0.05
+    runs = [simulate(replace(wanted, seed=seed)) for seed in range(2)]
+    assert sum(result.books.trainable_idle_share for result in runs) / 2 < 0.05
 
 
 def test_a_gang_of_all_slices_leaves_nobody_to_generate_while_it_trains() -> None:
