@@ -33,7 +33,7 @@ from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
-from seamless_verl.proxy.tokenizer import open_tokenizer
+from seamless_verl.proxy.tokenizer import FolderTokenizer, open_tokenizer
 from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
 from seamless_verl.proxy.vllm_pictures import NoPictures
 
@@ -121,16 +121,36 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     if config.ends_with_stdin:
         _watch_stdin(asyncio.get_running_loop(), stop)
     tokenizer = open_tokenizer(config.tokenizer)
+    version = max(config.version, _last_version(config.record))
+    engine = VllmHttpEngine(
+        config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
+    )
+    deps, blind = await _deps(config, engine, tokenizer)
+    app = make_app(deps)
+    server = ProxyServer(app, config.host, config.port, drain_s=config.drain_s)
+    try:
+        base_url = await server.start()
+        handover: HandOver = app.state.handover
+        resumed = asyncio.create_task(handover.resume())
+        max_model_len = deps.limits.max_model_len
+        ready(Ready(base_url=base_url, found=len(deps.sessions), max_model_len=max_model_len, blind=blind))
+        await stop.wait()
+        resumed.cancel()
+    finally:
+        await server.stop()
+        await engine.close()
+        if isinstance(deps.journal, SqliteJournal):
+            await deps.journal.close()
+
+
+async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: FolderTokenizer) -> tuple[ProxyDeps, str]:
+    """What the proxy is made of, after a look at the server; and why that cannot be shown pictures, else ""."""
     parser = TagParser(config.think_tags) if config.parser is None else config.parser(config.tokenizer)
     renderer = TokenizerRenderer(
         tokenizer,
         stop_token_ids=tokenizer.stop_token_ids,
         keep_special_tokens=parser.keeps_special_tokens,
         placeholder=tokenizer.image_token_id,
-    )
-    version = max(config.version, _last_version(config.record))
-    engine = VllmHttpEngine(
-        config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
     )
     served = await engine.probe()
     limits = config.limits
@@ -143,45 +163,25 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     if isinstance(journal, SqliteJournal):
         journal.resume(sessions)
         counters.num_sessions = len(sessions)
-    app = make_app(
-        ProxyDeps(
-            engine=engine,
-            renderer=renderer,
-            codec=renderer,
-            admin_key=config.admin_key,
-            model=config.model,
-            journal=journal,
-            limits=limits,
-            counters=counters,
-            sessions=sessions,
-            sink=sink,
-            parser=parser,
-            images=images,
-            blind=blind or TEXT_ONLY,
-            abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
-            gate=Gate(_stamping(engine, config.record)),
-            base_url=config.base_url,
-        )
+    deps = ProxyDeps(
+        engine=engine,
+        renderer=renderer,
+        codec=renderer,
+        admin_key=config.admin_key,
+        model=config.model,
+        journal=journal,
+        limits=limits,
+        counters=counters,
+        sessions=sessions,
+        sink=sink,
+        parser=parser,
+        images=images,
+        blind=blind or TEXT_ONLY,
+        abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
+        gate=Gate(_stamping(engine, config.record)),
+        base_url=config.base_url,
     )
-    server = ProxyServer(app, config.host, config.port, drain_s=config.drain_s)
-    try:
-        base_url = await server.start()
-        handover: HandOver = app.state.handover
-        resumed = asyncio.create_task(handover.resume())
-        found = Ready(
-            base_url=base_url,
-            found=len(sessions),
-            max_model_len=limits.max_model_len,
-            blind=blind,
-        )
-        ready(found)
-        await stop.wait()
-        resumed.cancel()
-    finally:
-        await server.stop()
-        await engine.close()
-        if isinstance(journal, SqliteJournal):
-            await journal.close()
+    return deps, blind
 
 
 async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits) -> tuple[ImageReader | None, str]:
