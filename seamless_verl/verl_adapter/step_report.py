@@ -21,6 +21,7 @@ from seamless_verl.verl_adapter.recorded_trainer import ROLLOUT, TRAINER
 from seamless_verl.verl_adapter.rows import ROW_FIELD, row_digest
 
 _AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
+_ROWS_PER_COMPARED_ROW = 32  # a forward pass is a third of training at most, so this costs about 1 % of it
 
 
 class AuditFailed(SeamlessError):
@@ -34,6 +35,28 @@ def on_policy_keys(batch: KVBatchMeta, current_version: int) -> list[str]:
         for key, tag in zip(batch.keys, batch.tags, strict=True)
         if not tag.get("is_padding", False) and tag["min_global_steps"] == tag["max_global_steps"] == current_version
     ]
+
+
+def rows_to_compare(batch: KVBatchMeta, current_version: int, ranks: int) -> KVBatchMeta | None:
+    """Rows on which trainer and rollout can be compared, other ones at every version; None where there are none.
+
+    A sample: to compare all of them costs what verl's ``bypass_mode`` is there to save, a forward pass of the batch.
+
+    Args:
+        ranks: data-parallel shares of equal size that verl cuts a batch into.
+    """
+    on_policy = on_policy_keys(batch, current_version)
+    if not on_policy:
+        return None
+    share = max(1, len(batch) // (ranks * _ROWS_PER_COMPARED_ROW))
+    wanted = ranks * share
+    found, count = len(on_policy), min(wanted, len(on_policy))
+    chosen = [on_policy[(current_version + row * found // count) % found] for row in range(count)]
+    others = [key for key in batch.keys if key not in set(chosen)]
+    sample = batch.select_keys(chosen + others[: wanted - len(chosen)])
+    # verl 0.9.1: engine/utils.py:125 refuses a share that is no multiple of the configured micro-batch.
+    sample.extra_info["micro_batch_size_per_gpu"] = share
+    return sample
 
 
 class StepMeter:

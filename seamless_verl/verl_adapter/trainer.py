@@ -40,7 +40,7 @@ from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.resource_pools import adopt_resources
 from seamless_verl.verl_adapter.router import balancer_class
-from seamless_verl.verl_adapter.step_report import StepMeter, on_policy_keys, validation_report
+from seamless_verl.verl_adapter.step_report import StepMeter, rows_to_compare, validation_report
 
 _STREAMING_STATE = "streaming.json"
 
@@ -256,13 +256,23 @@ class SeamlessTrainer(LendingTrainer):
             batch = super()._compute_old_log_prob(batch, metrics)
             self._meter.compare_log_probs(batch, version)
             return batch
-        if self.local_trigger_step == 0 and on_policy_keys(batch, version):
-            # verl would copy the rollout's log-probs; a first mini-batch that can be compared pays one forward pass.
-            correction.bypass_mode = False
-            PPOTrainer._compute_old_log_prob(self, batch, metrics)
-            correction.bypass_mode = True
-            self._meter.compare_log_probs(batch, version)
+        if self.local_trigger_step == 0:
+            self._compare_a_sample(batch, version, metrics)
         return super()._compute_old_log_prob(batch, metrics)
+
+    def _compare_a_sample(self, batch: KVBatchMeta, version: int, metrics: dict[str, Any]) -> None:
+        """verl copies the rollout's log-probs here; a forward pass over a few rows shows whether the trainer agrees."""
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        sample = rows_to_compare(batch, version, ranks)
+        if sample is None:
+            return
+        found: dict[str, Any] = {}
+        correction = self.config.algorithm.rollout_correction
+        correction.bypass_mode = False
+        PPOTrainer._compute_old_log_prob(self, sample, found)
+        correction.bypass_mode = True
+        self._meter.compare_log_probs(sample, version)
+        metrics.update({name: value for name, value in found.items() if name.startswith("training/rollout_")})
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics)

@@ -341,7 +341,7 @@ def test_a_row_that_was_changed_on_the_way_ends_the_run_before_it_is_trained(mon
 def _with_versions(*versions):
     from transfer_queue import KVBatchMeta
 
-    tags = [{"min_global_steps": version} for version in versions]
+    tags = [{"min_global_steps": version, "max_global_steps": version} for version in versions]
     keys = [f"uid_{number}_0" for number in range(len(versions))]
     return KVBatchMeta(partition_id="train", keys=keys, tags=[*tags], extra_info={})
 
@@ -360,6 +360,30 @@ def test_a_row_of_a_version_that_does_not_exist_ends_the_run():
 
     with pytest.raises(step_report.AuditFailed, match="uid_1_0 says that its first token is of version 9"):
         step_report.StepMeter().count_staleness(_with_versions(7, 9), current_version=7)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 4), (2, 4), (8, 8)])
+def test_trainer_and_rollout_are_compared_on_a_few_rows_of_the_current_version_other_ones_each_time(ranks, rows):
+    from seamless_verl.verl_adapter.step_report import rows_to_compare
+
+    batch = _with_versions(*([6, 7] * 64))
+    samples = [rows_to_compare(batch, 7, ranks), rows_to_compare(_with_versions(*([8, 6] * 64)), 8, ranks)]
+    for sample, version in zip(samples, (7, 8), strict=True):
+        assert len(set(sample.keys)) == rows
+        assert {tag["min_global_steps"] for tag in sample.tags} == {version}
+        assert sample.extra_info["micro_batch_size_per_gpu"] == rows // ranks
+    places = [{int(key.split("_")[1]) // 2 for key in sample.keys} for sample in samples]
+    assert places[0] != places[1]
+    assert batch.extra_info == {}
+
+
+def test_a_sample_is_filled_up_to_equal_shares_and_empty_where_nothing_can_be_compared():
+    from seamless_verl.verl_adapter.step_report import rows_to_compare
+
+    sample = rows_to_compare(_with_versions(6, 7, 6, 7, 6, 6, 6, 6), 7, ranks=4)
+    assert len(set(sample.keys)) == 4
+    assert {"uid_1_0", "uid_3_0"} < set(sample.keys)
+    assert rows_to_compare(_with_versions(6, 6), 7, ranks=1) is None
 
 
 def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_and_its_end():
