@@ -23,7 +23,8 @@ from seamless_verl.simulation.agents import Group
 from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
 from seamless_verl.simulation.fluid import fluid_limit
 from seamless_verl.simulation.regimes import REGIMES, Regime
-from seamless_verl.simulation.scenario import Noise, Scenario, Simulation
+from seamless_verl.simulation.run import Simulation
+from seamless_verl.simulation.scenario import Noise, Scenario
 from seamless_verl.simulation.workload import LogNormal
 from seamless_verl.staleness.protocol import StalenessProtocol
 

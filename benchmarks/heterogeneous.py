@@ -23,7 +23,8 @@ from benchmarks.settings import cell
 from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import SliceId
 from seamless_verl.simulation.replica import EnginePhysics
-from seamless_verl.simulation.scenario import Scenario, Simulation
+from seamless_verl.simulation.run import Simulation
+from seamless_verl.simulation.scenario import Scenario
 
 _SLOWER = 2.0
 

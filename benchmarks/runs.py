@@ -16,7 +16,8 @@ import seamless_verl
 from benchmarks.parts import Parts
 from benchmarks.records import Record, report
 from seamless_verl.simulation.regimes import Regime
-from seamless_verl.simulation.scenario import Result, Scenario, simulate
+from seamless_verl.simulation.run import simulate
+from seamless_verl.simulation.scenario import Result, Scenario
 
 Figures = dict[str, float]
 _NOT_IN_A_RUN = {

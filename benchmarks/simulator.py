@@ -27,7 +27,8 @@ from benchmarks.settings import WORKLOADS, cell
 from benchmarks.simulator_table import SIZES, SPLITS, table
 from seamless_verl.simulation.fluid import fluid_limit
 from seamless_verl.simulation.published import CALIBRATED, MODES, SEPARATE_COSTS, SWITCHING, scenario
-from seamless_verl.simulation.scenario import Scenario, simulate
+from seamless_verl.simulation.run import simulate
+from seamless_verl.simulation.scenario import Scenario
 
 # ---------------------------------------------------------------- parts
 

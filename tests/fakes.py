@@ -335,7 +335,11 @@ async def serving(
         options["images"] = ProcessorReader(small_processor(), {}, max_pixels=1_000_000)
     tokenizer = small_processor().tokenizer if sees else small_tokenizer(template)
     engine = ScriptedEngine(tokenizer, script, delay_s=delay_s, num_versions=2, streams=streams)
-    renderer = TokenizerRenderer(tokenizer, placeholder=options["images"].placeholder if sees else None)
+    renderer = TokenizerRenderer(
+        tokenizer,
+        placeholder=options["images"].placeholder if sees else None,
+        others=[small_processor().video_token_id] if sees else (),
+    )
     deps = ProxyDeps(engine=engine, renderer=renderer, codec=renderer, admin_key="admin-key", model="tiny", **options)
     server = ProxyServer(make_app(deps), drain_s=1.0)
     base_url = await server.start()

@@ -128,8 +128,9 @@ class Generator:
                 ids = call.prompt if isinstance(call.prompt, tuple) else await self._encode(call.prompt)
                 if ids and max(ids) >= self._codec.num_tokens:
                     raise TrajectoryError(f"the model knows {self._codec.num_tokens} tokens, not {max(ids)}")
-                if self._codec.placeholder in ids:
-                    raise TrajectoryError(f"token {self._codec.placeholder} stands for a picture, and there is none")
+                named = next((token for token in self._codec.placeholders if token in ids), None)
+                if named is not None:
+                    raise TrajectoryError(f"token {named} stands for a picture or a video, and there is none")
                 return session.tree.prepare_ids(transcript, ids)
             route = session.tree.route(transcript)
             if _num_chars_to_render(route) > _BIG_RENDER_CHARS:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -45,8 +45,8 @@ class Codec(Protocol):
         ...
 
     @property
-    def placeholder(self) -> int | None:
-        """Id that stands for pictures only; None for a model that takes none."""
+    def placeholders(self) -> frozenset[int]:
+        """Ids that stand for pictures and videos only; empty for a model that takes none."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -65,6 +65,7 @@ class TokenizerRenderer:
         stop_token_ids: ids that end an answer; the tokenizer's end-of-sequence token when None.
         keep_special_tokens: whether decoded text shows special tokens, for parsers that look for them.
         placeholder: id of the token that the template writes for a picture; None for a model that takes none.
+        others: ids that stand for what the proxy does not take, e.g. videos; no text may name one either.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class TokenizerRenderer:
         stop_token_ids: Sequence[int] | None = None,
         keep_special_tokens: bool = False,
         placeholder: int | None = None,
+        others: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._placeholder = placeholder
+        self._others = frozenset(others) - {placeholder}
         # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._words = WordCache.of(self._backend) if self._backend is not None else None
@@ -92,8 +95,8 @@ class TokenizerRenderer:
         return self._stop_token_ids
 
     @property
-    def placeholder(self) -> int | None:
-        return self._placeholder
+    def placeholders(self) -> frozenset[int]:
+        return self._others if self._placeholder is None else self._others | {self._placeholder}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
@@ -162,8 +165,11 @@ class TokenizerRenderer:
         """The ids with each picture in its place.
 
         Raises:
-            RenderingFailed: a text contains the placeholder, or the template writes no picture where there is one.
+            RenderingFailed: a text contains a placeholder, or the template writes no picture where there is one.
         """
+        named = next((token for token in self._others if token in ids), None)
+        if named is not None:
+            raise RenderingFailed(f"a text names token {named}, which stands for a video, and there is none")
         if self._placeholder is None:
             return ids
         images = [part for message in messages for part in message.parts if isinstance(part, Image)]

@@ -151,6 +151,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         stop_token_ids=tokenizer.stop_token_ids,
         keep_special_tokens=parser.keeps_special_tokens,
         placeholder=tokenizer.image_token_id,
+        others=tokenizer.placeholders,
     )
     served = await engine.probe()
     limits = config.limits

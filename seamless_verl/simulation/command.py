@@ -24,7 +24,8 @@ from seamless_verl.simulation.options import KEYS, PRESETS, apply, preset
 from seamless_verl.simulation.outcome import Outcome, outcome, table, write_json, write_parquet
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replay import from_run
-from seamless_verl.simulation.scenario import Result, Scenario, Simulation
+from seamless_verl.simulation.run import Simulation
+from seamless_verl.simulation.scenario import Result, Scenario
 from seamless_verl.simulation.search import Sensitivity, candidates, rank, sensitivity
 
 _SEARCHED = ("predictive", "greedy_streaming", "disaggregated_streaming", "colocated_bounded")

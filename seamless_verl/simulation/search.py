@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.options import apply
 from seamless_verl.simulation.regimes import regime
-from seamless_verl.simulation.scenario import Result, Scenario, simulate
+from seamless_verl.simulation.run import simulate
+from seamless_verl.simulation.scenario import Result, Scenario
 
 # What is least certain in a prediction, each moved by this factor.
 UNCERTAIN = {

@@ -68,12 +68,14 @@ class ShardSettings:
         if getattr(self.processor, "image_token", None) is not None:
             images = ProcessorReader(self.processor, self.processor_args, max_pixels=Limits().max_image_pixels)
         template = getattr(self.processor, "chat_template", None)
+        video = getattr(self.processor, "video_token", None)
         renderer = TokenizerRenderer(
             self.tokenizer,
             template_args={**({"chat_template": template} if template else {}), **self.template_args},
             stop_token_ids=self.stop_token_ids,
             keep_special_tokens=parser.keeps_special_tokens,
             placeholder=None if images is None else images.placeholder,
+            others=() if video is None else (self.tokenizer.convert_tokens_to_ids(video),),
         )
         return renderer, parser, images
 

@@ -188,6 +188,7 @@ def _far(url: str, **more: Any) -> dict[str, Any]:
         (_chat(_part(RED), role="assistant"), "unsupported_content", "user and tool"),
         (_chat(_text("<|image_pad|>")), "invalid_value", "1 places for 0 pictures"),
         (_chat(_part(RED), _text("<|image_pad|>")), "invalid_value", "2 places for 1 pictures"),
+        (_chat(_part(RED), _text("<|video_pad|>")), "invalid_value", "stands for a video"),
     ],
 )
 async def test_what_is_no_picture_or_not_here_is_refused_by_name(body: Any, code: str, said: str) -> None:
@@ -198,7 +199,7 @@ async def test_what_is_no_picture_or_not_here_is_refused_by_name(body: Any, code
         assert proxy.engine.requests == []
 
 
-@pytest.mark.parametrize("prompt", ["a<|image_pad|>b", [9, small_processor().image_token_id]])
+@pytest.mark.parametrize("prompt", ["a<|image_pad|>b", [9, small_processor().image_token_id], "<|video_pad|>"])
 async def test_a_text_completion_cannot_name_a_picture(prompt: Any) -> None:
     async with serving(sees=True) as proxy:
         answer = await proxy.post(await proxy.open(), {"model": "m", "prompt": prompt}, "/v1/completions")

@@ -181,9 +181,10 @@ async def test_placeholders_are_never_generated(vllm: tuple[PictureServer, str],
                 answer = await proxy.ask(handle, [turn])
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
                 assert "a placeholder" in answer.json()["error"]["message"]
-        answer = await proxy.ask(handle, [_user("<|image_pad|>")])
-        assert answer.status_code == 400
-        assert "no text may name one" in answer.json()["error"]["message"]
+        for text, said in (("<|image_pad|>", "no text may name one"), ("<|video_pad|>", "stands for a video")):
+            answer = await proxy.ask(handle, [_user(text)])
+            assert answer.status_code == 400
+            assert said in answer.json()["error"]["message"]
         result = await proxy.admin.close_session(handle.id)
         assert (result.audit.is_clean, result.kinds) == (True, {"clean": 1, "fork": 1})
 

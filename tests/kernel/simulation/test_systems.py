@@ -17,7 +17,8 @@ from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.published import CALIBRATED, SEPARATE_COSTS
 from seamless_verl.simulation.published import engine as engine_of_four_h100
 from seamless_verl.simulation.regimes import REGIMES
-from seamless_verl.simulation.scenario import Noise, Pool, Scenario, Simulation, simulate
+from seamless_verl.simulation.run import Simulation, simulate
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
 from tests.kernel.simulation.build import ENGINE, scenario
 

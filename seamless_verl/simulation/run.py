@@ -1,0 +1,281 @@
+"""A scenario played on virtual time: kernels of the live system, modelled hardware, one clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from copy import copy
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.observe import flight
+from seamless_verl.observe.scheduler_flight import RecordedScheduler
+from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.scheduler import Scheduler
+from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, Tag
+from seamless_verl.simulation.agents import Agents, Attempt
+from seamless_verl.simulation.books import Account, ledger, snapshot
+from seamless_verl.simulation.clock import Clock, Process
+from seamless_verl.simulation.driver import Driver
+from seamless_verl.simulation.fleet import Fleet
+from seamless_verl.simulation.loop import LoopRules, StepRecord, TrainLoop
+from seamless_verl.simulation.regimes import Regime, regime
+from seamless_verl.simulation.replica import Request
+from seamless_verl.simulation.scenario import Result, Scenario
+from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule, RoutingPolicy
+
+
+class Simulation:
+    """One run.
+
+    Args:
+        rules: replace those of the scenario's system (ablations).
+        record: gets what a flight recorder would write.
+        progress: gets every step.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        rules: Regime | None = None,
+        record: Callable[[flight.FlightEvent], None] | None = None,
+        progress: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._scenario = scenario
+        self._regime = rules = rules or regime(scenario.system)
+        self._progress = progress
+        self._record = record
+        self._records: list[StepRecord] = []
+        self._before: list[Account] = []
+        self._began = 0.0
+        self._request_names: dict[int, str] = {}
+        self._requests = 0
+        rng = random.Random(scenario.seed)
+        self._noise_rng = random.Random(rng.random())
+        self._mini_batch = scenario.mini_batch if rules.streaming else scenario.batch
+        self.clock = Clock()
+        self.fleet = self._make_fleet()
+        self.scheduler = Scheduler(rules.policy(scenario.batch, self._mini_batch))
+        recorded = RecordedScheduler(self.scheduler, record, policy=scenario.system) if record else self.scheduler
+        self.driver = Driver(
+            self.clock,
+            recorded.handle,
+            self.scheduler.cluster,
+            self.fleet,
+            scenario.costs,
+            random.Random(rng.random()),
+            keep_cache=rules.keep_cache,
+        )
+        self.agents = Agents(
+            self.clock,
+            copy(scenario.workload),  # a replay keeps its place in the recording; each run begins at the start
+            random.Random(rng.random()),
+            attempts=scenario.attempts,
+            submit=self.fleet.submit,
+            on_session=self._session_ended,
+            on_group=lambda group: self.loop.group_finished(group),
+        )
+        self.feed = rules.feed(self.agents.draw, scenario.batch, scenario.eta)
+        self.loop = self._make_loop()
+
+    def _make_fleet(self) -> Fleet:
+        scenario, rules = self._scenario, self._regime
+        return Fleet(
+            self.clock,
+            self._router(),
+            migration=MigrationRule() if rules.router == "marginal_gain" else None,
+            rebalance=rules.rebalances,
+            oldest_first=rules.oldest_first if scenario.oldest_first is None else scenario.oldest_first,
+            is_long=self._is_long,
+            started=self._request_started,
+            stopped=self._request_stopped,
+            finished=self._request_finished,
+        )
+
+    def _make_loop(self) -> TrainLoop:
+        scenario, rules = self._scenario, self._regime
+        gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
+        slowest = min(pool.train_speed for pool in gang)  # the gang steps together
+        return TrainLoop(
+            self.clock,
+            self.driver,
+            self.fleet,
+            self.agents,
+            self.feed,
+            scenario.train,
+            LoopRules(
+                batch=scenario.batch,
+                mini_batch=self._mini_batch,
+                release_when_starving=rules.releases,
+                stop_the_world=rules.stop_the_world,
+                barrier=rules.barrier,
+                poll_s=rules.poll_s,
+            ),
+            gang=sum(pool.slices for pool in gang),
+            gang_gpus=sum(pool.slices * pool.gpus for pool in gang) * slowest,
+            steps=scenario.steps,
+            push_s=0.0 if rules.colocated or rules.stop_the_world else scenario.costs.push,
+            on_step=self._step_ended,
+            record=self._record,
+        )
+
+    def run(self) -> Result:
+        """Raises:
+        SeamlessError: nothing is left to happen before the last step ended; names what the scheduler waits for.
+        """
+        scenario = self._scenario
+        if self._record:
+            self._record(
+                flight.RunStarted(
+                    at=0.0, name="simulation", policy=scenario.system, eta=scenario.eta, total_steps=scenario.steps
+                )
+            )
+        self._build()
+        self.clock.start(self.loop.run())
+        for name in self.fleet.units:
+            if self._scenario.noise.failures_per_hour:
+                self.clock.start(self._failures(name))
+        if not self.clock.run(lambda: self.loop.done):
+            states = ", ".join(f"{s.slice.id} {s.state.value}" for s in self.scheduler.cluster)
+            raise SeamlessError(f"step {len(self._records) + 1} never ends: {states}; held {self.fleet.num_held}")
+        if self._record:
+            self._record(flight.RunEnded(at=self.clock.now, outcome="finished"))
+        records = tuple(self._records[self._scenario.warm :])
+        return Result(
+            scenario=self._scenario,
+            steps=records,
+            books=ledger(self._before, snapshot(self.fleet.accounts()), self.clock.now - self._began),
+            events=self.clock.events,
+            lends=self.driver.lends,
+            preemptions=sum(unit.replica.preemptions for unit in self.fleet.units.values()),
+            migrated=self.fleet.migrated,
+            stalls=self.driver.stalls,
+        )
+
+    # ---------------------------------------------------------------- construction
+
+    def _router(self) -> RoutingPolicy:
+        if self._regime.router == "marginal_gain":
+            return MarginalGain(cost=self._scenario.pools[-1].engine.decode)
+        return LeastRequests()
+
+    def _build(self) -> None:
+        for pool in self._scenario.pools:
+            trainable = pool.trains or self._regime.colocated
+            if trainable and (self._regime.lends or self._regime.colocated):
+                capabilities = frozenset(Tag)
+            else:
+                capabilities = frozenset({Tag.TRAIN if trainable else Tag.ROLLOUT})
+            for number in range(pool.slices):
+                name = f"{pool.name}/{number}"
+                self.fleet.add(name, gpus=pool.gpus, trainable=trainable, physics=pool.engine)
+                gpus = tuple(Gpu(node=name, index=index) for index in range(pool.gpus))
+                piece = Slice(
+                    id=SliceId(name),
+                    pool=pool.name,
+                    gpus=gpus,
+                    capabilities=capabilities,
+                    seats=pool.engine.max_running,
+                )
+                self.driver.add(piece, serving=not trainable)
+        self._draw_speeds()
+        if self._scenario.warm == 0:
+            self._before = snapshot(self.fleet.accounts())
+        self.driver.tell(ev.WeightsPublished(at=self.clock.now, version=0))
+
+    def _draw_speeds(self) -> None:
+        spread = self._scenario.noise.slowdown
+        for unit in self.fleet.units.values() if spread else ():
+            unit.charge()
+            unit.replica.set_slowdown(self._noise_rng.lognormvariate(0.0, spread))
+
+    def _failures(self, name: str) -> Process:
+        while True:
+            yield self._noise_rng.expovariate(self._scenario.noise.failures_per_hour) * 3600.0
+            self.driver.fail(name)
+
+    # ---------------------------------------------------------------- what the scheduler is told of requests
+
+    def _is_long(self, request: Request) -> bool:
+        attempt = request.owner
+        assert isinstance(attempt, Attempt)
+        return attempt.session in self.driver.outlasting
+
+    def _request_started(self, request: Request, name: str) -> None:
+        attempt = request.owner
+        assert isinstance(attempt, Attempt)
+        self._requests += 1
+        label = self._request_names[id(request)] = f"r{self._requests}"
+        request.base = request.done
+        if self._record:
+            self._record(
+                flight.RequestStarted(
+                    at=self.clock.now,
+                    request=label,
+                    slice=name,
+                    prompt_tokens=round(request.context + request.done),
+                    resumed=request.prefix > 0 or request.done > 0,
+                )
+            )
+        self.driver.tell(
+            ev.RequestStarted(
+                at=self.clock.now,
+                request=label,
+                session=attempt.session,
+                group=attempt.group.name,
+                slice=SliceId(name),
+                context_tokens=round(request.context + request.done),
+            )
+        )
+
+    def _request_stopped(self, request: Request, name: str, finished: bool) -> None:
+        ending = ev.Ending.COMPLETED if finished else ev.Ending.INTERRUPTED
+        tokens = round(request.done - request.base)
+        label = self._request_names.pop(id(request))
+        if self._record:
+            self._record(
+                flight.RequestEnded(
+                    at=self.clock.now,
+                    request=label,
+                    slice=name,
+                    tokens=tokens,
+                    finish="completed" if finished else "aborted",
+                    version=self.fleet.units[name].replica.version,
+                )
+            )
+        self.driver.tell(ev.RequestFinished(at=self.clock.now, request=label, tokens=tokens, ending=ending))
+        if self.fleet.idle(name):
+            self.driver.drained_of_requests(name)
+
+    def _request_finished(self, request: Request) -> None:
+        self.agents.finished(request)
+
+    def _session_ended(self, attempt: Attempt) -> None:
+        self.fleet.forget(attempt)
+        if self._record:
+            self._record(
+                flight.SessionEnded(
+                    at=self.clock.now,
+                    session=attempt.session,
+                    group=attempt.group.name,
+                    seconds=self.clock.now - attempt.group.submitted,
+                    turns=len(attempt.trajectory),
+                    rows=1,
+                    reward=0.0,  # nothing is solved here
+                    status="simulated",
+                )
+            )
+        self.driver.tell(ev.SessionFinished(at=self.clock.now, session=attempt.session, group=attempt.group.name))
+
+    def _step_ended(self, record: StepRecord) -> None:
+        self._records.append(record)
+        self._draw_speeds()
+        if record.step == self._scenario.warm:
+            self._before, self._began = snapshot(self.fleet.accounts()), self.clock.now
+        if self._progress is not None:
+            self._progress(record)
+
+
+def simulate(scenario: Scenario, rules: Regime | None = None) -> Result:
+    """Run a scenario to its end. The same scenario always gives the same result."""
+    return Simulation(scenario, rules=rules).run()
