@@ -34,7 +34,7 @@ class Regime:
         barrier: one-step-off's order.
         poll_s: how often the trainer looks for data.
         router: ``least_requests`` or ``marginal_gain`` (with migration).
-        rebalances: requests are placed anew when replicas join.
+        rebalances: requests are placed anew when replicas join (verl's gate: where it announces them, see `TrainLoop`).
         oldest_first: what waits for an engine is served in the order in which sessions began; else as it came.
     """
 
@@ -122,7 +122,6 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
             streaming=True,
             poll_s=_VERL_POLL_S,
-            rebalances=True,
         ),
         "verl_enable_switch": Regime(
             lends=True,
@@ -130,7 +129,6 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
             streaming=True,
             poll_s=_VERL_POLL_S,
-            rebalances=True,
         ),
         "areal": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)),
         "roll": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
