@@ -98,7 +98,7 @@ class Simulation:
 
     def _make_loop(self) -> TrainLoop:
         scenario, rules = self._scenario, self._regime
-        gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
+        gang = [pool for pool in scenario.pools if pool.trains]
         slowest = min(pool.train_speed for pool in gang)  # the gang steps together
         gate = self._policy
         return TrainLoop(
@@ -167,14 +167,13 @@ class Simulation:
 
     def _build(self) -> None:
         for pool in self._scenario.pools:
-            trainable = pool.trains or self._regime.colocated
-            if trainable and (self._regime.lends or self._regime.colocated):
+            if pool.trains and pool.rolls_out and (self._regime.lends or self._regime.colocated):
                 capabilities = frozenset(Tag)
             else:
-                capabilities = frozenset({Tag.TRAIN if trainable else Tag.ROLLOUT})
+                capabilities = frozenset({Tag.TRAIN if pool.trains else Tag.ROLLOUT})
             for number in range(pool.slices):
                 name = f"{pool.name}/{number}"
-                self.fleet.add(name, gpus=pool.gpus, trainable=trainable, physics=pool.engine)
+                self.fleet.add(name, gpus=pool.gpus, trainable=pool.trains, physics=pool.engine)
                 gpus = tuple(Gpu(node=name, index=index) for index in range(pool.gpus))
                 piece = Slice(
                     id=SliceId(name),
@@ -183,7 +182,7 @@ class Simulation:
                     capabilities=capabilities,
                     seats=pool.engine.max_running,
                 )
-                self.driver.add(piece, serving=not trainable)
+                self.driver.add(piece, serving=not pool.trains)
         self._draw_speeds()
         if self._scenario.warm == 0:
             self._before = snapshot(self.fleet.accounts())

@@ -13,7 +13,7 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.observe import flight
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.fluid import fluid_limit, limit_of
+from seamless_verl.simulation.fluid import best_limit, fluid_limit, limit_of
 from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.published import CALIBRATED, SEPARATE_COSTS
 from seamless_verl.simulation.published import engine as engine_of_four_h100
@@ -131,6 +131,35 @@ def test_slices_that_join_with_new_weights_get_their_share_of_what_these_interru
     assert all(max(found) - min(found) <= 1 and len(found) == 4 for found in loads)
 
 
+def test_tags_decide_what_may_be_lent_and_what_the_limit_is() -> None:
+    """Trainers that can only train stay with the trainer under a policy that lends; theirs is the limit of who never
+    does."""
+    base = scenario("predictive", warm=0)
+    trainers, rollouts = base.pools
+    assert simulate(base).lends > 0
+    apart = replace(base, pools=(replace(trainers, rolls_out=False), rollouts))
+    result = simulate(apart)
+    assert result.lends == 0
+    assert result.books.trainable_gpu_seconds[Use.GENERATE] == 0
+    never = replace(apart, system="disaggregated_streaming")
+    assert fluid_limit(apart).paid_s == pytest.approx(fluid_limit(never).paid_s, rel=1e-6)
+    assert fluid_limit(apart).paid_s > 1.01 * fluid_limit(base).paid_s
+    third = replace(trainers, name="third", rolls_out=False)
+    mixed = simulate(replace(base, pools=(replace(trainers, slices=1), replace(third, slices=1), rollouts)))
+    assert mixed.lends > 0
+    assert mixed.books.balance == pytest.approx(1.0, abs=1e-9)
+
+
+def test_the_best_limit_is_that_of_the_slices_whoever_shares_them() -> None:
+    apart, lent = (best_limit(scenario(system)) for system in ("disaggregated_streaming", "predictive"))
+    assert apart == lent
+    assert apart is not None
+    assert apart <= min(fluid_limit(scenario(s)).paid_s for s in ("disaggregated_streaming", "predictive"))
+    assert best_limit(scenario("verl_separate_async")) is None
+    assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=0))
+    assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=5))
+
+
 def test_verl_interrupts_requests_for_new_weights_and_for_the_trainer_only() -> None:
     """Not when lent slices wake up: they were on its router before the weights went out."""
     events: list[flight.FlightEvent] = []
@@ -227,6 +256,10 @@ def test_impossible_scenarios_are_refused() -> None:
         scenario("predictive", mini_batch=3)
     with pytest.raises(ConfigError, match="only generate"):
         scenario("staleflow", pools=scenario("predictive").pools[:1])
+    with pytest.raises(ConfigError, match="no pool can train"):
+        scenario("predictive", pools=scenario("predictive").pools[1:])
+    with pytest.raises(ConfigError, match="all train and roll out"):
+        scenario("verl_sync", pools=scenario("predictive").pools)
     with pytest.raises(ConfigError, match="more than the cache"):
         scenario("predictive", workload=Constant(answer=10_000_000))
 
