@@ -1,6 +1,7 @@
 """A hundred forced lend and reclaim cycles while agents work: does any of them notice, is every token kept?
 
-A row that is not what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the proxy) on two cores, one of which changes hands ten times a step.
+A row that is not what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the proxy)
+on two cores, one of which changes hands ten times a step.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _records(folder: Path, wanted: int) -> list[Record]:
     for event in events:
         ledger.handle(event)
         if isinstance(event, flight.SliceAdded):
-            added[event.slice] = event.at
+            added.setdefault(event.slice, event.at)
     (ended,) = (event.at for event in events if isinstance(event, flight.RunEnded))
     off = max(abs(sum(b.seconds.values()) / (ended - added[b.slice]) - 1) for b in ledger.books(ended))
     audited = summary["rows_audited"] / summary["rows"]

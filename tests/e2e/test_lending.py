@@ -97,7 +97,7 @@ def assert_books_balance(recording: Recording) -> None:
     for event in recording.events:
         ledger.handle(event)
         if isinstance(event, flight.SliceAdded):
-            added[event.slice] = event.at
+            added.setdefault(event.slice, event.at)
     (ended,) = (event.at for event in recording.events if isinstance(event, flight.RunEnded))
     books = {entry.slice: entry for entry in ledger.books(ended)}
     assert books.keys() == added.keys() == {"trainers/0", "rollouts/0"}
