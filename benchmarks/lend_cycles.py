@@ -1,7 +1,7 @@
 """A hundred forced lend and reclaim cycles while agents work: does any of them notice, is every token kept?
 
-A row that is not what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the proxy)
-on two cores, one of which changes hands ten times a step.
+A row that is not what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the
+proxy) on two cores, one of which changes hands ten times a step.
 """
 
 from __future__ import annotations
