@@ -136,7 +136,8 @@ class VerlGate:
         self._learn_costs(cluster)
         if isinstance(event, StepEnded):
             self._rule.scaling = _scaling(cluster)
-            self._rule.step_ended(event.waited_s, event.waited_groups)
+            # verl's trainer keeps its gang while it waits, so for its rule both are the same.
+            self._rule.step_ended(event.waited_s + event.starved_s, event.waited_groups + event.starved_groups)
             self._lend = self._decision(cluster, last_step=event.last)
         if isinstance(event, AcquireRequested):
             self._threshold = self._rule.threshold()
