@@ -33,6 +33,7 @@ RIVALS = (
 SIZES = (16, 32, 64, 128)
 SPLITS = (0.25, 0.5, 0.75)
 _OURS = "predictive"
+_STEPS_TO_ADAPT = 16  # the gate's threshold goes from 0.4 to at most 1 of the batch, by 0.05 a step after two idle ones
 _EVERYTHING = 1.0  # all slices train and roll out
 
 
@@ -48,8 +49,10 @@ class Cell:
     steps: int
 
     def scenario(self) -> Scenario:
-        warm = max(2, self.steps // 4)
-        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=self.steps, warm=warm)
+        """With as many counted steps for all; verl's gate gets the steps that it needs to find its threshold before."""
+        first = _STEPS_TO_ADAPT if self.system.startswith("verl_enable_switch") else 0
+        warm, steps = first + max(2, self.steps // 4), first + self.steps
+        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=steps, warm=warm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

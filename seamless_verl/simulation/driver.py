@@ -118,6 +118,10 @@ class Driver:
         """Whether one of these slices wakes up at the moment."""
         return any(self._cluster[SliceId(name)].state is SliceState.WAKING for name in names)
 
+    def lending(self) -> bool:
+        """Whether a slice that could train is, or becomes, a rollout slice."""
+        return any(status.lent for status in self._cluster)
+
     def register(self, names: Iterable[str]) -> None:
         """Slices that will be lent next get their share of what new weights interrupt now, and keep it waiting."""
         self._fleet.spread([*self._syncing(), *names], self._cluster.published or 0)

@@ -38,6 +38,10 @@ class Feed(Protocol):
     def available(self) -> int: ...
 
     @property
+    def finished(self) -> int:
+        """Groups that are whole, whether they may be taken yet or not (verl's ``get_sampleable_count``)."""
+
+    @property
     def in_flight(self) -> int: ...
 
 
@@ -52,6 +56,10 @@ class _Counting:
 
     @property
     def available(self) -> int:
+        return len(self.ready)
+
+    @property
+    def finished(self) -> int:
         return len(self.ready)
 
     @property
@@ -165,6 +173,10 @@ class Bounded:
 
     @property
     def available(self) -> int:
+        return self.protocol.num_available
+
+    @property
+    def finished(self) -> int:
         return self.protocol.num_available
 
     @property

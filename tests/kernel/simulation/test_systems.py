@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe import flight
+from seamless_verl.scheduling.policies.verl_gate import GateRule
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.fluid import best_limit, fluid_limit, limit_of
@@ -178,6 +179,24 @@ def test_verls_gate_holds_where_the_next_batch_is_there_already() -> None:
     slow = TrainPhysics(gpu_s_per_token=2e-2, update_s=0.5)
     assert simulate(scenario("verl_enable_switch", train=slow, warm=0)).lends == 0
     assert simulate(scenario("verl_enable_switch", warm=0)).lends > 0
+
+
+def test_verls_gate_is_told_of_every_wait_of_a_trainer_that_nobody_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first update of a step, too; what is not waiting of a step is training and the load of the weights."""
+    told: list[tuple[float, int]] = []
+    learn = GateRule.step_ended
+
+    def watched(self: GateRule, waited_s: float, waited_groups: int) -> None:
+        told.append((waited_s, waited_groups))
+        learn(self, waited_s, waited_groups)
+
+    monkeypatch.setattr(GateRule, "step_ended", watched)
+    monkeypatch.setattr(GateRule, "should_lend", lambda self, ready, *, last_step: False)
+    quick = TrainPhysics(gpu_s_per_token=1e-5, update_s=0.5)
+    result = simulate(scenario("verl_enable_switch", train=quick, warm=0))
+    for step, (waited_s, waited_groups) in list(zip(result.steps, told, strict=True))[1:]:
+        assert waited_s == pytest.approx(step.ended - step.began - step.trained_s - 1.0, abs=1e-6)
+        assert waited_groups > 0
 
 
 def test_the_published_bounds() -> None:
