@@ -235,7 +235,7 @@ class TokenizerRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._template_args,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise RenderingFailed(f"the model's chat template refuses these messages: {error}") from error
         return text
 
