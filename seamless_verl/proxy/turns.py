@@ -99,7 +99,7 @@ class TurnService:
         num_new = verdicts.count(Verdict.NEW)
         if num_new:
             self._check_room(session, num_new)
-        siblings = Siblings(num_new)
+        siblings = Siblings(session, num_new)
         parts: list[Flight | Served] = []
         for number, (digest, verdict) in enumerate(zip(digests, verdicts, strict=True)):
             if verdict is Verdict.REPLAY:
