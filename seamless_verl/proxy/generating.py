@@ -81,6 +81,7 @@ class Generator:
         try:
             pending = await self.prepare(session, sample.transcript, call)
             room = self._room(session, pending)
+            sample.remember()
             wanted: int = sample.sampling.get("max_tokens", room)
             flight.progress.overrides = sample.overrides
             head = flight.progress.head = _head(generation_id, pending)

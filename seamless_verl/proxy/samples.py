@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,7 @@ class Sample:
     Attributes:
         sampling: what the engine will be asked for, ``max_tokens`` still as wished.
         overrides: what the trainer decided against the agent's wish so far.
+        remember: to be called once the request turns out to be one that the model can answer.
     """
 
     session: Session
@@ -84,3 +86,4 @@ class Sample:
     sampling: dict[str, Any]
     overrides: tuple[str, ...]
     siblings: Siblings
+    remember: Callable[[], None]

@@ -28,7 +28,7 @@ from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.flights import FlightBoard, Served
 from seamless_verl.proxy.images import ImageTable
-from seamless_verl.trajectory.messages import Transcript
+from seamless_verl.proxy.recent import RecentTranscripts
 from seamless_verl.trajectory.tree import SessionTree
 
 
@@ -62,7 +62,7 @@ class SessionSpec:
 
 NUM_TOMBSTONES = 10_000  # sessions that are remembered to be gone
 _BYTES_PER_TOKEN = 40  # id, log-prob, and both again in the ledger
-_BYTES_PER_TURN = 8_000  # records, digests, the request as sent
+_BYTES_PER_TURN = 8_000  # records, digests
 
 
 class SessionState(Enum):
@@ -76,7 +76,9 @@ class Session:
 
     Attributes:
         is_resident: tree, ledger and answers are in memory.
+        is_gone: it was dropped for good; requests that still hold it are its last.
         num_users: requests that are looking at it right now; it is not unloaded under them.
+        num_arriving: requests whose bodies are being read.
         damage: why its journal could not be read to the end, "" when it could.
     """
 
@@ -101,7 +103,9 @@ class Session:
         self._released = asyncio.Event()
 
         self.is_resident = True
+        self.is_gone = False
         self.num_users = 0
+        self.num_arriving = 0
         self.damage = ""
         self._delivered: frozenset[bytes] = frozenset()
 
@@ -113,7 +117,7 @@ class Session:
     def weight_bytes(self) -> int:
         """About how much memory its turns take."""
         tokens, turns = self.tree.num_stored_tokens, self.tree.num_turns
-        return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + self.images.num_bytes
+        return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + self.images.num_bytes + self.recent.num_bytes
 
     def unload(self) -> None:
         """Let the turns go; who was answered is remembered, so that a retry and a second sample stay apart."""
@@ -191,47 +195,6 @@ class Session:
         return ApiError(429, "token_budget_exhausted", f"Session {self.id} has used its {self.spec.max_tokens} tokens.")
 
 
-class RecentTranscripts:
-    """The last few requests as sent, so that a history is parsed and hashed once, however often it is sent again.
-
-    Bounded: ``size`` conversations (parallel branches and sub-agents each keep one).
-    """
-
-    def __init__(self, size: int = 4) -> None:
-        self._size = size
-        self._entries: list[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], Transcript]] = []
-
-    def best(
-        self, raw_messages: list[Mapping[str, Any]]
-    ) -> tuple[int, Transcript | None, list[Mapping[str, Any]] | None]:
-        """Length of the longest common beginning with an earlier request, its transcript and its tools as sent."""
-        best: tuple[int, Transcript | None, list[Mapping[str, Any]] | None] = (0, None, None)
-        for known, tools, transcript in self._entries:
-            length = _common_length(known, raw_messages)
-            if length > best[0]:
-                best = (length, transcript, tools)
-        return best
-
-    def add(
-        self,
-        raw_messages: list[Mapping[str, Any]],
-        raw_tools: list[Mapping[str, Any]],
-        transcript: Transcript,
-        *,
-        replaces: Transcript | None,
-    ) -> None:
-        """Remember a request; one that continues ``replaces`` takes its place."""
-        self._entries = [entry for entry in self._entries if entry[2] is not replaces][-(self._size - 1) :]
-        self._entries.append((raw_messages, raw_tools, transcript))
-
-
-def _common_length(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> int:
-    shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:
-        return shorter
-    return next(at for at in range(shorter) if one[at] != other[at])
-
-
 class SessionStore:
     """All sessions of one process, by id and by key; ids and keys begin with ``prefix``.
 
@@ -298,7 +261,7 @@ class SessionStore:
 
     def drop(self, session: Session) -> None:
         """Forget a session's tokens; late requests still learn that it is closed."""
-        session.state = SessionState.CLOSED
+        session.state, session.is_gone = SessionState.CLOSED, True
         if self._by_id.pop(session.id, None) is None:
             return
         del self._by_key[session.key_digest]
