@@ -211,17 +211,27 @@ def checked_choice(choice: str, name: str, names: set[str], param: str) -> tuple
 
 
 def _json_schema(form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if form is None or form.get("type") == "text":
+    if form is None:
         return None
-    if form.get("type") == "json_object":
-        return {"type": "object"}
-    described = form.get("json_schema")
-    if form.get("type") != "json_schema" or not isinstance(described, dict):
+    kind, described = form.get("type"), form.get("json_schema")
+    if kind in ("text", "json_object"):
+        _refuse_others(form, ("type",), "response_format")
+        return {"type": "object"} if kind == "json_object" else None
+    if kind != "json_schema" or not isinstance(described, dict):
         raise bad_request("response_format takes text, json_object or json_schema.", param="response_format")
+    _refuse_others(form, ("type", "json_schema"), "response_format")
+    _refuse_others(described, ("name", "description", "schema", "strict"), "response_format.json_schema")
     schema = described.get("schema")
     if not isinstance(schema, dict):
         raise bad_request("response_format.json_schema.schema is missing.", param="response_format")
     return schema
+
+
+def _refuse_others(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    other = next((key for key, value in given.items() if key not in known and value is not None), None)
+    if other is not None:
+        story = f"{where}.{other[:40]} is not supported here. Leave it out."
+        raise bad_request(story, param="response_format", code="unsupported_parameter")
 
 
 def invalid(error: ValidationError) -> ApiError:

@@ -20,16 +20,21 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesExchange:
-    """One message; see :class:`~.calls.Exchange`."""
+    """One message; see :class:`~.calls.Exchange`.
+
+    ``shows_thinking``: whether thinking blocks have their text. Sent back empty, they are recognised all the same.
+    """
 
     call: Call
+    shows_thinking: bool = True
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         said = answer.message
         content: list[dict[str, Any]] = []
         if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": answer.id})
+            thinking = said.reasoning if self.shows_thinking else ""
+            content.append({"type": "thinking", "thinking": thinking, "signature": answer.id})
         if said.content or not said.tool_calls:
             content.append({"type": "text", "text": said.content})
         content.extend({**_tool_use(call), "input": _input(call)} for call in said.tool_calls)
@@ -37,7 +42,7 @@ class MessagesExchange:
         return encoded({**_message(answer.id, self.call), "content": content, **_ending(answer), "usage": usage})
 
     def writer(self) -> MessagesWriter:
-        return MessagesWriter(self.call)
+        return MessagesWriter(self.call, shows_thinking=self.shows_thinking)
 
 
 def _message(answer_id: str, call: Call) -> dict[str, Any]:
@@ -97,8 +102,9 @@ def _is_deep(value: Any, text: str) -> bool:
 class MessagesWriter:
     """Events of one stream; one content block is open at a time."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, *, shows_thinking: bool) -> None:
         self._call = call
+        self._shows_thinking = shows_thinking
         self._answer_id = ""
         self._open = ""
         self._num_blocks = 0
@@ -118,7 +124,8 @@ class MessagesWriter:
         parts = []
         if delta.reasoning:
             parts.append(self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""}))
-            parts.append(self._more({"type": "thinking_delta", "thinking": delta.reasoning}))
+            if self._shows_thinking:
+                parts.append(self._more({"type": "thinking_delta", "thinking": delta.reasoning}))
         if delta.content:
             parts.append(self._enter("text", {"type": "text", "text": ""}))
             parts.append(self._more({"type": "text_delta", "text": delta.content}))

@@ -92,16 +92,24 @@ def encoded(content: Any) -> bytes:
 
 
 def api_key_of(request: Request) -> str:
-    """The key of a request: ``Authorization: Bearer …`` or ``x-api-key``."""
+    """The key of a request: ``Authorization: Bearer …`` or ``x-api-key``.
+
+    Raises:
+        ApiError: 401, there is none; 400, there are two.
+    """
     bearers, plain = request.headers.getlist("authorization"), request.headers.getlist("x-api-key")
     if len(bearers) > 1 or len(plain) > 1:
         raise bad_request("The key was sent more than once.", code="duplicate_header")
+    keys = set(plain)
     if bearers:
         scheme, _, key = bearers[0].partition(" ")
-        if scheme.lower() == "bearer" and key.strip():
-            return key.strip()
-    elif plain and plain[0]:
-        return plain[0]
+        if scheme.lower() == "bearer":  # others, like Basic, are for a gateway in front
+            keys.add(key.strip())
+    keys.discard("")
+    if len(keys) > 1:
+        raise bad_request("Authorization and x-api-key hold different keys.", code="duplicate_header")
+    if keys:
+        return keys.pop()
     raise ApiError(401, "missing_api_key", "Send the session's key as 'Authorization: Bearer KEY'.")
 
 
