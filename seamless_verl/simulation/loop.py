@@ -9,7 +9,7 @@ it starves, how weights are published, how often the trainer looks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from seamless_verl.observe import flight
@@ -83,6 +83,8 @@ class TrainLoop:
     """Args:
     gang: slices that train together.
     gang_gpus: their devices, weighted by training speed.
+    lends_next: whether the gang is lent as soon as it is given back, known since the end of the step: the router is
+        told before weights are published, and the next step begins when the gang is awake (verl's ``on_step_end``).
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class TrainLoop:
         steps: int,
         push_s: float,
         on_step: Callable[[StepRecord], None],
+        lends_next: Callable[[], bool],
         record: Callable[[flight.FlightEvent], None] | None,
     ) -> None:
         self.version = 0
@@ -117,6 +120,7 @@ class TrainLoop:
         self._steps = steps
         self._push_s = push_s
         self._on_step = on_step
+        self._lends_next = lends_next
         self._record_event = record
         self._step = 0
         self._requests = 0
@@ -212,6 +216,8 @@ class TrainLoop:
 
     def _end_step(self, step: int) -> Process:
         last = step == self._steps
+        self._missing = 0 if last else self._rules.batch
+        self._tell_ready()  # before the end of the step: what then decides must know what the next one finds
         self._driver.tell(ev.BatchOpened(at=self._clock.now, awaited=self._feed.awaited()))
         self._driver.tell(
             ev.StepEnded(
@@ -222,11 +228,12 @@ class TrainLoop:
                 last=last,
             )
         )
-        self._missing = 0 if last else self._rules.batch
-        self._tell_ready()
+        gang = (self._driver.granted(self._holding) or ()) if self._lends_next() else ()
         if not self._rules.barrier:
-            yield from self._publish()
+            yield from self._publish(gang)
         self._release()
+        while self._driver.waking(gang):
+            yield self._driver.changed
         if self._physics.awaits_load:
             while self._driver.loading():
                 yield self._driver.changed
@@ -235,16 +242,19 @@ class TrainLoop:
     def _synchronize(self, step: int) -> Process:
         """One-step-off: the batch is complete, so nothing generates; weights go over, then the next batch starts."""
         if step > 1:
-            yield from self._publish()
+            yield from self._publish(())
         if step < self._steps:
             self._admit(self._feed.step_begins(self.version))
 
-    def _publish(self) -> Process:
+    def _publish(self, joining: Sequence[str]) -> Process:
+        """``joining``: slices that the router is told of first."""
         self._use_gang(Use.SYNC)
         self._phase(Phase.SYNC_WEIGHTS)
         self.version += 1
         if self._rules.stop_the_world:
             self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
+            if joining:
+                self._driver.register(joining)
             while self._driver.loading():
                 yield self._driver.changed
         if self._push_s:

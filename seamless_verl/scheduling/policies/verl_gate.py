@@ -126,6 +126,12 @@ class VerlGate:
         self._lend: Decision | None = None
         self._threshold = mini_batch
 
+    @property
+    def lends_next(self) -> bool:
+        """Whether the slices are lent when the step that ended has given them back. verl tells its router so before it
+        loads the others."""
+        return self._lend is not None and self._lend.verb is Verb.LEND
+
     def observe(self, event: Event, cluster: Cluster) -> None:
         self._learn_costs(cluster)
         if isinstance(event, StepEnded):
