@@ -196,6 +196,11 @@ class Fleet:
         """A session has ended."""
         self._home.pop(owner, None)
 
+    @property
+    def lends(self) -> bool:
+        """Whether a slice serves that will be taken back."""
+        return any(unit.lent for unit in self.units.values())
+
     def idle(self, name: str) -> bool:
         return self.units[name].replica.load == 0
 

@@ -125,8 +125,8 @@ class TrainLoop:
         self._step = 0
         self._requests = 0
         self._holding = ""
-        self._waited_s = self._trained_s = 0.0
-        self._waited_groups = 0
+        self._waited_s = self._trained_s = self._starved_s = 0.0
+        self._waited_groups = self._starved_groups = 0
         self._missing = 0
 
     # ---------------------------------------------------------------- what the agents report
@@ -149,8 +149,8 @@ class TrainLoop:
         for step in range(1, self._steps + 1):
             began, self._step = self._clock.now, step
             self._say(flight.StepBegan(at=began, step=step))
-            self._waited_s = self._trained_s = 0.0
-            self._waited_groups = 0
+            self._waited_s = self._trained_s = self._starved_s = 0.0
+            self._waited_groups = self._starved_groups = 0
             self._missing = self._rules.batch
             if not self._rules.barrier or step == 1:
                 self._admit(self._feed.step_begins(self.version))
@@ -178,8 +178,13 @@ class TrainLoop:
                 at=self._clock.now, request=name, tag=Tag.TRAIN, count=self._gang, minimum=mini, batch=self._missing
             )
         )
+        asked, missing = self._clock.now, mini - self._feed.available
+        starves = missing > 0 and not self._fleet.lends
         while self._driver.granted(name) is None:
             yield self._driver.changed
+        if starves:
+            self._starved_s += self._clock.now - asked
+            self._starved_groups += missing
         self._holding = name
 
     def _next_batch(self, wanted: int | None) -> Process:
@@ -225,6 +230,8 @@ class TrainLoop:
                 step=step,
                 waited_s=self._waited_s,
                 waited_groups=self._waited_groups,
+                starved_s=self._starved_s,
+                starved_groups=self._starved_groups,
                 last=last,
             )
         )

@@ -180,6 +180,17 @@ def test_verls_gate_holds_where_the_next_batch_is_there_already() -> None:
     assert simulate(scenario("verl_enable_switch", warm=0)).lends > 0
 
 
+def test_verls_gate_learns_from_steps_in_which_it_lent_nothing() -> None:
+    """verl's trainer keeps its GPUs while it waits for a first mini-batch, and its rule counts the wait."""
+    events: list[flight.FlightEvent] = []
+    dear = scenario("verl_enable_switch", costs=SwitchCosts(wake=500, drain=1, load=1, push=0), warm=0)
+    Simulation(dear, record=events.append).run()
+    inputs = [event for event in events if isinstance(event, flight.SchedulerInput) and event.name == "StepEnded"]
+    starved = [event.fields for event in inputs if event.fields["starved_s"] > 0]
+    assert starved
+    assert all(fields["starved_groups"] > 0 for fields in starved)
+
+
 def test_the_published_bounds() -> None:
     assert simulate(scenario("verl_sync", warm=0)).max_staleness == 0
     assert simulate(scenario("verl_one_step_off", warm=0)).max_staleness == 1
