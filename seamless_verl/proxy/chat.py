@@ -141,7 +141,7 @@ def parse_chat(body: bytes) -> ChatExchange:
         tool_choice=tool_choice,
         tool_name=tool_name,
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        strict_tools=strict_tools(request.tools or ()),
+        strict_tools=_strict_tools(request.tools or ()),
         json_schema=_json_schema(request.response_format),
         n=request.n or 1,
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
@@ -173,10 +173,17 @@ def checked_stop(stop: str | list[str] | None, param: str) -> list[str] | None:
     return stops or None
 
 
-def strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Names of the tools whose arguments must follow their schema."""
-    functions = [tool.get("function", {}) for tool in tools]
-    return frozenset(function.get("name", "") for function in functions if function.get("strict"))
+def _strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the tools whose arguments must follow their schema.
+
+    Raises:
+        ApiError: 400, one of the tools is no function with a name; whatever reads tools later relies on that.
+    """
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function" or not tool.get("function", {}).get("name"):
+            where = f"tools.{number}"
+            raise bad_request(f"{where}: only functions with a name are supported.", param=where)
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
 
 
 def _tool_choice(request: ChatRequest) -> tuple[ToolChoice, str]:
@@ -291,8 +298,4 @@ def _canonical_call(call: Mapping[str, Any], where: str) -> ToolCall:
 
 def canonical_tools(raw: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Tools as JSON texts, key order as sent: templates write them into the prompt that way."""
-    for number, tool in enumerate(raw):
-        if tool.get("type") != "function" or not tool.get("function", {}).get("name"):
-            where = f"tools.{number}"
-            raise bad_request(f"{where}: only functions with a name are supported.", param=where)
     return tuple(json.dumps(tool, ensure_ascii=False) for tool in raw)

@@ -56,7 +56,7 @@ class Progress:
 
     Attributes:
         head: None until the prompt is rendered.
-        overrides: as of :class:`Served`; complete once there is a head.
+        overrides: as of :class:`Served`; a cap that the session's budget makes is added before the first token.
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.requests import encoded
 from seamless_verl.trajectory.messages import ToolCall
 
+_MAX_DEPTH = 100  # of a tool's arguments; JSON readers begin to refuse somewhere above
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -62,12 +64,34 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _input(call: ToolCall) -> dict[str, Any]:
-    """Arguments as the object that SDKs expect; what the model wrote instead of one is put into one."""
+    """Arguments as the object that SDKs expect; what the model wrote instead of one is put into one.
+
+    What no JSON can say (``NaN``), or some readers cannot take (deep nesting), stays the text that it is.
+    """
     try:
-        value = json.loads(call.arguments)
+        value = json.loads(call.arguments, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         value = call.arguments
+    if _is_deep(value, call.arguments):
+        value = call.arguments
     return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not JSON")
+    return value
+
+
+def _is_deep(value: Any, text: str) -> bool:
+    if text.count("{") + text.count("[") <= _MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        holders = [list(held.values()) if isinstance(held, dict) else held for held in level]
+        level = [inner for holder in holders if isinstance(holder, list) for inner in holder]
+    return bool(level)
 
 
 class MessagesWriter:

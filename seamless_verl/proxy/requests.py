@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -16,11 +17,14 @@ from seamless_verl.proxy.flights import ClientGone
 from seamless_verl.proxy.limits import Limits
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
+async def read_body(request: Request, limits: Limits, *, take: Callable[[int], None] = lambda num_bytes: None) -> bytes:
     """The body, unless it is too long or too slow.
 
+    Args:
+        take: told of the bytes of each piece; may refuse it.
+
     Raises:
-        ApiError: 413 or 408.
+        ApiError: 413 or 408, or whatever ``take`` refuses with.
         ClientGone: the client left while it was sending.
     """
     too_long = ApiError(413, "body_too_large", f"The body may have {limits.max_body_bytes} bytes.")
@@ -34,6 +38,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
             size += len(chunk)
             if size > limits.max_body_bytes:
                 raise too_long
+            take(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
 

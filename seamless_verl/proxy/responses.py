@@ -273,9 +273,8 @@ def _text(content: Any, where: str) -> str:
 
 
 def _part_text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else part
-    if kind not in _TEXT_PARTS:
-        raise _unsupported(kind, where)
+    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+        raise _unsupported(part.get("type") if isinstance(part, dict) else type(part).__name__, where)
     return _string(part, "text", where)
 
 
