@@ -89,11 +89,11 @@ class Claims:
             work = LogNormal(mean=9000, sigma=sigma, cap=32768)
             sync, ours = (replace(cell(name, "lognormal"), workload=work) for name in ("verl_sync", system))
             gains.append(self.step_s(sync) / self.step_s(ours))
-            ideal.append(fluid_limit(replace(sync, eta=0)).paid_s / fluid_limit(ours).paid_s)
+            ideal.append(fluid_limit(sync).paid_s / fluid_limit(ours).paid_s)
             self.add(f"{tag}: gain over sync, sigma {sigma}", gains[-1], "x")
             self.add(f"{tag}: gain over sync of the fluid limits, sigma {sigma}", ideal[-1], "x")
         self.add(f"{tag}: gain grows with skew, all the way", gains[-1] / gains[0], "x", "> 1", _rises(gains[::2]))
-        most = ideal.index(max(ideal)) + 1
+        most = max(ideal.index(max(ideal)) + 1, 2)  # a gain that falls from the first sigma on must not pass for one
         told = f"{tag}: gain grows with skew up to sigma {_SIGMAS[most - 1]}"
         self.add(told, gains[most - 1] / gains[0], "x", "> 1", _rises(gains[:most]))
         told = f"the limit's: {ideal[-1] / ideal[most - 1]:.2f}"
@@ -123,7 +123,12 @@ class Claims:
             for seed in self._seeds:
                 base = cell("staleflow", "skewed")
                 noisy = replace(
-                    base, eta=eta, seed=seed, steps=self._steps, noise=Noise(slowdown=0.2, failures_per_hour=2.0)
+                    base,
+                    eta=eta,
+                    seed=seed,
+                    steps=self._steps,
+                    warm=0,  # a group that is too old while the pipeline fills is too old as well
+                    noise=Noise(slowdown=0.2, failures_per_hour=2.0),
                 )
                 found = self._watched(noisy)
                 violations += found["too_old"]
@@ -187,13 +192,13 @@ class Claims:
                 bar = "1 +- 0.03 (control)"
                 holds: bool | None = abs(ratio - 1) <= 0.03
                 if work == "skewed":
-                    bar, holds = ">= 1", ratio >= 1
+                    bar, holds = "> 1", ratio > 1
                 if worst > cell("staleflow", work).eta:  # another bound: compared at the age that it really reaches
                     bar, holds = "older samples, no bar", None
                     as_old = self.step_s(replace(cell("staleflow", work), eta=worst))
                     level = mean(run["step_s"] for run in theirs) / as_old
                     told = f"StaleFlow 4, {work}: {name} / protocol with eta {worst}, step time"
-                    self.add(told, level, "x", ">= 1", level >= 1)
+                    self.add(told, level, "x", "> 1", level > 1)
                 self.add(f"StaleFlow 4, {work}: {name} / protocol, step time", ratio, "x", bar, holds)
                 bias = mean(run["mean_answer"] for run in theirs) / mean(run["mean_answer"] for run in ours)
                 self.add(f"StaleFlow 4, {work}: {name}, trained length / protocol's", bias, "x")

@@ -1,6 +1,7 @@
 """A hundred forced lend and reclaim cycles while agents work: does any of them notice, is every token kept?
 
-Runs ``+recipe=swe`` (agents in sandboxes behind the proxy) on two cores, one of which changes hands ten times a step.
+A row that is not what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the
+proxy) on two cores, one of which changes hands ten times a step.
 """
 
 from __future__ import annotations
@@ -58,26 +59,25 @@ def _records(folder: Path, wanted: int) -> list[Record]:
     statuses = Counter(event.status for event in events if isinstance(event, flight.SessionEnded))
     failed = sum(count for finish, count in requests.items() if finish not in ("completed", "aborted", "abort"))
     wrong = sum(count for status, count in statuses.items() if status != "finished")
-    ledger = Ledger()
+    interrupted = requests["aborted"] + requests["abort"]
+    ledger, added = Ledger(), {}
     for event in events:
         ledger.handle(event)
-    off = max(abs(sum(b.seconds.values()) / b.wall_s - 1) for b in ledger.books(events[-1].at))
+        if isinstance(event, flight.SliceAdded):
+            added.setdefault(event.slice, event.at)
+    (ended,) = (event.at for event in events if isinstance(event, flight.RunEnded))
+    off = max(abs(sum(b.seconds.values()) / (ended - added[b.slice]) - 1) for b in ledger.books(ended))
     audited = summary["rows_audited"] / summary["rows"]
     stale = summary["staleness_max"]
     return [
         Record(name="lend and reclaim cycles", value=cycles, unit="", bar=f">= {wanted}", holds=cycles >= wanted),
-        Record(name="generations interrupted and continued", value=requests["aborted"] + requests["abort"], unit=""),
+        Record(
+            name="generations interrupted and continued", value=interrupted, unit="", bar="> 0", holds=interrupted > 0
+        ),
         Record(name="generations that failed", value=failed, unit="", bar="= 0", holds=failed == 0),
         Record(name="sessions", value=sum(statuses.values()), unit=""),
         Record(name="sessions that did not end well", value=wrong, unit="", bar="= 0", holds=wrong == 0),
         Record(name="share of rows audited", value=audited, unit="", bar="= 1", holds=audited == 1),
-        Record(
-            name="audit violations",
-            value=summary["audit_violations"],
-            unit="rows",
-            bar="= 0",
-            holds=summary["audit_violations"] == 0,
-        ),
         Record(name="largest staleness", value=stale, unit="versions", bar="<= 1", holds=stale <= 1),
         Record(name="ledger against wall x devices", value=off, unit="", bar="<= 0.005", holds=off <= 0.005),
     ]

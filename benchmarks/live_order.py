@@ -101,11 +101,15 @@ def ordered(
         else:
             bar, holds = f"same side of 1 [{low:.2f}, {high:.2f}]", (live < 1) == (value < 1)
         records.append(Record(name=f"{tag}: {other} / {one}: simulated", value=value, unit="x", bar=bar, holds=holds))
+        if holds is not None:
+            told, off = f"{tag}: {other} / {one}: simulated / measured", value / live
+            within = abs(off - 1) <= _BAR
+            records.append(Record(name=told, value=off, unit="x", bar=f"1 +- {_BAR:.2f}", holds=within))
     return records
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
-    results = Path(__file__).with_name("results") / "2026-11-22-multiplexing-two-sessions.json"
+    results = Path(__file__).with_name("results") / "2026-11-22-multiplexing.json"
     parser.add_argument("--run", type=Path, default=[], action="append", help="folder of a recorded run; repeat it")
     parser.add_argument(
         "--order", type=Path, default=[], action="append", metavar="RUN", help="one to order systems by"

@@ -7,6 +7,7 @@ from typing import Any
 
 from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.published import CALIBRATED, SEPARATE_COSTS, engine
+from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Workload
 
@@ -21,9 +22,10 @@ GPUS_PER_SLICE = 4
 
 
 def cell(system: str, work: str, gpus: int = 32, trainers: float = 0.5, **changes: Any) -> Scenario:
-    """``trainers``: their share of the slices. The batch grows with the cluster: 64 groups of 8 on 32 GPUs."""
+    """``trainers``: their share of the slices; all of them where a system takes turns. The batch grows with the
+    cluster: 64 groups of 8 on 32 GPUs."""
     slices = gpus // GPUS_PER_SLICE
-    training = max(1, round(slices * trainers))
+    training = slices if regime(system).colocated else max(1, round(slices * trainers))
     physics = engine(CALIBRATED)
     pools = (
         Pool(name="trainers", slices=training, gpus=GPUS_PER_SLICE, trains=True, engine=physics),

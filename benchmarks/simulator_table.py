@@ -21,7 +21,9 @@ from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.scenario import Scenario
 
 RIVALS = (
+    "verl_separate_async",
     "verl_separate_async_wait",
+    "verl_enable_switch",
     "verl_enable_switch_wait",
     "verl_sync",
     "verl_colocate_async",

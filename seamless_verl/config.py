@@ -187,7 +187,7 @@ class ResourceConfig:
         gpus_per_node: devices of each.
         capabilities: ``[train, rollout]``: trains, and rolls out while the trainer does not need it. ``[train]`` and
             ``[rollout]`` do only that.
-        accelerator: Ray's accelerator type that its nodes must have, e.g. ``H100``; None: any.
+        accelerator: Ray's accelerator type that the trainer's nodes must have, e.g. ``H100``; None: any.
         tflops: dense peak per GPU in the training precision; with ``bandwidth_gbs`` it ranks unlike pools (roofline).
         bandwidth_gbs: memory bandwidth per GPU, GB/s.
         memory_gb: memory per GPU.

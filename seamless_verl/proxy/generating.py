@@ -29,7 +29,7 @@ from seamless_verl.proxy.engine import (
     GenerationRequest,
 )
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import Flight, Progress, Served
+from seamless_verl.proxy.flights import Arrival, Flight, Progress, Served
 from seamless_verl.proxy.journal import Journal, JournalFailed
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
@@ -244,7 +244,7 @@ class Generator:
         session.num_generated += num_generated
         self._counters.turn_committed(turn, prompt_tokens=len(pending.prompt_ids), generated_tokens=num_generated)
         served = served.matched(turn.kind.value)
-        session.board.record(served, delivered=False)
+        session.board.record(served, Arrival.UNKNOWN)
         if not record.anchor_is_given:
             session.board.continued(record.anchor)
         return served

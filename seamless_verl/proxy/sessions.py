@@ -26,7 +26,7 @@ from typing import Any
 from seamless_verl.proxy.address_book import KEY_PREFIX
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import FlightBoard, Served
+from seamless_verl.proxy.flights import Arrival, FlightBoard, Served
 from seamless_verl.proxy.images import ImageTable
 from seamless_verl.proxy.recent import RecentTranscripts
 from seamless_verl.trajectory.tree import SessionTree
@@ -75,14 +75,16 @@ class Session:
     """One attempt at one task: its tree, its ledger, its budgets, what it has in flight.
 
     Attributes:
-        is_resident: tree, ledger and answers are in memory.
+        is_resident: tree, ledger and answers are in memory; not at first of one that an earlier process left.
         is_gone: it was dropped for good; requests that still hold it are its last.
         num_users: requests that are looking at it right now; it is not unloaded under them.
         num_arriving: requests whose bodies are being read.
         damage: why its journal could not be read to the end, "" when it could.
     """
 
-    def __init__(self, *, session_id: str, key_digest: bytes, spec: SessionSpec, opened_at: float) -> None:
+    def __init__(
+        self, *, session_id: str, key_digest: bytes, spec: SessionSpec, opened_at: float, is_resident: bool = True
+    ) -> None:
         self.id = session_id
         self.key_digest = key_digest
         self.spec = spec
@@ -99,15 +101,15 @@ class Session:
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
         self.recent = RecentTranscripts()
-        self.board = FlightBoard()
+        self.board = FlightBoard(spec.max_parallel)
         self._released = asyncio.Event()
 
-        self.is_resident = True
+        self.is_resident = is_resident
         self.is_gone = False
         self.num_users = 0
         self.num_arriving = 0
         self.damage = ""
-        self._delivered: frozenset[bytes] = frozenset()
+        self._unknown: frozenset[bytes] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -117,19 +119,23 @@ class Session:
     def weight_bytes(self) -> int:
         """About how much memory its turns take."""
         tokens, turns = self.tree.num_stored_tokens, self.tree.num_turns
-        return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + self.images.num_bytes + self.recent.num_bytes
+        kept = self.images.num_bytes + self.board.num_bytes + self.recent.num_bytes
+        return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + kept
 
     def unload(self) -> None:
-        """Let the turns go; who was answered is remembered, so that a retry and a second sample stay apart."""
-        self._delivered = self.board.delivered()
+        """Let the turns go; who may not have been answered is remembered: a retry and a second sample stay apart."""
+        self._unknown = self.board.unknown()
         self.tree, self.ledger, self.images = SessionTree(), Ledger(), ImageTable()
-        self.recent, self.board = RecentTranscripts(), FlightBoard()
+        self.recent, self.board = RecentTranscripts(), FlightBoard(self.spec.max_parallel)
         self.is_resident = False
 
     def loaded(self, answers: Iterable[tuple[Served, bool]]) -> None:
         """Its turns are back; ``answers`` say of each whether a later request shows that it was delivered."""
         for served, is_continued in answers:
-            self.board.record(served, delivered=is_continued or served.digest in self._delivered)
+            # After an unload it is known who was answered. What an earlier process left may have died with it.
+            is_unknown = self._unknown is None or served.digest in self._unknown
+            arrival = Arrival.CONTINUED if is_continued else Arrival.UNKNOWN if is_unknown else Arrival.DELIVERED
+            self.board.record(served, arrival)
         self.num_generated = sum(len(answer.tokens) for answer in self.tree.answers)
         self.num_started = max(self.num_started, self.tree.num_turns)
         self.is_resident = True

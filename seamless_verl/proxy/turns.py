@@ -12,7 +12,7 @@ from hashlib import blake2b
 from seamless_verl.proxy.calls import Call
 from seamless_verl.proxy.chat import canonical_message, canonical_tools
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import Flight, FlightBoard, Served, results_of
+from seamless_verl.proxy.flights import Arrival, Flight, FlightBoard, Served, results_of
 from seamless_verl.proxy.generating import Generator
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
@@ -71,7 +71,7 @@ class Ask:
     def delivered(self, answers: Sequence[Served]) -> None:
         """The client has these answers; only a declared retry gets them again."""
         for served in answers:
-            self._board.record(served, delivered=True)
+            self._board.record(served, Arrival.DELIVERED)
 
 
 class TurnService:

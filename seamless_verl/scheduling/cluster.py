@@ -139,8 +139,25 @@ class Cluster:
         self.roofline.add(status.slice)
 
     def idle(self, tag: Tag) -> list[SliceStatus]:
-        """Free slices that could carry the tag."""
-        return [s for s in self if s.state is SliceState.IDLE and tag in s.usable and s.holder is None]
+        """Free slices that could carry the tag now."""
+        free = [s for s in self if s.state is SliceState.IDLE and tag in s.usable and s.holder is None]
+        return [s for s in free if not s.slice.lendable] if tag is Tag.ROLLOUT and self.without_replica() else free
+
+    def may_carry(self, status: SliceStatus, tag: Tag) -> bool:
+        """Whether it carries the tag, could, or will when what is restarted is back."""
+        if tag not in status.usable and not (tag in status.slice.capabilities and status.restarting):
+            return False
+        if tag is Tag.TRAIN or not status.slice.lendable or status.state in (*SERVING_SOON, SliceState.DRAINING):
+            return True
+        return not any(other.lost_for_good for other in self.without_replica())
+
+    def without_replica(self) -> list[SliceStatus]:
+        """Slices of the trainer that can only train since their replica died.
+
+        While there is one, none is lent: the trainer's workers load weights into their replicas together (verl 0.9.1:
+        engine_workers.py, `update_weights`), and the others would wait for the one that cannot.
+        """
+        return [s for s in self if s.slice.lendable and s.usable == {Tag.TRAIN}]
 
     def lent(self) -> list[SliceStatus]:
         return [s for s in self if s.lent]

@@ -120,12 +120,16 @@ class StepEnded(Event):
         step: counted from 1.
         waited_s: seconds of the step that the trainer spent waiting for groups after it had its gang.
         waited_groups: groups it still missed when those waits began, summed.
+        starved_s: seconds that it waited for groups without its gang, of which no slice was lent.
+        starved_groups: groups it missed when those waits began, summed.
         last: no step follows.
     """
 
     step: int
     waited_s: float = 0.0
     waited_groups: int = 0
+    starved_s: float = 0.0
+    starved_groups: int = 0
     last: bool = False
 
 

@@ -251,13 +251,11 @@ class Scheduler:
 
     def _why_never(self, pending: Pending) -> str | None:
         tag, count = pending.event.tag, pending.event.count
-        able = [s for s in self.cluster if tag in s.usable or (tag in s.slice.capabilities and s.restarting)]
+        able = [s for s in self.cluster if self.cluster.may_carry(s, tag)]
         if len(able) < count:
             gone = [s.slice.id for s in self.cluster if s.lost_for_good]
             return f"{count} slices wanted for {tag.value}, {len(able)} can; lost: {', '.join(gone) or 'none'}"
-        if not self.cluster.is_due(pending) and not any(
-            Tag.ROLLOUT in s.usable or (Tag.ROLLOUT in s.slice.capabilities and s.restarting) for s in self.cluster
-        ):
+        if not self.cluster.is_due(pending) and not any(self.cluster.may_carry(s, Tag.ROLLOUT) for s in self.cluster):
             return f"{pending.event.minimum} groups wanted, {self.cluster.ready} ready and no slice left to generate"
         return None
 
@@ -337,6 +335,8 @@ class Scheduler:
 
     def _spare(self, statuses: list[SliceStatus]) -> list[SliceStatus]:
         """Those that may be lent without keeping a gang waiting that could train now."""
+        if self.cluster.without_replica():
+            statuses = [status for status in statuses if not status.slice.lendable]
         waiting = self.cluster.training_request()
         if waiting is None or not self.cluster.is_due(waiting):
             return statuses

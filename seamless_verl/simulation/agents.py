@@ -62,7 +62,7 @@ class Group:
 
 class Agents:
     """Args:
-    submit: places requests on the fleet.
+    submit: places requests on the fleet; withdraw: takes one off it.
     on_session: an attempt has ended.
     on_group: all attempts of a group have ended.
     """
@@ -75,6 +75,7 @@ class Agents:
         *,
         attempts: int,
         submit: Callable[[list[Request]], None],
+        withdraw: Callable[[Request], None],
         on_session: Callable[[Attempt], None],
         on_group: Callable[[Group], None],
     ) -> None:
@@ -83,6 +84,7 @@ class Agents:
         self._rng = rng
         self._attempts = attempts
         self._submit = submit
+        self._withdraw = withdraw
         self._on_session = on_session
         self._on_group = on_group
         self._names = 0
@@ -107,9 +109,8 @@ class Agents:
         """From the prompt again: what was generated is lost."""
         group.reserved = version
         for attempt in group.attempts:
-            request = attempt.request
-            if request is not None and request.replica is not None:
-                request.replica.remove(request)
+            if attempt.request is not None:
+                self._withdraw(attempt.request)
             attempt.turn = attempt.context = attempt.generated = 0
             attempt.version = attempt.request = None
         self.start([group])
@@ -118,8 +119,8 @@ class Agents:
         """Nobody wants it any more."""
         for attempt in group.attempts:
             request, attempt.request = attempt.request, None
-            if request is not None and request.replica is not None:
-                request.replica.remove(request)
+            if request is not None:
+                self._withdraw(request)
             attempt.trajectory = ()
 
     def finished(self, request: Request) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from seamless_verl.errors import SeamlessError
@@ -65,7 +65,7 @@ class Driver:
         self.outlasting: frozenset[str] = frozenset()  # sessions that will probably last longer than slices are lent
         self.lends = 0
         self.stalls = 0
-        self.changed = Signal(clock)  # a grant, or a replica that is ready
+        self.changed = Signal(clock)  # a grant, a replica that is ready or fails
         self._clock = clock
         self._handle = handle
         self._cluster = cluster
@@ -112,7 +112,15 @@ class Driver:
 
     def loading(self) -> bool:
         """Whether a serving slice takes newer weights at the moment."""
-        return any(status.state is SliceState.SYNCING for status in self._cluster)
+        return bool(self._syncing())
+
+    def waking(self, names: Iterable[str]) -> bool:
+        """Whether one of these slices wakes up at the moment."""
+        return any(self._cluster[SliceId(name)].state is SliceState.WAKING for name in names)
+
+    def register(self, names: Iterable[str]) -> None:
+        """Slices that will be lent next get their share of what new weights interrupt now, and keep it waiting."""
+        self._fleet.spread([*self._syncing(), *names], self._cluster.published or 0)
 
     def release(self, request: str) -> None:
         """The trainer gives its gang back."""
@@ -128,6 +136,7 @@ class Driver:
         self._fleet.vacate(name)
         self._fleet.units[name].turn_to(Use.FAILED)
         self.tell(ev.SliceFailed(at=self.now, slice=name, reason="simulated"))  # type: ignore[arg-type]
+        self.changed.fire()  # nobody need wait for it any longer
 
     def drained_of_requests(self, name: str) -> None:
         """Called when a slice has nothing left to do."""
@@ -181,8 +190,10 @@ class Driver:
         joining, self._joining = self._joining, []
         waking = [name for name in joining if self._cluster[SliceId(name)].state is SliceState.WAKING]
         if waking:
-            syncing = [s.slice.id for s in self._cluster if s.state is SliceState.SYNCING]
-            self._fleet.spread([*syncing, *waking], self._cluster.published or 0)
+            self.register(waking)
+
+    def _syncing(self) -> list[str]:
+        return [status.slice.id for status in self._cluster if status.state is SliceState.SYNCING]
 
     def _sync(self, command: cmd.SyncWeights) -> None:
         self._number(command.slice, command.command)

@@ -58,8 +58,9 @@ class Fleet:
     router: places requests; the object that the live run uses.
     migration: when replicas give requests back; None: never.
     oldest_first: engines serve waiting requests of the oldest session first.
-    rebalance: all requests are placed anew when empty replicas join (verl aborts them all and clears its sticky table).
+    rebalance: all requests are placed anew when empty replicas join (what runs is interrupted for it).
     is_long: whether a request will probably last longer than slices are lent.
+    lowest_version: of the weights that a request may run on (`PendingRequest.version`).
     started, stopped: told of every request that a slice gets, and loses (whether it was finished).
     """
 
@@ -72,6 +73,7 @@ class Fleet:
         rebalance: bool,
         oldest_first: bool,
         is_long: Callable[[Request], bool],
+        lowest_version: Callable[[Request], int],
         started: Callable[[Request, str], None],
         stopped: Callable[[Request, str, bool], None],
         finished: Callable[[Request], None],
@@ -84,6 +86,7 @@ class Fleet:
         self._rebalance = rebalance
         self._oldest_first = oldest_first
         self._is_long = is_long
+        self._lowest = lowest_version
         self._started = started
         self._stopped = stopped
         self._finished = finished
@@ -115,9 +118,19 @@ class Fleet:
             for request in homeless:
                 self._holds += 1
                 name, tokens = str(self._holds), round(request.context + request.done)
-                pending = PendingRequest(request=name, version=request.version or 0, tokens=tokens)
+                version = self._lowest(request)
+                pending = PendingRequest(request=name, version=version, begun=request.age, tokens=tokens)
                 self._held[name] = (request, pending)
             self.pump()
+
+    def withdraw(self, request: Request) -> None:
+        """Give a request up, wherever it runs or waits; what it generated is lost."""
+        replica, request.replica = request.replica, None
+        if replica is None:
+            self._held = {name: entry for name, entry in self._held.items() if entry[0] is not request}
+            return
+        replica.remove(request)
+        self._stopped(request, replica.name, False)
 
     def pump(self) -> None:
         """Ask the router about everything that is held."""
@@ -142,8 +155,9 @@ class Fleet:
 
     def spread(self, names: Iterable[str], version: int) -> None:
         """Slices that take weights of ``version``, or wake up to join them: what is on them and what is held is placed
-        anew among all that will serve, and waits there."""
+        anew among all that will serve, and waits there. No session has a home any more."""
         requests = []
+        self._home.clear()
         for name in names:
             unit = self.units[name]
             requests += unit.replica.take_all()
@@ -181,6 +195,11 @@ class Fleet:
     def forget(self, owner: object) -> None:
         """A session has ended."""
         self._home.pop(owner, None)
+
+    @property
+    def lends(self) -> bool:
+        """Whether a slice serves that will be taken back."""
+        return any(unit.lent for unit in self.units.values())
 
     def idle(self, name: str) -> bool:
         return self.units[name].replica.load == 0

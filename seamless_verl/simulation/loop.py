@@ -9,7 +9,7 @@ it starves, how weights are published, how often the trainer looks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from seamless_verl.observe import flight
@@ -83,6 +83,8 @@ class TrainLoop:
     """Args:
     gang: slices that train together.
     gang_gpus: their devices, weighted by training speed.
+    lends_next: whether the gang is lent as soon as it is given back, known since the end of the step: the router is
+        told before weights are published, and the next step begins when the gang is awake (verl's ``on_step_end``).
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class TrainLoop:
         steps: int,
         push_s: float,
         on_step: Callable[[StepRecord], None],
+        lends_next: Callable[[], bool],
         record: Callable[[flight.FlightEvent], None] | None,
     ) -> None:
         self.version = 0
@@ -117,12 +120,13 @@ class TrainLoop:
         self._steps = steps
         self._push_s = push_s
         self._on_step = on_step
+        self._lends_next = lends_next
         self._record_event = record
         self._step = 0
         self._requests = 0
         self._holding = ""
-        self._waited_s = self._trained_s = 0.0
-        self._waited_groups = 0
+        self._waited_s = self._trained_s = self._starved_s = 0.0
+        self._waited_groups = self._starved_groups = 0
         self._missing = 0
 
     # ---------------------------------------------------------------- what the agents report
@@ -145,8 +149,8 @@ class TrainLoop:
         for step in range(1, self._steps + 1):
             began, self._step = self._clock.now, step
             self._say(flight.StepBegan(at=began, step=step))
-            self._waited_s = self._trained_s = 0.0
-            self._waited_groups = 0
+            self._waited_s = self._trained_s = self._starved_s = 0.0
+            self._waited_groups = self._starved_groups = 0
             self._missing = self._rules.batch
             if not self._rules.barrier or step == 1:
                 self._admit(self._feed.step_begins(self.version))
@@ -174,8 +178,13 @@ class TrainLoop:
                 at=self._clock.now, request=name, tag=Tag.TRAIN, count=self._gang, minimum=mini, batch=self._missing
             )
         )
+        asked, missing = self._clock.now, mini - self._feed.available
+        starves = missing > 0 and not self._fleet.lends
         while self._driver.granted(name) is None:
             yield self._driver.changed
+        if starves:
+            self._starved_s += self._clock.now - asked
+            self._starved_groups += missing
         self._holding = name
 
     def _next_batch(self, wanted: int | None) -> Process:
@@ -212,6 +221,8 @@ class TrainLoop:
 
     def _end_step(self, step: int) -> Process:
         last = step == self._steps
+        self._missing = 0 if last else self._rules.batch
+        self._tell_ready()  # before the end of the step: what then decides must know what the next one finds
         self._driver.tell(ev.BatchOpened(at=self._clock.now, awaited=self._feed.awaited()))
         self._driver.tell(
             ev.StepEnded(
@@ -219,14 +230,17 @@ class TrainLoop:
                 step=step,
                 waited_s=self._waited_s,
                 waited_groups=self._waited_groups,
+                starved_s=self._starved_s,
+                starved_groups=self._starved_groups,
                 last=last,
             )
         )
-        self._missing = 0 if last else self._rules.batch
-        self._tell_ready()
+        gang = (self._driver.granted(self._holding) or ()) if self._lends_next() else ()
         if not self._rules.barrier:
-            yield from self._publish()
+            yield from self._publish(gang)
         self._release()
+        while self._driver.waking(gang):
+            yield self._driver.changed
         if self._physics.awaits_load:
             while self._driver.loading():
                 yield self._driver.changed
@@ -235,16 +249,19 @@ class TrainLoop:
     def _synchronize(self, step: int) -> Process:
         """One-step-off: the batch is complete, so nothing generates; weights go over, then the next batch starts."""
         if step > 1:
-            yield from self._publish()
+            yield from self._publish(())
         if step < self._steps:
             self._admit(self._feed.step_begins(self.version))
 
-    def _publish(self) -> Process:
+    def _publish(self, joining: Sequence[str]) -> Process:
+        """``joining``: slices that the router is told of first."""
         self._use_gang(Use.SYNC)
         self._phase(Phase.SYNC_WEIGHTS)
         self.version += 1
         if self._rules.stop_the_world:
             self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
+            if joining:
+                self._driver.register(joining)
             while self._driver.loading():
                 yield self._driver.changed
         if self._push_s:

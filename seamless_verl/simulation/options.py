@@ -12,10 +12,11 @@ from typing import Any
 import yaml
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, scenario
 from seamless_verl.simulation.regimes import LIVE_POLICIES
-from seamless_verl.simulation.scenario import Noise, Pool, Scenario
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario, divisor
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
 
 PRESETS: Mapping[str, Callable[[], Scenario]] = {
@@ -33,6 +34,8 @@ _SIMPLE = {
     "seed": ("seed", int),
 }
 _LEAST = {"eta": 0, "batch": 1, "mini_batch": 1, "attempts": 1, "steps": 1, "seed": 0}
+_SHARES = ("shared", "long_share")
+_MAY_BE_ZERO = ("prompt", "observation", "answer_sigma", "tool_sigma")
 _NESTED = {"costs": SwitchCosts, "noise": Noise}
 KEYS = (
     *_SIMPLE,
@@ -61,15 +64,18 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
         ConfigError: an unknown key, a value that cannot be read, or a scenario that cannot be.
     """
     changes: dict[str, Any] = {}
+    pairs = []
     for assignment in assignments:
         key, sign, text = assignment.partition("=")
         if not sign:
             raise ConfigError("--set", assignment, "is no assignment", "write key=value, e.g. staleness.eta=2")
-        _assign(base, changes, key.removeprefix("seamless."), text)
+        pairs.append((key.removeprefix("seamless."), text))
+    for key, text in sorted(pairs, key=lambda pair: pair[0] != "resources"):  # others change what these declare
+        _assign(base, changes, key, text)
     if "steps" in changes and base.warm >= changes["steps"]:
         changes["warm"] = max(0, changes["steps"] // 4)
     if "batch" in changes and "mini_batch" not in changes:
-        changes["mini_batch"] = max(1, changes["batch"] * base.mini_batch // base.batch)
+        changes["mini_batch"] = divisor(changes["batch"], changes["batch"] * base.mini_batch // base.batch)
     return replace(base, **changes)
 
 
@@ -89,6 +95,8 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         changes["train"] = replace(base.train, gpu_s_per_token=_read(key, text, float))
     elif key == "decode.slowdown":
         factor = _read(key, text, float)
+        if not factor:
+            raise ConfigError(key, text, "would make decoding free", f"write e.g. {key}=1.2")
         pools = changes.get("pools", base.pools)
         changes["pools"] = tuple(replace(pool, engine=_slower(pool, factor)) for pool in pools)
     elif key in KEYS:
@@ -126,31 +134,46 @@ def _pools(base: Scenario, text: str) -> tuple[Pool, ...]:
     declared = _yaml("resources", text, fix)
     if not isinstance(declared, list) or not declared or not all(isinstance(entry, dict) for entry in declared):
         raise ConfigError("resources", text, "is no list of pools", fix)
-    pools = []
-    for entry in declared:
-        unknown = entry.keys() - {"name", "nodes", "gpus_per_node", "capabilities"}
-        if unknown or not {"name", "nodes", "gpus_per_node", "capabilities"} <= entry.keys():
-            raise ConfigError("resources", entry, "needs name, nodes, gpus_per_node and capabilities only", fix)
-        size = base.pools[0].gpus
-        if not all(isinstance(entry[name], int) for name in ("nodes", "gpus_per_node")):
-            raise ConfigError("resources", entry, "nodes and gpus_per_node must be whole numbers", fix)
-        devices = entry["nodes"] * entry["gpus_per_node"]
-        if devices < size or devices % size:
-            raise ConfigError("resources", entry, f"does not split into slices of {size} GPUs", fix)
-        trains = "train" in entry["capabilities"]
-        engine = base.pools[0].engine
-        pools.append(Pool(name=entry["name"], slices=devices // size, gpus=size, trains=trains, engine=engine))
+    pools = [_pool(base, entry, fix) for entry in declared]
+    if len({pool.name for pool in pools}) < len(pools):
+        raise ConfigError("resources", text, "two pools have the same name", "rename one")
     return tuple(pools)
+
+
+def _pool(base: Scenario, entry: Mapping[str, Any], fix: str) -> Pool:
+    needed = {"name", "nodes", "gpus_per_node", "capabilities"}
+    if entry.keys() != needed:
+        raise ConfigError("resources", entry, "needs name, nodes, gpus_per_node and capabilities only", fix)
+    if not all(isinstance(entry[name], int) for name in ("nodes", "gpus_per_node")):
+        raise ConfigError("resources", entry, "nodes and gpus_per_node must be whole numbers", fix)
+    tags, known = entry["capabilities"], [tag.value for tag in Tag]
+    if not isinstance(tags, list) or not tags or any(tag not in known for tag in tags):
+        raise ConfigError("resources", entry, "capabilities must be some of train and rollout", fix)
+    trains, rolls_out = Tag.TRAIN.value in tags, Tag.ROLLOUT.value in tags
+    model = alike(base, trains=trains, name=str(entry["name"]))
+    devices = entry["nodes"] * entry["gpus_per_node"]
+    if devices < model.gpus or devices % model.gpus:
+        raise ConfigError("resources", entry, f"does not split into slices of {model.gpus} GPUs", fix)
+    slices = devices // model.gpus
+    return replace(model, name=str(entry["name"]), slices=slices, trains=trains, rolls_out=rolls_out)
+
+
+def alike(base: Scenario, *, trains: bool, name: str = "") -> Pool:
+    """The pool whose slices new ones are like (recorded pools differ in speed): that of the same name, else the first
+    that is the trainer's or not as they are, else the first of all."""
+    return min(base.pools, key=lambda pool: (pool.name != name, pool.trains != trains))
 
 
 def _workload(text: str) -> Any:
     fix = "write workload={kind: lognormal, mean: 8000, sigma: 0.9, cap: 32768}"
     declared = _yaml("workload", text, fix)
-    if not isinstance(declared, dict) or declared.get("kind") not in _WORKLOADS:
+    if not isinstance(declared, dict) or str(declared.get("kind")) not in _WORKLOADS:
         raise ConfigError("workload", text, f"kind must be one of {', '.join(_WORKLOADS)}", fix)
-    kind = _WORKLOADS[declared.pop("kind")]
+    kind = _WORKLOADS[str(declared.pop("kind"))]
     try:
         workload = kind(**declared)
+        for spec in fields(workload):
+            _check_figure(spec.name, getattr(workload, spec.name))
         workload.group(random.Random(0), 1)
     except ValueError as error:
         raise ConfigError("workload", text, str(error), fix) from None
@@ -158,6 +181,18 @@ def _workload(text: str) -> Any:
         names = ", ".join(field.name for field in fields(kind))
         raise ConfigError("workload", text, f"takes {names}", fix) from None
     return workload
+
+
+def _check_figure(name: str, value: float) -> None:
+    """Raises:
+    ValueError: a share that is none, or a length, a time or a spread that is not positive.
+    TypeError: no number.
+    """
+    if name in _SHARES:
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}: {value} is no share, it must lie between 0 and 1")
+    elif not 0 <= value < 1e12 or (value == 0 and name not in _MAY_BE_ZERO):
+        raise ValueError(f"{name}: {value} must be positive")
 
 
 def _slower(pool: Pool, factor: float) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.simulation.fluid import fluid_limit
+from seamless_verl.simulation.fluid import best_limit
 from seamless_verl.simulation.scenario import Result
 
 
@@ -22,7 +22,8 @@ class Outcome:
         gpus: devices in all.
         step_s: seconds per step.
         tokens_per_s: trained tokens, prompts included.
-        limit_share: fluid limit over ``step_s``; 1 is the best that any policy could do.
+        limit_share: of these slices the fluid limit with costs paid (`best_limit`) over ``step_s``; 1 is the best that
+            any policy could do with samples of that age. None where the system does not bound their age.
         train, generate, prefill, sync, switch, idle: shares of all device time.
         trainable_idle: idle share of the slices that can train.
         mean_staleness, max_staleness: in versions.
@@ -36,7 +37,7 @@ class Outcome:
     eta: int
     step_s: float
     tokens_per_s: float
-    limit_share: float
+    limit_share: float | None
     train: float
     generate: float
     prefill: float
@@ -52,6 +53,7 @@ class Outcome:
 def outcome(label: str, result: Result) -> Outcome:
     """The row of a result."""
     scenario, books = result.scenario, result.books
+    limit_s = best_limit(scenario)
     shares = {use.value: seconds / (books.wall_s * books.gpus) for use, seconds in books.gpu_seconds.items()}
     return Outcome(
         label=label,
@@ -61,7 +63,7 @@ def outcome(label: str, result: Result) -> Outcome:
         eta=scenario.eta,
         step_s=result.step_s,
         tokens_per_s=result.tokens_per_s,
-        limit_share=fluid_limit(scenario).bounded_s / result.step_s,
+        limit_share=None if limit_s is None else limit_s / result.step_s,
         train=shares["train"],
         generate=shares["generate"],
         prefill=shares["prefill"] + shares["prefill_again"],
@@ -88,8 +90,9 @@ def table(rows: Sequence[Outcome]) -> str:
             f"{row.train:5.0%} {row.generate:5.0%} {row.prefill:7.0%} {row.sync:5.0%} {row.switch:6.0%} {row.idle:5.0%}"
         )
         stale = f"{row.mean_staleness:.1f}/{row.max_staleness}"
+        limit = "-" if row.limit_share is None else f"{row.limit_share:.0%}"
         lines.append(
-            f"{row.label:<{width}}  {row.step_s:8.1f} {row.tokens_per_s:8.0f} {row.limit_share:8.0%}  {used}"
+            f"{row.label:<{width}}  {row.step_s:8.1f} {row.tokens_per_s:8.0f} {limit:>8}  {used}"
             f"  {row.trainable_idle:13.0%}  {stale:>9}"
         )
     return "\n".join(lines)

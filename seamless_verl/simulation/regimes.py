@@ -18,13 +18,22 @@ from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, 
 from seamless_verl.staleness.protocol import StalenessProtocol
 
 
+def _eta(eta: int) -> int:
+    return eta
+
+
+def _unbounded(eta: int) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
     """One system.
 
     Attributes:
-        colocated: every slice can train and roll out; else the scenario's pools stay apart.
-        lends: trainers of separate pools may roll out.
+        colocated: every slice trains and rolls out, all in turn.
+        lends: slices that can train may roll out where their tags say so; else pools stay apart.
+        bound: on staleness in versions, given eta; None: there is none.
         policy: of the scheduler, given batch and mini-batch in groups.
         feed: admission, given the source of groups, the batch and eta.
         streaming: mini-batches are trained as they come; else the whole batch is waited for.
@@ -34,11 +43,12 @@ class Regime:
         barrier: one-step-off's order.
         poll_s: how often the trainer looks for data.
         router: ``least_requests`` or ``marginal_gain`` (with migration).
-        rebalances: requests are placed anew when replicas join.
+        rebalances: requests are placed anew when replicas join (verl's gate: where it announces them, see `TrainLoop`).
         oldest_first: what waits for an engine is served in the order in which sessions began; else as it came.
     """
 
     colocated: bool = False
+    bound: Callable[[int], int | None] = _eta
     lends: bool = False
     policy: Callable[[int, int], Policy]
     feed: Callable[[Draw, int, int], Feed]
@@ -83,12 +93,14 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
     {
         "verl_sync": Regime(
             colocated=True,
+            bound=lambda eta: 0,
             policy=_colocated,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=0),
             poll_s=_VERL_POLL_S,
         ),
         "verl_colocate_async": Regime(
             colocated=True,
+            bound=_unbounded,
             policy=_colocated,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
             poll_s=_VERL_POLL_S,
@@ -100,11 +112,13 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             poll_s=_VERL_POLL_S,
         ),
         "verl_one_step_off": Regime(
+            bound=lambda eta: 1,
             policy=_disaggregated,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=0),
             barrier=True,
         ),
         "verl_separate_async": Regime(
+            bound=_unbounded,
             policy=_disaggregated,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
             streaming=True,
@@ -122,17 +136,18 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
             streaming=True,
             poll_s=_VERL_POLL_S,
-            rebalances=True,
         ),
         "verl_enable_switch": Regime(
             lends=True,
+            bound=_unbounded,
             policy=_gate,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
             streaming=True,
             poll_s=_VERL_POLL_S,
-            rebalances=True,
         ),
-        "areal": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)),
+        "areal": Regime(
+            policy=_disaggregated, bound=_unbounded, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)
+        ),
         "roll": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
         "staleflow": Regime(policy=_disaggregated, feed=_bounded, stop_the_world=False, router="marginal_gain"),
         "seamlessflow": Regime(lends=True, policy=_greedy, feed=_bounded, stop_the_world=False, rebalances=True),

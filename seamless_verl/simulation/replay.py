@@ -21,6 +21,7 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.run_folder import CONFIG, load_recording
+from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.intervals import Intervals, overlap, union
 from seamless_verl.simulation.loop import TrainPhysics
@@ -116,9 +117,12 @@ def from_recording(
     settled = [request for request in requests if request.ended > steps[0][1]]
     settled = settled if any(request.tokens for request in settled) else requests
     system = _system_of(started.policy)
+    lends = regime(system).lends
     by_age = regime(system).oldest_first if oldest_first is None else oldest_first
-    pools = _pools(recording, settled, max_running, oldest_first=by_age)
+    pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=lends)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
+    added = _all(recording, flight.SliceAdded)
+    bound_to_train = sorted({one.pool for one in added if one.capabilities == ("train",)} if not lends else ())
     costs, seen, awaits_load = _switch_costs(recording)
     scenario = Scenario(
         system=system,
@@ -143,6 +147,7 @@ def from_recording(
         f"weights are pushed in {costs.push:.2f} s and loaded in {costs.load:.2f} s",
         f"a switch costs {costs.wake:.2f} + {costs.drain:.2f} s, "
         + ("as seen" if seen else "assumed from the load (--set costs.wake=… to say better)"),
+        *(f"{name} could only train in the recording; a policy that lends may lend it here" for name in bound_to_train),
     )
     return Recorded(scenario=scenario, step_s=step_s, notes=notes)
 
@@ -211,9 +216,10 @@ def _busy_seconds(recording: Recording, steps: Intervals, apart: Intervals) -> l
 
 
 def _pools(
-    recording: Recording, requests: Sequence[Request], max_running: int, *, oldest_first: bool
+    recording: Recording, requests: Sequence[Request], max_running: int, *, oldest_first: bool, lends: bool
 ) -> tuple[Pool, ...]:
-    """One shape of the cost model for all, and for each pool its speed."""
+    """One shape of the cost model for all, and for each pool its speed. Where the recorded system never ``lends``, what
+    trains may be lent in a what-if, whatever its tags were."""
     longest = max(request.prompt + request.tokens for request in requests)
     decoded = served(requests, serving_of(recording), max_running, oldest_first=oldest_first)
     cost = fit_decode(decoded)
@@ -228,8 +234,17 @@ def _pools(
         engine = EnginePhysics(
             decode=own, prefill_s_per_token=0.0, kv_tokens=max(10**6, 64 * longest), max_running=max_running
         )
-        trains = "train" in first.capabilities
-        found.append(Pool(name=name, slices=len(members), gpus=first.devices, trains=trains, engine=engine))
+        trains, rolls_out = (tag.value in first.capabilities for tag in (Tag.TRAIN, Tag.ROLLOUT))
+        found.append(
+            Pool(
+                name=name,
+                slices=len(members),
+                gpus=first.devices,
+                trains=trains,
+                rolls_out=rolls_out or not lends,
+                engine=engine,
+            )
+        )
     return tuple(found)
 
 

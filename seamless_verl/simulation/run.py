@@ -10,6 +10,7 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.policies.verl_gate import VerlGate
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, Tag
 from seamless_verl.simulation.agents import Agents, Attempt
@@ -55,7 +56,8 @@ class Simulation:
         self._mini_batch = scenario.mini_batch if rules.streaming else scenario.batch
         self.clock = Clock()
         self.fleet = self._make_fleet()
-        self.scheduler = Scheduler(rules.policy(scenario.batch, self._mini_batch))
+        self._policy = rules.policy(scenario.batch, self._mini_batch)
+        self.scheduler = Scheduler(self._policy)
         recorded = RecordedScheduler(self.scheduler, record, policy=scenario.system) if record else self.scheduler
         self.driver = Driver(
             self.clock,
@@ -72,6 +74,7 @@ class Simulation:
             random.Random(rng.random()),
             attempts=scenario.attempts,
             submit=self.fleet.submit,
+            withdraw=self.fleet.withdraw,
             on_session=self._session_ended,
             on_group=lambda group: self.loop.group_finished(group),
         )
@@ -87,6 +90,7 @@ class Simulation:
             rebalance=rules.rebalances,
             oldest_first=rules.oldest_first if scenario.oldest_first is None else scenario.oldest_first,
             is_long=self._is_long,
+            lowest_version=_lowest_version,
             started=self._request_started,
             stopped=self._request_stopped,
             finished=self._request_finished,
@@ -94,8 +98,9 @@ class Simulation:
 
     def _make_loop(self) -> TrainLoop:
         scenario, rules = self._scenario, self._regime
-        gang = [pool for pool in scenario.pools if pool.trains or rules.colocated]
+        gang = [pool for pool in scenario.pools if pool.trains]
         slowest = min(pool.train_speed for pool in gang)  # the gang steps together
+        gate = self._policy
         return TrainLoop(
             self.clock,
             self.driver,
@@ -116,6 +121,7 @@ class Simulation:
             steps=scenario.steps,
             push_s=0.0 if rules.colocated or rules.stop_the_world else scenario.costs.push,
             on_step=self._step_ended,
+            lends_next=lambda: isinstance(gate, VerlGate) and gate.lends_next,
             record=self._record,
         )
 
@@ -161,14 +167,13 @@ class Simulation:
 
     def _build(self) -> None:
         for pool in self._scenario.pools:
-            trainable = pool.trains or self._regime.colocated
-            if trainable and (self._regime.lends or self._regime.colocated):
+            if pool.trains and pool.rolls_out and (self._regime.lends or self._regime.colocated):
                 capabilities = frozenset(Tag)
             else:
-                capabilities = frozenset({Tag.TRAIN if trainable else Tag.ROLLOUT})
+                capabilities = frozenset({Tag.TRAIN if pool.trains else Tag.ROLLOUT})
             for number in range(pool.slices):
                 name = f"{pool.name}/{number}"
-                self.fleet.add(name, gpus=pool.gpus, trainable=trainable, physics=pool.engine)
+                self.fleet.add(name, gpus=pool.gpus, trainable=pool.trains, physics=pool.engine)
                 gpus = tuple(Gpu(node=name, index=index) for index in range(pool.gpus))
                 piece = Slice(
                     id=SliceId(name),
@@ -177,7 +182,7 @@ class Simulation:
                     capabilities=capabilities,
                     seats=pool.engine.max_running,
                 )
-                self.driver.add(piece, serving=not trainable)
+                self.driver.add(piece, serving=not pool.trains)
         self._draw_speeds()
         if self._scenario.warm == 0:
             self._before = snapshot(self.fleet.accounts())
@@ -274,6 +279,14 @@ class Simulation:
             self._before, self._began = snapshot(self.fleet.accounts()), self.clock.now
         if self._progress is not None:
             self._progress(record)
+
+
+def _lowest_version(request: Request) -> int:
+    """V_traj of its session once it has a token, else the version that its group was admitted with."""
+    attempt = request.owner
+    assert isinstance(attempt, Attempt)
+    first = attempt.version if attempt.version is not None else request.version
+    return attempt.group.reserved if first is None else first
 
 
 def simulate(scenario: Scenario, rules: Regime | None = None) -> Result:

@@ -15,14 +15,27 @@ from seamless_verl.simulation.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Equal slices. ``gpus`` per slice; ``trains``: the trainer's; ``train_speed``: relative to the model's figure."""
+    """Equal slices.
+
+    Attributes:
+        gpus: per slice.
+        trains, rolls_out: its tags, as ``seamless.resources`` declares them; whether slices with both are lent is the
+            system's affair.
+        train_speed: relative to the model's figure.
+    """
 
     name: str
     slices: int
     gpus: int
     trains: bool
+    rolls_out: bool = True
     engine: EnginePhysics
     train_speed: float = 1.0
+
+
+def divisor(whole: int, wanted: int) -> int:
+    """The largest divisor of ``whole`` that is not larger than ``wanted`` (1 if none is)."""
+    return max((part for part in range(1, min(whole, wanted) + 1) if whole % part == 0), default=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +77,32 @@ class Scenario:
     oldest_first: bool | None = None
 
     def __post_init__(self) -> None:
-        rules = regime(self.system)
+        self._check_tags()
         if self.batch % self.mini_batch:
-            fix = f"write {self.batch // max(1, self.batch // self.mini_batch)}"
-            raise ConfigError("mini_batch", self.mini_batch, f"does not divide batch={self.batch}", fix)
+            problem = f"does not divide data.train_batch_size={self.batch}"
+            fix = f"write {divisor(self.batch, self.mini_batch)}"
+            raise ConfigError("actor.ppo_mini_batch_size", self.mini_batch, problem, fix)
         if not 0 <= self.warm < self.steps:
             raise ConfigError("warm", self.warm, f"must be below steps={self.steps}", f"write {self.steps // 4}")
-        if not any(pool.trains for pool in self.pools):
-            raise ConfigError("pools", "-", "no slice can train", "give at least one pool trains=true")
-        if not rules.colocated and not rules.lends and all(pool.trains for pool in self.pools):
-            fix = "add a pool with trains=false, or choose a system that lends"
-            raise ConfigError("system", self.system, "needs slices that only generate", fix)
         for pool in self.pools:
             if self.workload.max_context > 0.97 * pool.engine.kv_tokens:
                 problem = f"a trajectory may have {self.workload.max_context} tokens, more than the cache of a replica"
                 raise ConfigError(f"pools.{pool.name}.kv_tokens", pool.engine.kv_tokens, problem, "use larger slices")
+
+    def _check_tags(self) -> None:
+        rules, told = regime(self.system), ", ".join(pool.name for pool in self.pools)
+        both = [pool for pool in self.pools if pool.trains and pool.rolls_out]
+        if not any(pool.trains for pool in self.pools):
+            raise ConfigError("resources", told, "no pool can train", "write capabilities: [train, rollout] for one")
+        if rules.colocated and len(both) < len(self.pools):
+            fix = (
+                f"write resources=[{{name: all, nodes: 1, gpus_per_node: {self.gpus}, capabilities: [train, rollout]}}]"
+            )
+            raise ConfigError("scheduler.policy", self.system, "needs pools that all train and roll out", fix)
+        standing = any(not pool.trains for pool in self.pools)
+        if not standing and not (both and (rules.lends or rules.colocated)):
+            fix = "add a pool with capabilities: [rollout]"
+            raise ConfigError("scheduler.policy", self.system, "needs slices that only generate", fix)
 
     @property
     def gpus(self) -> int:

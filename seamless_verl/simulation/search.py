@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.simulation.options import apply
+from seamless_verl.simulation.options import alike, apply
 from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.run import simulate
 from seamless_verl.simulation.scenario import Result, Scenario
@@ -40,7 +40,8 @@ class Sensitivity:
 
 
 def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Candidate]:
-    """Every split of the budget into slices of the base's size, in eighths; one where all slices do both.
+    """Every split of the budget into slices of the base's size, in eighths; and all of them {train, rollout}, for
+    systems that can share those.
 
     Raises:
         ConfigError: the budget is no multiple of a slice, or too small to be split.
@@ -52,17 +53,17 @@ def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Ca
         )
     slices = gpus // size
     splits = sorted({max(1, min(slices - 1, round(slices * part / 8))) for part in range(1, 8)})
-    pool = base.pools[0]
+    train, rollout = alike(base, trains=True), alike(base, trains=False)
     for system in systems:
-        if regime(system).colocated:
-            together = (replace(pool, name="all", slices=slices, trains=True),)
+        rules = regime(system)
+        if rules.colocated or rules.lends:
+            together = (replace(train, name="all", slices=slices, trains=True, rolls_out=True),)
             scenario = replace(base, system=system, pools=together)
             yield Candidate(scenario=scenario, label=f"{system}, {slices} slices")
-            continue
-        for trainers in splits:
+        for trainers in () if rules.colocated else splits:
             pools = (
-                replace(pool, name="trainers", slices=trainers, trains=True),
-                replace(pool, name="rollouts", slices=slices - trainers, trains=False),
+                replace(train, name="trainers", slices=trainers, trains=True, rolls_out=True),
+                replace(rollout, name="rollouts", slices=slices - trainers, trains=False, rolls_out=True),
             )
             scenario = replace(base, system=system, pools=pools)
             yield Candidate(scenario=scenario, label=f"{system}, {trainers}+{slices - trainers} slices")

@@ -56,12 +56,14 @@ class PendingRequest:
         version: lowest weight version it may run on: V_traj once it has started (partial rollout), else the lowest for
             which its group was granted a slot.
         tokens: context it brings, prompt and what was generated so far.
+        begun: when its session did, in any order that tells older from younger.
         long: it is expected to last longer than what is lent.
     """
 
     request: str
     version: int
     tokens: int
+    begun: tuple[int, ...] = ()
     long: bool = False
 
 
@@ -162,7 +164,7 @@ class MarginalGain:
         loads = {load.replica: load for load in replicas}
         decisions: list[Route | Hold] = []
         refused: dict[tuple[int, int], str] = {}  # what is held back stays so for its like until a load changes
-        for request in sorted(requests, key=lambda request: request.version):  # most stale first; stable
+        for request in sorted(requests, key=lambda request: (request.version, request.begun)):  # most stale first
             alike = (request.version, request.tokens)
             if alike in refused:
                 decisions.append(Hold(request=request.request, reason=refused[alike]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import Phase
 from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.cluster import SERVING_SOON
 from seamless_verl.scheduling.declaration import policy_of
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Slice, SliceState, Tag
@@ -54,6 +55,8 @@ class LendingTrainer(RecordedTrainer):
         self._request = ""  # the grant that the trainer holds
         self._asked = 0
         self._within_step = False  # its workers' weights are newer than those published
+        self._starved_s = 0.0
+        self._starved_groups = 0
         self._workers: Sequence[Any] = ()
         self._scheduler: Scheduler
         self._replicas: ReplicaSlices
@@ -62,13 +65,12 @@ class LendingTrainer(RecordedTrainer):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         if self.slices:
-            trainers = [r for r in self.seamless.resources if Tag.TRAIN.value in r.capabilities]
-            kinds = {r.accelerator for r in trainers}
+            kinds = {r.accelerator for r in self.seamless.resources if Tag.TRAIN.value in r.capabilities}
             self.resource_pool_manager = TagAwareResourcePoolManager(
                 resource_pool_spec=self.resource_pool_manager.resource_pool_spec,
                 mapping=self.resource_pool_manager.mapping,
                 slices=self.slices,
-                accelerator=kinds.pop() if len(kinds) == 1 else None,
+                accelerator=next(iter(kinds), None),
             )
 
     @property
@@ -116,6 +118,8 @@ class LendingTrainer(RecordedTrainer):
             watch=self._watch,
             warn=self.reporter.say,
         )
+        if isinstance(self.replay_buffer, WokenReplayBuffer):
+            self.replay_buffer.attend(self._attend)
         self._introduce(train)
 
     def _introduce(self, train: Sequence[Slice]) -> None:
@@ -175,15 +179,25 @@ class LendingTrainer(RecordedTrainer):
             self.driver.tell(ev.GroupsSubmitted(at=self.driver.now(), groups=groups, sessions=sessions))
         return super()._submit_batch_to_rollout(batch)
 
-    def _tell_news(self) -> None:
-        """Requests and groups, as of now."""
+    def _tell_news(self) -> int:
+        """Requests and groups, as of now; returns how many groups could be taken."""
         assert self.driver is not None
         self.driver.tell_requests()
-        ready = self.replay_buffer.get_sampleable_count(self.global_steps, "train")
-        if isinstance(self.replay_buffer, StreamingReplayBuffer) and not self.config.skip.rollout_tq.enable:
-            self.replay_buffer.admit(self.global_steps)
-        on_their_way = self.replay_buffer.groups_on_their_way()
+        buffer = self.replay_buffer
+        if isinstance(buffer, WokenReplayBuffer):
+            ready, on_their_way = buffer.take_stock(self.global_steps)
+        else:  # a sampler of the user's own
+            ready = buffer.get_sampleable_count(self.global_steps, "train")
+            on_their_way = len(buffer.pending_keys["train"]) + len(buffer.running_keys["train"])
         self.driver.tell(ev.GroupsReady(at=self.driver.now(), ready=ready, in_flight=on_their_way))
+        return ready
+
+    def _attend(self) -> None:
+        """What happens to slices while the trainer waits for rows: deaths, returns, deadlines."""
+        assert self.driver is not None
+        self.driver.tell_requests()
+        self.driver.tell_restarts()
+        self.driver.tick()
 
     # ---------------------------------------------------------------- the gang
 
@@ -192,8 +206,8 @@ class LendingTrainer(RecordedTrainer):
             super().on_step_begin()
             return
         self.flight.step_began(self.global_steps)
-        self._step_sample_wait_seconds = 0.0
-        self._step_wait_samples = 0
+        self._step_sample_wait_seconds = self._starved_s = 0.0
+        self._step_wait_samples = self._starved_groups = 0
 
     def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
         if self.driver is None:
@@ -203,20 +217,18 @@ class LendingTrainer(RecordedTrainer):
         return {}
 
     def on_sample_begin(self) -> None:
-        super().on_sample_begin()
-        if self.driver is None:
-            return
+        if self.driver is not None:
+            self._before_sample()
+        super().on_sample_begin()  # from here on the trainer waits with its gang
+
+    def _before_sample(self) -> None:
         if self.local_trigger_step == 0:
             correction = self.config.algorithm.get("rollout_correction") or {}
             if self.parameter_sync_step > 1 and correction.get("bypass_mode", False):
                 self.actor_rollout_wg.save_model_to_cpu(0)  # verl does so itself unless it bypasses old log-probs
             return
         self._within_step = True
-        self._tell_news()
-        ready = self.replay_buffer.get_sampleable_count(self.global_steps, "train")
-        missing = self._mini_batch() - ready
-        if missing > 0:  # nothing to train on: the gang may be of use elsewhere meanwhile
-            self._step_wait_samples += missing
+        if self._tell_news() < self._mini_batch():  # the gang may be of use elsewhere meanwhile
             left = self.config.data.train_batch_size - self.local_trigger_step * self._mini_batch()
             self._release()
             self._acquire(Tag.TRAIN, self._gang, minimum=self._mini_batch(), batch=left)
@@ -227,7 +239,7 @@ class LendingTrainer(RecordedTrainer):
             return
         if self.prev_step_profile:
             self._stop_rollout_profiling()
-        self._tell_news()
+        self._tell_news()  # without replicas that are back: the weights to be had here are not the published ones
         at = self.driver.now()
         if isinstance(self.replay_buffer, StreamingReplayBuffer):
             awaited = frozenset(self.replay_buffer.protocol.awaited())
@@ -237,6 +249,8 @@ class LendingTrainer(RecordedTrainer):
             step=self.global_steps,
             waited_s=self._step_sample_wait_seconds,
             waited_groups=self._step_wait_samples,
+            starved_s=self._starved_s,
+            starved_groups=self._starved_groups,
             last=self.global_steps >= self.total_training_steps,
         )
         self._within_step = False
@@ -257,21 +271,25 @@ class LendingTrainer(RecordedTrainer):
         assert driver is not None
         self._asked += 1
         request = f"step-{self.global_steps}/{self._asked}"
-        if tag is Tag.TRAIN:
-            self._tell_news()
+        driver.tell_restarts()
+        missing = minimum - self._tell_news() if tag is Tag.TRAIN else 0
         asked = ev.AcquireRequested(
             at=driver.now(), request=request, tag=tag, count=count, minimum=minimum, batch=batch
         )
         driver.tell(asked)
-        while request not in driver.granted:
-            if request in driver.refused:
-                raise GangRefused(f"{request}: {driver.refused[request]}")
-            until = min(driver.timer if driver.timer is not None else math.inf, driver.now() + _LOOK_S)
-            self._wait(max(until - driver.now(), 0.001))
-            self._tell_news()
-            if driver.timer is not None and driver.now() >= driver.timer:
-                driver.timer = None
-                driver.tell(ev.Tick(at=driver.now()))
+        if missing > 0 and not driver.lending:
+            self._starved_groups += missing
+        with self.flight.phase(Phase.WAIT_FOR_BATCH) if tag is Tag.TRAIN else nullcontext():
+            while request not in driver.granted:
+                if request in driver.refused:
+                    raise GangRefused(f"{request}: {driver.refused[request]}")
+                until = min(driver.timer if driver.timer is not None else math.inf, driver.now() + _LOOK_S)
+                began, lending = driver.now(), driver.lending
+                self._wait(max(until - began, 0.001))
+                self._starved_s += 0.0 if lending or missing <= 0 else driver.now() - began
+                driver.tell_restarts()
+                self.flight.progress(self._tell_news(), minimum)
+                driver.tick()
         del driver.granted[request]
         self._request = request
 
@@ -292,7 +310,16 @@ class LendingTrainer(RecordedTrainer):
         if self.driver is None:
             super().on_validate_begin()
             return
-        self._acquire(Tag.ROLLOUT, sum(Tag.ROLLOUT in status.usable for status in self._scheduler.cluster))
+        cluster = self._scheduler.cluster
+        while True:
+            serving = sum(status.holder is None for status in cluster if status.state in SERVING_SOON)
+            wanted = max(1, serving + len(cluster.idle(Tag.ROLLOUT)))  # none: one is being restarted, or it is refused
+            try:
+                self._acquire(Tag.ROLLOUT, wanted)
+                return
+            except GangRefused:  # one died on the way
+                if wanted == 1:
+                    raise
 
     def on_validate_end(self) -> None:
         super().on_validate_end()

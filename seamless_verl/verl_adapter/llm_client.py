@@ -45,6 +45,8 @@ _NOBODY_SERVES_S = 0.5
 class VersionedLLMClient(FullyAsyncLLMServerClient):
     """Adds ``extra_fields["version_spans"]``: ``[(weight version, tokens), …]`` in generation order."""
 
+    _asked: asyncio.Future[None] | None = None  # tells when a replica serves again
+
     async def generate(
         self,
         request_id: str,
@@ -125,11 +127,15 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             return server_id, handle
 
     async def _someone_serves(self) -> None:
+        """One question for all that wait here: each of them would hold one of the 1,000 places that Ray gives the
+        router, and with all of them taken nobody could tell it of a new replica."""
         told = getattr(self._load_balancer, "someone_serves", None)
         if told is None:  # a router of the user's own
             await asyncio.sleep(_NOBODY_SERVES_S)
-        else:
-            await told.remote()
+            return
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(told.remote())
+        await asyncio.shield(self._asked)
 
     @property
     def _is_vllm(self) -> bool:

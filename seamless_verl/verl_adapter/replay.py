@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 from verl.utils.skip import SkipManager
 
 from seamless_verl.errors import ConfigError, SeamlessError
@@ -61,6 +61,8 @@ class WokenReplayBuffer(ReplayBufferAsync):
         super().__init__(poll_interval=_POLL_S, **kwargs)
         self._bell: Bell | None = None
         self._look_s = _LOOK_S
+        self._meanwhile: Callable[[], None] = lambda: None
+        self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
 
     def listen(self, workers: Sequence[Any]) -> None:
         """Wait for these rollout workers from now on; workers that cannot ring are polled."""
@@ -74,14 +76,41 @@ class WokenReplayBuffer(ReplayBufferAsync):
         else:
             self._bell.wait(min(timeout_s, self._look_s))
 
-    def groups_on_their_way(self) -> int:
-        """Training prompts that are submitted and have not ended, as of the last look."""
-        return len(self.pending_keys["train"]) + len(self.running_keys["train"])
+    def attend(self, meanwhile: Callable[[], None]) -> None:
+        """Whoever waits for rows calls this after every wait: what serves them may need attention."""
+        self._meanwhile = meanwhile
+
+    def take_stock(self, global_steps: int) -> tuple[int, int]:
+        """Training groups that could be taken now, and those on their way; what ended for nothing is replaced first."""
+        while True:
+            self._sync_metadata_from_transfer_queue()
+            reasons = self._terminal_eviction_reasons(global_steps, "train")
+            evicted, stale, _, metrics = self._evict_terminal_groups(global_steps, "train", reasons)
+            if not evicted:
+                break
+            _accumulate_eviction_metrics(self._evicted, metrics, stale)
+            if self.refill_fn is not None:
+                self.refill_fn(len(evicted))
+        keys = self._sampleable_terminal_keys("train", reasons)
+        on_their_way = len(self.pending_keys["train"]) + len(self.running_keys["train"])
+        return len(keys) if self._has_enough_samples(global_steps, "train", 0, keys) else 0, on_their_way
+
+    def wait_for_sampleable(
+        self, global_steps: int, partition_id: str, target_count: int
+    ) -> tuple[set[str], dict[str, float]]:
+        keys, metrics = super().wait_for_sampleable(global_steps, partition_id, target_count)
+        if partition_id == "train":
+            before, self._evicted = self._evicted, {}
+            stale = next((count for name, count in before.items() if name.endswith("/off_policy/evicted_samples")), 0)
+            _accumulate_eviction_metrics(metrics, before, int(stale))
+        return keys, metrics
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         if self._bell is None:
-            return super()._wait_for_next_poll(partition_id, last_debug_time)
-        self._bell.wait(self._look_s)
+            last_debug_time = super()._wait_for_next_poll(partition_id, last_debug_time)
+        else:
+            self._bell.wait(self._look_s)
+        self._meanwhile()
         return last_debug_time
 
 
@@ -96,6 +125,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         batch_size: prompts per training step.
         redundancy: see `StalenessProtocol`.
         stuck: what is done about stragglers.
+        admits: False where rollouts are replayed (`SkipManager`), which brings its own prompts.
         refill_fn: the trainer's; submits that many new prompts, which come back through `reserve`.
         on_progress: told, at every look, how many groups could be taken and how many are needed.
     """
@@ -107,6 +137,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         batch_size: int,
         redundancy: float = 1.0,
         stuck: StuckPolicy | None = None,
+        admits: bool = True,
         refill_fn: Callable[[int], int],
         on_progress: Callable[[int, int], None] = lambda ready, needed: None,
         trainer_config: Any,
@@ -123,6 +154,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             filter_groups_metric=filter_groups_metric,
         )
         self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy)
+        self._admits = admits
         self._stragglers = Stragglers(stuck or StuckPolicy())
         self._look_s = min(_LOOK_S, self._stragglers.look_again_s)
         self._source: PromptSource | None = None
@@ -194,6 +226,13 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             return super().get_sampleable_count(global_steps, partition_id)
         self._look(global_steps)
         return self.protocol.num_available
+
+    def take_stock(self, global_steps: int) -> tuple[int, int]:
+        """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts."""
+        self._look(global_steps)
+        if self._admits:
+            self.admit(global_steps)
+        return self.protocol.num_available, len(self._groups(EntryState.RESERVED))
 
     def wait_for_sampleable(
         self, global_steps: int, partition_id: str, target_count: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -33,6 +34,7 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
         ConfigError: see `slices_of` and `verl_keys`.
     """
     if seamless.resources:
+        _refuse_accelerators(seamless.resources)
         slices = slices_of(seamless.resources, replica_gpus=replica_gpus(config))
         with open_dict(config):
             for key, value in verl_keys(seamless.resources).items():
@@ -74,6 +76,21 @@ def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:
             if name in error.key:
                 raise ConfigError(key, error.value, error.problem, error.fix) from None
         raise
+
+
+def _refuse_accelerators(resources: Sequence[ResourceConfig]) -> None:
+    """Only the trainer's pool can be asked for: verl 0.9.1 makes those of standalone replicas itself (replica.py,
+    `init_standalone`) and asks for any GPU."""
+    kinds = {entry.accelerator for entry in resources if "train" in entry.capabilities}
+    for entry in resources:
+        problem = ""
+        if entry.accelerator is not None and "train" not in entry.capabilities:
+            problem = "verl places replicas that only roll out on any GPU of the Ray cluster"
+        elif entry.accelerator is not None and len(kinds) > 1:
+            problem = "the trainer's GPUs are one pool to verl, and the entries that train name more than one kind"
+        if problem:
+            fix = "leave it out, and let the cluster have only GPUs that will do"
+            raise ConfigError(f"seamless.resources[{entry.name}].accelerator", entry.accelerator, problem, fix)
 
 
 def _refuse_two_schedulers(config: DictConfig) -> None:

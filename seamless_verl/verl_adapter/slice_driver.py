@@ -73,6 +73,11 @@ class SliceDriver:
         self._last = max(self._last, self._clock())
         return self._last
 
+    @property
+    def lending(self) -> bool:
+        """Whether a slice of the trainer serves."""
+        return bool(self._serving)
+
     def joined(self, serving: Sequence[SliceId]) -> None:
         """These slices of the trainer already serve (verl starts them awake)."""
         self._serving.update(serving)
@@ -84,11 +89,31 @@ class SliceDriver:
             commands = [command for event in queue for command in self._scheduler.handle(event)]
             queue = self._carry_out(commands)
 
+    def tick(self) -> None:
+        """When the time has come that the scheduler asked for."""
+        if self.timer is not None and self.now() >= self.timer:
+            self.timer = None
+            self.tell(ev.Tick(at=self.now()))
+
     def tell_requests(self) -> None:
         """Take in what rollout workers report, and what follows from it."""
         self.tell(*self._requests())
         self._finish_drains()
-        self._finish_restarts()
+
+    def tell_restarts(self) -> None:
+        """Take in replicas that are back; they get the published weights, which the trainer must still hold."""
+        for slice_id in [s for s, restart in self._restarts.items() if restart.done()]:
+            error = self._restarts.pop(slice_id).exception()
+            if error is None:
+                self._out.discard(slice_id)
+                self._warn(f"slice {slice_id} is back")
+                self.tell(ev.SliceReturned(at=self.now(), slice=slice_id))
+            else:
+                reason = f"restarting it failed: {error}"
+                self._warn(f"slice {slice_id} stays out: {reason}")
+                self.tell(
+                    ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT, restartable=False)
+                )
 
     def _requests(self) -> list[ev.Event]:
         """On this clock and by slice; servers that are no slice of ours are left out."""
@@ -118,20 +143,6 @@ class SliceDriver:
         if empty:
             self.tell(*self._interrupt({s: self._draining[s] for s in empty}))
             self._watch([self._replicas.addresses[s] for s in self._draining])
-
-    def _finish_restarts(self) -> None:
-        for slice_id in [s for s, restart in self._restarts.items() if restart.done()]:
-            error = self._restarts.pop(slice_id).exception()
-            if error is None:
-                self._out.discard(slice_id)
-                self._warn(f"slice {slice_id} is back")
-                self.tell(ev.SliceReturned(at=self.now(), slice=slice_id))
-            else:
-                reason = f"restarting it failed: {error}"
-                self._warn(f"slice {slice_id} stays out: {reason}")
-                self.tell(
-                    ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT, restartable=False)
-                )
 
     # ---------------------------------------------------------------- commands
 
@@ -184,16 +195,17 @@ class SliceDriver:
             return []
         for slice_id in commands:
             self._draining.pop(slice_id, None)
-        try:
-            self._replicas.interrupt(list(commands))
-        except RayError as error:
-            return self._failures(commands, error)
+        failed = self._replicas.interrupt(list(commands))
+        drained = {s: number for s, number in commands.items() if s not in failed}
+        told: list[ev.Event] = []
+        if failed:
+            told += self._failures({s: commands[s] for s in failed}, next(iter(failed.values())))
         was_lent = bool(self._serving)
         self._serving.difference_update(commands)
         if was_lent and not self._serving:
             self._on_lending(False)
-        ended = self._requests()  # what the interrupted generations were worth belongs to this loan
-        return [*ended, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in commands.items())]
+        told += self._requests()  # what the interrupted generations were worth belongs to this loan
+        return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
 
     def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:
         """Standing replicas take weights together, as verl's checkpoint engine does it; then the trainer's own.

@@ -89,10 +89,23 @@ class ReplicaSlices:
         asleep = [replica.sleep() for s, replica in self._hybrid.items() if s not in busy]
         _together([self._replicas[s].resume_generation() for s in slices] + asleep)
 
-    def interrupt(self, slices: Sequence[SliceId]) -> None:
-        """Requests end with the tokens they have and continue elsewhere; then the memory is the trainer's."""
-        _together([self._replicas[s].abort_all_requests(reject_request=True) for s in slices])
-        _together([self._replicas[s].sleep() for s in slices])
+    def interrupt(self, slices: Sequence[SliceId]) -> dict[SliceId, RayError]:
+        """Requests end with the tokens they have and continue elsewhere; then the memory is the trainer's.
+
+        Returns:
+            The slices whose replica could not do so, most likely since it died; the others have.
+        """
+
+        async def all_of_them() -> list[BaseException | None]:
+            return await asyncio.gather(*(_hand_back(self._replicas[s]) for s in slices), return_exceptions=True)
+
+        failed: dict[SliceId, RayError] = {}
+        for slice_id, error in zip(slices, asyncio.run(all_of_them()), strict=True):
+            if isinstance(error, RayError):
+                failed[slice_id] = error
+            elif error is not None:
+                raise error
+        return failed
 
     def sync(self, version: int) -> None:
         """New weights into all standing replicas; their requests are interrupted, and go on."""
@@ -160,6 +173,11 @@ def _forget_server(worker: Any) -> None:
             adapter = getattr(part, name, None)
             if hasattr(adapter, "server_handle"):
                 adapter.server_handle = None
+
+
+async def _hand_back(replica: RolloutReplica) -> None:
+    await replica.abort_all_requests(reject_request=True)
+    await replica.sleep()
 
 
 def _together(calls: Sequence[Any]) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from seamless_verl.errors import ConfigError
+
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 MIXED = (
@@ -64,6 +66,23 @@ def test_disaggregated_is_another_tag_and_nothing_else():
     config, slices = adopted(MIXED.replace("[train, rollout]", "[train]"))
     assert config.actor_rollout_ref.hybrid_engine is False
     assert not any(s.lendable for s in slices)
+
+
+@pytest.mark.parametrize(
+    ("resources", "entry"),
+    [
+        (MIXED.replace("[rollout]}", "[rollout], accelerator: L40S}"), "rollouts"),
+        (
+            "seamless.resources=[{name: a, nodes: 1, gpus_per_node: 8, capabilities: [train], accelerator: H100},"
+            "{name: b, nodes: 1, gpus_per_node: 8, capabilities: [train, rollout], accelerator: A100},"
+            "{name: c, nodes: 1, gpus_per_node: 8, capabilities: [rollout]}]",
+            "a",
+        ),
+    ],
+)
+def test_a_kind_of_gpu_that_verl_cannot_be_asked_for_is_refused(resources, entry):
+    with pytest.raises(ConfigError, match=rf"seamless.resources\[{entry}\].accelerator.*leave it out"):
+        adopted(resources)
 
 
 def test_without_a_declaration_nothing_is_changed():

@@ -11,10 +11,10 @@ class Replicas:
     called for the time that a method needs.
     """
 
-    def __init__(self):
-        self.addresses = {"t/0": "A", "r/0": "B"}
-        self.on_router = {"t/0", "r/0"}
-        self.awake = {"t/0"}
+    def __init__(self, trainers):
+        self.addresses = {"t/0": "A", "r/0": "B"} | {name: name for name in trainers[1:]}
+        self.on_router = {*trainers, "r/0"}
+        self.awake = {*trainers}
         self.told = []
         self.dies_in = {}
         self.takes = {}
@@ -22,7 +22,7 @@ class Replicas:
         self.restarts = []
 
     def is_hybrid(self, slice_id):
-        return slice_id == "t/0"
+        return slice_id.startswith("t/")
 
     def _maybe_die(self, method):
         self.told.append(method)
@@ -50,8 +50,12 @@ class Replicas:
         self.awake.update(slices)
 
     def interrupt(self, slices):
-        self._maybe_die("interrupt")
         self.awake.difference_update(slices)
+        try:
+            self._maybe_die("interrupt")
+        except RayError as error:
+            return {s: error for s in slices if s in self.died}
+        return {}
 
     def sync(self, version):
         self._maybe_die("sync")
@@ -74,9 +78,9 @@ class Replicas:
 
 
 class Run:
-    """A trainer without a model: one slice that trains and rolls out, one that only rolls out."""
+    """A trainer without a model: slices that train and roll out, and one that only rolls out."""
 
-    def __init__(self):
+    def __init__(self, *trainers):
         from seamless_verl.scheduling import events as ev
         from seamless_verl.scheduling.policies.greedy import Greedy
         from seamless_verl.scheduling.scheduler import Scheduler
@@ -85,7 +89,8 @@ class Run:
 
         self.ev, self.time, self.asked, self.reports, self.lines = ev, 0.0, 0, [], []
         self.scheduler = Scheduler(Greedy())
-        self.replicas = Replicas()
+        self.trainers = trainers or ("t/0",)
+        self.replicas = Replicas(self.trainers)
         self.watched = []
         self.driver = SliceDriver(
             self.scheduler,
@@ -96,9 +101,10 @@ class Run:
             watch=self.watched.append,
             warn=self.lines.append,
         )
-        self.driver.joined(["t/0"])
+        self.driver.joined(self.trainers)
         self.driver.tell(ev.WeightsPublished(at=self.clock(), version=0))
-        for name, tags in (("t/0", frozenset(Tag)), ("r/0", frozenset({Tag.ROLLOUT}))):
+        both = [(name, frozenset(Tag)) for name in self.trainers]
+        for name, tags in [*both, ("r/0", frozenset({Tag.ROLLOUT}))]:
             slice_ = Slice(id=name, pool=name[0], gpus=(Gpu(node=name, index=0),), capabilities=tags)
             self.driver.tell(ev.SliceAdded(at=self.clock(), slice=slice_, state=SliceState.ROLLOUT, version=0))
 
@@ -115,7 +121,9 @@ class Run:
         self.asked += 1
         request = f"step-{self.asked}"
         self.driver.tell(
-            self.ev.AcquireRequested(at=self.clock(), request=request, tag=Tag.TRAIN, count=1, minimum=4, batch=4),
+            self.ev.AcquireRequested(
+                at=self.clock(), request=request, tag=Tag.TRAIN, count=len(self.trainers), minimum=4, batch=4
+            ),
             self.ev.GroupsReady(at=self.clock(), ready=4, in_flight=0),
         )
         return request
@@ -149,7 +157,7 @@ def test_whenever_a_replica_dies_the_steps_go_on_and_it_is_restarted(method, vic
     ((restarted, restart),) = run.replicas.restarts
     assert restarted == victim
     restart.set_result(None)
-    run.driver.tell_requests()
+    run.driver.tell_restarts()
     run.step()
     assert run.state("t/0") == run.state("r/0") == "rollout"
     assert run.replicas.on_router == {"t/0", "r/0"}
@@ -162,10 +170,27 @@ def test_a_replica_that_cannot_be_restarted_stays_out():
     run.step()
     ((_, restart),) = run.replicas.restarts
     restart.set_exception(RuntimeError("no memory"))
-    run.driver.tell_requests()
+    run.driver.tell_restarts()
     run.step()
     assert run.replicas.on_router == {"r/0"}
     assert any("stays out" in line and "no memory" in line for line in run.lines)
+
+
+def test_one_of_two_replicas_of_the_trainer_dies_the_other_hands_its_memory_back_and_waits_for_it():
+    run = Run("t/0", "t/1")
+    run.step()
+    assert run.replicas.awake == {"t/0", "t/1"}
+    run.replicas.dies_in["interrupt"] = "t/0"
+    run.step()
+    assert (run.state("t/1"), run.replicas.awake) == ("idle", set())
+    told = len(run.replicas.told)
+    run.step()  # weights go into the trainer's replicas together: with one of them out none is woken
+    assert "wake" not in run.replicas.told[told:]
+    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"]
+    run.replicas.restarts[0][1].set_result(None)
+    run.driver.tell_restarts()
+    run.step()
+    assert run.state("t/0") == run.state("t/1") == run.state("r/0") == "rollout"
 
 
 def test_the_last_replica_that_only_rolls_out_dies_and_the_trainers_own_goes_on():

@@ -15,6 +15,9 @@ from tests.fakes import ScriptedTransferQueue
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
+STOCK = [("finished", 3), ("failure", 3), ("running", 2)]  # status, step in which it was submitted
+
+
 class Rollout:
     """The trainer and its rollout workers around a buffer: prompts come in, groups end when the test says so."""
 
@@ -116,6 +119,49 @@ def test_eta_zero_is_one_batch_at_a_time(queue):
     assert rollout.buffer.admit(1) == 0, "the weights of step 1 are not out"
     rollout.end_step()
     assert rollout.buffer.admit(2) == 4
+
+
+def test_stock_counts_what_took_the_place_of_groups_that_failed(queue):
+    """A scheduler that hears of no group on its way stops those that would generate it."""
+    rollout = Rollout(queue, eta=0)
+    assert rollout.buffer.take_stock(1) == (0, 4)
+    for uid in ("u0", "u1", "u2"):
+        rollout.finish(uid)
+    rollout.fail("u3")
+    assert rollout.buffer.take_stock(1) == (3, 1)
+    assert rollout.submitted[4:] == ["u4"]
+
+
+def test_under_verls_policy_stock_replaces_what_failed_and_waits_for_what_is_too_old_to_miss(queue):
+    from seamless_verl.verl_adapter.replay import WokenReplayBuffer
+
+    submitted = []
+
+    def submit(count):
+        uids = [f"n{len(submitted) + number}" for number in range(count)]
+        tags = [{"is_prompt": True, "status": "pending", "global_steps": 3} for _ in uids]
+        queue.kv_batch_put(uids, "train", tags)
+        submitted.extend(uids)
+
+    buffer = WokenReplayBuffer(
+        trainer_mode="seamless",
+        trainer_config={},
+        max_off_policy_threshold=2,
+        max_off_policy_strategy="wait",
+        sampler_kwargs={},
+        refill_fn=submit,
+    )
+    tags = [{"is_prompt": True, "status": status, "global_steps": step} for status, step in STOCK]
+    queue.kv_batch_put([f"u{number}" for number in range(len(tags))], "train", tags)
+    assert buffer.take_stock(3) == (0, 2), "u2 must be in this batch"
+    assert submitted == ["n0"]
+    queue.kv_batch_put(["u2"], "train", [{"status": "finished"}])
+    assert buffer.take_stock(3) == (2, 1)
+    waited = []
+    buffer.attend(lambda: waited.append(queue.kv_batch_put(["n0"], "train", [{"status": "finished"}])))
+    keys, metrics = buffer.wait_for_sampleable(3, "train", 3)
+    assert (keys, len(waited)) == ({"u0", "u2", "n0"}, 1)
+    assert metrics["training/rollout_failure/evicted_samples"] == 1
 
 
 def test_mini_batches_stream_while_the_rest_is_generated_and_stragglers_are_waited_for(queue):

@@ -223,6 +223,35 @@ async def test_who_finds_no_replica_is_told_when_there_is_one():
     await asyncio.wait_for(waiting, 5)
 
 
+async def test_all_that_wait_for_a_replica_in_one_process_ask_the_router_once():
+    """Each call would hold one of the places of its actor; with all taken nobody could tell it of a new replica."""
+    import asyncio
+    from types import SimpleNamespace
+
+    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+
+    asked: list[asyncio.Future] = []
+
+    def remote():
+        asked.append(asyncio.get_running_loop().create_future())
+        return asked[-1]
+
+    client = object.__new__(VersionedLLMClient)
+    client._load_balancer = SimpleNamespace(someone_serves=SimpleNamespace(remote=remote))
+    waiting = [asyncio.ensure_future(client._someone_serves()) for _ in range(1200)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # who gives up does not take the answer from the others
+    await asyncio.sleep(0)
+    assert len(asked) == 1
+    asked[0].set_result(None)
+    await asyncio.gather(*waiting[1:])
+    later = asyncio.ensure_future(client._someone_serves())
+    await asyncio.sleep(0)
+    assert len(asked) == 2
+    asked[1].set_result(None)
+    await later
+
+
 def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
     from seamless_verl.observe.ledger import Category
     from seamless_verl.verl_adapter import balancer

@@ -5,7 +5,10 @@ verl's trainer is built without its workers, as its own tests do; its clock is o
 
 from __future__ import annotations
 
+import json
 import random
+from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,3 +267,22 @@ def test_the_threshold_rises_after_idle_steps() -> None:
         rule.step_ended(2.0, 0)
         ratios.append(rule.ratio)
     assert ratios == pytest.approx([0.5, 0.55, 0.6])
+
+
+def test_a_recorded_run_of_verl_is_decided_alike() -> None:
+    """What verl 0.9.1 put into its rule in a whole run, and what came out (`golden/gate_trace.py` says how)."""
+    steps = [json.loads(line) for line in (Path(__file__).parent / "golden" / "verl_gate.jsonl").open()]
+    rule = GateRule(GateConfig(), batch=8, mini_batch=4, scaling=2.0)
+    for step in steps:
+        assert rule.ratio == step["ratio"], step
+        rule.to_rollout, rule.to_train = deque(step["to_rollout"]), deque(step["to_train"])
+        rule.step_ended(step["waited_s"], step["waited_groups"])
+        assert max(0, rule.threshold() - step["ready"]) == step["remaining"], step
+        assert rule.cost_s() == step["cost_s"], step
+        if step["per_group_s"] is not None:
+            assert rule.waited_s / rule.waited_groups == step["per_group_s"], step
+        assert rule.should_lend(step["ready"], last_step=step["last"]) is step["lends"], step
+    held = [step for step in steps if not step["lends"] and not step["last"]]
+    assert {step["remaining"] > 0 for step in held} == {True, False}  # not worth it; nothing missing
+    assert len(steps) == 24
+    assert sum(step["lends"] for step in steps) == 14

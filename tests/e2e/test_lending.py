@@ -93,13 +93,16 @@ def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  #
 
 
 def assert_books_balance(recording: Recording) -> None:
-    ledger = Ledger()
+    ledger, added = Ledger(), {}
     for event in recording.events:
         ledger.handle(event)
-    books = ledger.books(recording.events[-1].at)
-    assert {entry.slice for entry in books} == {"trainers/0", "rollouts/0"}
-    for entry in books:
-        assert sum(entry.seconds.values()) == pytest.approx(entry.wall_s, rel=0.005)
+        if isinstance(event, flight.SliceAdded):
+            added.setdefault(event.slice, event.at)
+    (ended,) = (event.at for event in recording.events if isinstance(event, flight.RunEnded))
+    books = {entry.slice: entry for entry in ledger.books(ended)}
+    assert books.keys() == added.keys() == {"trainers/0", "rollouts/0"}
+    for name, entry in books.items():
+        assert sum(entry.seconds.values()) == pytest.approx(ended - added[name], rel=0.005)
 
 
 def server_on(machine: Machine, core: int) -> psutil.Process:  # noqa: F811

@@ -35,6 +35,7 @@ def test_what_if_prints_both_and_writes_a_run_folder_that_report_renders(
     assert "times as long as before" in told
     first, second = json.loads(rows.read_text())["settings"]
     assert (first["system"], second["system"]) == ("verl_separate_async", "predictive")
+    assert first["limit_share"] is None  # its samples may be of any age
     assert 0 < second["limit_share"] < 1.05
     run = load_digest(tmp_path / "run")
     assert run.recording.virtual
@@ -80,6 +81,7 @@ def test_search_ranks_splits_and_says_what_moves_the_order(tmp_path: Path, capsy
         "trainers 2 + rollouts 1",
         "all 3",
     }
+    assert {row["system"] for row in found["settings"] if row["slices"] == "all 3"} == {"predictive", "verl_sync"}
     assert all(row["gpus"] == 12 for row in found["settings"])
     assert {move["key"] for move in found["sensitivity"]} >= {"decode.slowdown", "train.gpu_s_per_token", "costs.wake"}
     assert "decode.slowdown" in capsys.readouterr().out
@@ -111,6 +113,39 @@ def test_parquet_has_one_column_per_figure(tmp_path: Path) -> None:
             "must be whole numbers",
         ),
         (["--set", "resources=[{name: a, nodes: 1, gpus_per_node: 6, capabilities: [train]}]"], "slices of 4 GPUs"),
+        (
+            ["--set", "resources=[{name: a, nodes: 1, gpus_per_node: 8, capabilities: [trian]}]"],
+            "capabilities must be some of train and rollout",
+        ),
+        (
+            ["--set", "resources=[{name: a, nodes: 1, gpus_per_node: 8, capabilities: }]"],
+            "capabilities must be some of train and rollout",
+        ),
+        (
+            ["--set", "scheduler.policy=colocated"],
+            "write resources=[{name: all, nodes: 1, gpus_per_node: 32, capabilities: [train, rollout]}]",
+        ),
+        (
+            [
+                *("--set", "scheduler.policy=predictive"),
+                *("--set", "resources=[{name: a, nodes: 1, gpus_per_node: 8, capabilities: [train]}]"),
+            ],
+            "needs slices that only generate. Fix: add a pool with capabilities: [rollout]",
+        ),
+        (
+            ["--set", "resources=[" + 2 * "{name: a, nodes: 1, gpus_per_node: 8, capabilities: [train]}, " + "]"],
+            "two pools have the same name. Fix: rename one",
+        ),
+        (["--set", "decode.slowdown=0"], "decode.slowdown=0: would make decoding free. Fix: write e.g."),
+        (
+            ["--set", "data.train_batch_size=9", "--set", "actor.ppo_mini_batch_size=4"],
+            "actor.ppo_mini_batch_size=4: does not divide data.train_batch_size=9. Fix: write 3",
+        ),
+        (["--set", "workload={kind: [x]}"], "kind must be one of constant"),
+        (["--set", "workload={kind: lognormal, mean: 900, sigma: 0, cap: 4000}"], "sigma: 0 must be positive"),
+        (["--set", "workload={kind: constant, answer: -5}"], "answer: -5 must be positive"),
+        (["--set", "workload={kind: constant, answer: many}"], "takes answer, prompt"),
+        (["--set", "workload={kind: bimodal, short: 9, long: 90, long_share: 5}"], "long_share: 5 is no share"),
         (["--set", "workload={kind: normal}"], "kind must be one of constant, lognormal, bimodal, agentic"),
         (["--set", "workload={kind: lognormal, mean: 9000, sigma: 1, cap: 100}"], "needs a cap above it"),
         (["--preset", "separate"], "no such preset. Fix: write separate_async"),

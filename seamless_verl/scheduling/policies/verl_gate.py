@@ -126,11 +126,18 @@ class VerlGate:
         self._lend: Decision | None = None
         self._threshold = mini_batch
 
+    @property
+    def lends_next(self) -> bool:
+        """Whether the slices are lent when the step that ended has given them back. verl tells its router so before it
+        loads the others."""
+        return self._lend is not None and self._lend.verb is Verb.LEND
+
     def observe(self, event: Event, cluster: Cluster) -> None:
         self._learn_costs(cluster)
         if isinstance(event, StepEnded):
             self._rule.scaling = _scaling(cluster)
-            self._rule.step_ended(event.waited_s, event.waited_groups)
+            # verl's trainer keeps its gang while it waits, so for its rule both are the same.
+            self._rule.step_ended(event.waited_s + event.starved_s, event.waited_groups + event.starved_groups)
             self._lend = self._decision(cluster, last_step=event.last)
         if isinstance(event, AcquireRequested):
             self._threshold = self._rule.threshold()

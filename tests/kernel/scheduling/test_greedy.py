@@ -65,3 +65,25 @@ def test_a_late_answer_is_recognised_and_ignored() -> None:
     assert world.state("a") is SliceState.DRAINING
     world.do(ev.SliceReady(at=2.0, slice=SliceId("a"), command=lend.command, version=0))
     assert world.state("a") is SliceState.DRAINING
+
+
+@pytest.mark.parametrize("restartable", [True, False])
+def test_while_a_replica_of_the_trainer_is_out_none_is_lent_and_the_trainer_is_told_if_that_is_for_ever(
+    restartable: bool,
+) -> None:
+    world = World(Greedy(), a=BOTH, b=BOTH)
+    world.answer()
+    world.do(acquire(2.0, count=2))
+    world.do(ev.GroupsReady(at=3.0, ready=8, in_flight=0))
+    world.answer()
+    assert world.state("a") is world.state("b") is SliceState.TRAINING
+    world.log.clear()
+    world.do(ev.SliceFailed(at=5.0, slice=SliceId("a"), reason="killed", lost=ROLLOUT, restartable=restartable))
+    world.do(ev.GroupsReady(at=6.0, ready=0, in_flight=4))
+    world.do(ev.Released(at=6.0, request="step@2.0"))
+    world.do(acquire(7.0, count=2))
+    assert not world.given(cm.LendSlice)
+    assert [command.request for command in world.given(cm.RefuseAcquire)] == ([] if restartable else ["step@7.0"])
+    if restartable:
+        world.do(ev.SliceReturned(at=9.0, slice=SliceId("a")))
+        assert {command.slice for command in world.given(cm.LendSlice)} == {"a", "b"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.loop import TrainPhysics
+from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario
 from seamless_verl.simulation.workload import LogNormal
@@ -18,13 +20,14 @@ ENGINE = EnginePhysics(decode=COST, prefill_s_per_token=2.5e-5, kv_tokens=400_00
 
 
 def scenario(system: str, **changes: Any) -> Scenario:
-    """Two trainer and two rollout slices, short skewed answers, six steps."""
+    """Two trainer and two rollout slices (four that do both for who needs that), short skewed answers, six steps."""
+    trainers = Pool(name="trainers", slices=2, gpus=4, trains=True, engine=ENGINE)
+    together = system in REGIMES and REGIMES[system].colocated
     values: dict[str, Any] = {
         "system": system,
-        "pools": (
-            Pool(name="trainers", slices=2, gpus=4, trains=True, engine=ENGINE),
-            Pool(name="rollouts", slices=2, gpus=4, trains=False, engine=ENGINE),
-        ),
+        "pools": (replace(trainers, slices=4),)
+        if together
+        else (trainers, replace(trainers, name="rollouts", trains=False)),
         "workload": LogNormal(mean=1000, sigma=0.8, cap=4096),
         "train": TrainPhysics(gpu_s_per_token=2e-3, update_s=0.5),
         "costs": SwitchCosts(wake=2.0, drain=1.0, load=1.0, push=0.5),

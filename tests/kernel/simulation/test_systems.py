@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.observe import flight
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.fluid import fluid_limit, limit_of
+from seamless_verl.simulation.fluid import best_limit, fluid_limit, limit_of
 from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.published import CALIBRATED, SEPARATE_COSTS
 from seamless_verl.simulation.published import engine as engine_of_four_h100
@@ -114,8 +115,9 @@ def test_a_gang_of_all_slices_leaves_nobody_to_generate_while_it_trains() -> Non
     assert simulate(replace(wanted, system="colocated_bounded")).step_s >= 0.95 * limit.bounded_s
 
 
-def test_slices_that_join_with_new_weights_get_their_share_of_what_these_interrupt() -> None:
-    simulation = Simulation(of_published_hardware("greedy_streaming", 2, 2, steps=3))
+@pytest.mark.parametrize("system", ["greedy_streaming", "verl_enable_switch"])
+def test_slices_that_join_with_new_weights_get_their_share_of_what_these_interrupt(system: str) -> None:
+    simulation = Simulation(of_published_hardware(system, 2, 2, steps=3))
     fleet, spread = simulation.fleet, simulation.fleet.spread
     loads = []
 
@@ -127,6 +129,66 @@ def test_slices_that_join_with_new_weights_get_their_share_of_what_these_interru
     simulation.run()
     assert loads
     assert all(max(found) - min(found) <= 1 and len(found) == 4 for found in loads)
+
+
+def test_tags_decide_what_may_be_lent_and_what_the_limit_is() -> None:
+    """Trainers that can only train stay with the trainer under a policy that lends; theirs is the limit of who never
+    does."""
+    base = scenario("predictive", warm=0)
+    trainers, rollouts = base.pools
+    assert simulate(base).lends > 0
+    apart = replace(base, pools=(replace(trainers, rolls_out=False), rollouts))
+    result = simulate(apart)
+    assert result.lends == 0
+    assert result.books.trainable_gpu_seconds[Use.GENERATE] == 0
+    never = replace(apart, system="disaggregated_streaming")
+    assert fluid_limit(apart).paid_s == pytest.approx(fluid_limit(never).paid_s, rel=1e-6)
+    assert fluid_limit(apart).paid_s > 1.01 * fluid_limit(base).paid_s
+    third = replace(trainers, name="third", rolls_out=False)
+    mixed = simulate(replace(base, pools=(replace(trainers, slices=1), replace(third, slices=1), rollouts)))
+    assert mixed.lends > 0
+    assert mixed.books.balance == pytest.approx(1.0, abs=1e-9)
+
+
+def test_the_best_limit_is_that_of_the_slices_whoever_shares_them() -> None:
+    apart, lent = (best_limit(scenario(system)) for system in ("disaggregated_streaming", "predictive"))
+    assert apart == lent
+    assert apart is not None
+    assert apart <= min(fluid_limit(scenario(s)).paid_s for s in ("disaggregated_streaming", "predictive"))
+    assert best_limit(scenario("verl_separate_async")) is None
+    assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=0))
+    assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=5))
+
+
+def test_verl_interrupts_requests_for_new_weights_and_for_the_trainer_only() -> None:
+    """Not when lent slices wake up: they were on its router before the weights went out."""
+    events: list[flight.FlightEvent] = []
+    base = scenario("verl_enable_switch", costs=SwitchCosts(wake=2.0, drain=1.0, load=1.5, push=0.0))
+    assert Simulation(base, record=events.append).run().lends > 0
+    aborted = {e.at for e in events if isinstance(e, flight.RequestEnded) and e.finish == "aborted"}
+    states = (flight.SliceState.SYNCING, flight.SliceState.DRAINING)
+    assert aborted <= {e.at for e in events if isinstance(e, flight.SliceMoved) and e.state in states}
+    woken = {e.at for e in events if isinstance(e, flight.SliceMoved) and e.state is flight.SliceState.WAKING}
+    begun = [e.at for e in events if isinstance(e, flight.StepBegan)]
+    assert all(any(at + 2.0 == pytest.approx(began) for began in begun) for at in woken)  # steps begin on awake slices
+
+
+def test_verls_gate_holds_where_the_next_batch_is_there_already() -> None:
+    """Training takes several times as long as generating a batch: whatever ends a step finds the next one complete."""
+    slow = TrainPhysics(gpu_s_per_token=2e-2, update_s=0.5)
+    assert simulate(scenario("verl_enable_switch", train=slow, warm=0)).lends == 0
+    assert simulate(scenario("verl_enable_switch", warm=0)).lends > 0
+
+
+def test_verls_gate_learns_from_steps_in_which_it_lent_nothing() -> None:
+    """verl's trainer keeps its GPUs while it waits for a first mini-batch, and its rule counts the wait."""
+    events: list[flight.FlightEvent] = []
+    dear = scenario("verl_enable_switch", costs=SwitchCosts(wake=500, drain=1, load=1, push=0), warm=0)
+    Simulation(dear, record=events.append).run()
+    inputs = [event for event in events if isinstance(event, flight.SchedulerInput) and event.name == "StepEnded"]
+    starved = [event.fields for event in inputs if event.fields["starved_s"] > 0]
+    assert starved
+    assert all(fields["starved_groups"] > 0 for fields in starved)
 
 
 def test_the_published_bounds() -> None:
@@ -205,6 +267,10 @@ def test_impossible_scenarios_are_refused() -> None:
         scenario("predictive", mini_batch=3)
     with pytest.raises(ConfigError, match="only generate"):
         scenario("staleflow", pools=scenario("predictive").pools[:1])
+    with pytest.raises(ConfigError, match="no pool can train"):
+        scenario("predictive", pools=scenario("predictive").pools[1:])
+    with pytest.raises(ConfigError, match="all train and roll out"):
+        scenario("verl_sync", pools=scenario("predictive").pools)
     with pytest.raises(ConfigError, match="more than the cache"):
         scenario("predictive", workload=Constant(answer=10_000_000))
 

@@ -1,0 +1,97 @@
+"""Which request goes where: what the simulator asks the router, and what it takes off a slice again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from seamless_verl.simulation.agents import Agents
+from seamless_verl.simulation.clock import Clock
+from seamless_verl.simulation.fleet import Fleet
+from seamless_verl.simulation.replica import Request
+from seamless_verl.simulation.run import Simulation
+from seamless_verl.simulation.workload import Agentic, Constant
+from seamless_verl.staleness.routing import Hold, LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
+from tests.kernel.simulation.build import ENGINE, scenario
+
+
+def test_the_router_is_told_the_version_of_a_session_and_serves_the_most_stale_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group that waits for its first token has the version that it was admitted with, a later turn that of the
+    first: with eta 1 nothing is more than one version behind the replicas."""
+    route, seen = MarginalGain.route, []
+
+    def watched(
+        self: MarginalGain, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]
+    ) -> list[Route | Hold]:
+        pending = {request.request: request for request in requests}
+        decisions = route(self, pending.values(), replicas)
+        seen.append(([pending[decision.request] for decision in decisions], max(load.version for load in replicas)))
+        return decisions
+
+    monkeypatch.setattr(MarginalGain, "route", watched)
+    work = Agentic(turns=3, max_turns=6, answer=150, observation=80, tool_s=4.0, prompt=200, max_answer=800)
+    Simulation(scenario("staleflow", workload=work, eta=1)).run()
+    assert max(newest for _, newest in seen) > 3
+    assert all(newest - 1 <= request.version <= newest for pending, newest in seen for request in pending)
+    behind = [[(request.version, request.begun) for request in pending] for pending, _ in seen]
+    assert all(order == sorted(order) for order in behind)
+    assert any(order[0][0] < order[-1][0] for order in behind)  # interrupted sessions beside new ones
+
+
+def _fleet(stopped: list[tuple[object, str, bool]]) -> Fleet:
+    return Fleet(
+        Clock(),
+        LeastRequests(),
+        migration=None,
+        rebalance=False,
+        oldest_first=False,
+        is_long=lambda request: False,
+        lowest_version=lambda request: 0,
+        started=lambda request, name: None,
+        stopped=lambda request, name, finished: stopped.append((request.owner, name, finished)),
+        finished=lambda request: None,
+    )
+
+
+def test_a_request_is_withdrawn_wherever_it_is() -> None:
+    stopped: list[tuple[object, str, bool]] = []
+    fleet = _fleet(stopped)
+    unit = fleet.add("a", gpus=1, trainable=False, physics=ENGINE)
+    held, other = Request("held", 10, 50), Request("other", 10, 50)
+    fleet.submit([held, other])  # nobody serves yet
+    fleet.withdraw(held)
+    assert fleet.num_held == 1
+    unit.serve(0)
+    fleet.pump()
+    assert (fleet.num_held, unit.replica.load) == (0, 1)
+    fleet.withdraw(other)
+    assert unit.replica.load == 0
+    assert stopped == [("other", "a", False)]  # whoever counts what runs on a slice must be told
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_group_that_is_given_up_leaves_no_request_behind(again: bool) -> None:
+    live: list[Request] = []
+    agents = Agents(
+        Clock(),
+        Constant(answer=100),
+        random.Random(0),
+        attempts=3,
+        submit=live.extend,
+        withdraw=live.remove,
+        on_session=lambda attempt: None,
+        on_group=lambda group: None,
+    )
+    group = agents.draw(0)
+    agents.start([group])
+    first = list(live)
+    if again:
+        agents.restart(group, 1)
+    else:
+        agents.stop(group)
+    assert len(live) == (3 if again else 0)
+    assert not set(first) & set(live)

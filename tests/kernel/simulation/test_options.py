@@ -1,0 +1,49 @@
+"""``--set`` on a scenario: values that act together, and pools that take over the speed of those they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from seamless_verl.simulation.options import apply, preset
+from seamless_verl.simulation.scenario import Pool
+from seamless_verl.simulation.search import candidates
+from seamless_verl.staleness.cost_model import DecodeCost
+from tests.kernel.simulation.build import scenario
+
+
+def _slower(pool: Pool, factor: float) -> Pool:
+    cost = pool.engine.decode
+    slow = DecodeCost(**{spec.name: factor * getattr(cost, spec.name) for spec in fields(cost)})
+    return replace(pool, engine=replace(pool.engine, decode=slow))
+
+
+def test_the_order_of_assignments_does_not_matter() -> None:
+    pools = (
+        "resources=[{name: trainers, nodes: 1, gpus_per_node: 8, capabilities: [train]}, "
+        "{name: rollouts, nodes: 3, gpus_per_node: 8, capabilities: [rollout]}]"
+    )
+    base = preset("separate_async")
+    one, other = (apply(base, order) for order in ((pools, "decode.slowdown=2"), ("decode.slowdown=2", pools)))
+    assert one == other
+    assert one.pools[1].engine.decode.floor_s == 2 * base.pools[1].engine.decode.floor_s
+    assert [(pool.slices, pool.trains, pool.rolls_out) for pool in one.pools] == [(2, True, False), (6, False, True)]
+
+
+def test_declared_pools_are_as_fast_as_those_of_their_name_or_role() -> None:
+    base = scenario("predictive")
+    trainers, rollouts = base.pools
+    base = replace(base, pools=(trainers, _slower(rollouts, 3.0)))
+    told = "{name: %s, nodes: 1, gpus_per_node: 8, capabilities: [%s]}"
+    for names in (("trainers", "rollouts"), ("a", "b")):
+        pools = ", ".join(told % pair for pair in zip(names, ("train, rollout", "rollout"), strict=True))
+        made = apply(base, [f"resources=[{pools}]"])
+        assert [pool.engine for pool in made.pools] == [pool.engine for pool in base.pools]
+    for candidate in candidates(base, ["greedy_streaming"], 16):
+        assert [pool.engine for pool in candidate.scenario.pools] == [
+            base.pools[pool.name == "rollouts"].engine for pool in candidate.scenario.pools
+        ]
+
+
+def test_a_batch_of_another_size_keeps_mini_batches_that_divide_it() -> None:
+    base = scenario("predictive", batch=16, mini_batch=4)
+    assert [apply(base, [f"data.train_batch_size={n}"]).mini_batch for n in (32, 16, 9, 10, 7, 2)] == [8, 4, 1, 2, 1, 1]
