@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from seamless_verl.proxy.address_book import AddressBook, prefix_of
+from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.front import Front, make_front
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.server import ProxyServer
@@ -35,6 +36,19 @@ async def _fronted(**options: Any) -> AsyncIterator[tuple[Served, str]]:
             await front.close()
 
 
+def _agent(url: str, handle: SessionHandle) -> httpx.AsyncClient:
+    auth = {"authorization": f"Bearer {handle.api_key}"}
+    return httpx.AsyncClient(base_url=url, trust_env=False, headers=auth, timeout=30)
+
+
+async def _leave(http: httpx.AsyncClient, shard: Served) -> None:
+    """Ask, and hang up while the engine is at it."""
+    asking = asyncio.create_task(http.post("/v1/chat/completions", json=BODY))
+    await shard.engine.started.wait()
+    asking.cancel()
+    await asyncio.wait({asking})
+
+
 async def _cancelled(shard: Served) -> None:
     """Returns once the engine was told that nobody waits."""
     for _ in range(1000):
@@ -47,12 +61,8 @@ async def _cancelled(shard: Served) -> None:
 async def test_a_client_that_leaves_the_front_is_missed_by_the_shard() -> None:
     async with _fronted(delay_s=60.0, limits=Limits(orphan_grace_s=0.1)) as (shard, url):
         handle = await shard.open()
-        auth = {"authorization": f"Bearer {handle.api_key}"}
-        async with httpx.AsyncClient(base_url=url, trust_env=False, headers=auth, timeout=30) as http:
-            asking = asyncio.create_task(http.post("/v1/chat/completions", json=BODY))
-            await shard.engine.started.wait()
-            asking.cancel()
-            await asyncio.wait({asking})
+        async with _agent(url, handle) as http:
+            await _leave(http, shard)
             await _cancelled(shard)
             shard.engine.delay_s = 0.0
             assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 200
@@ -64,9 +74,8 @@ async def test_a_client_that_leaves_a_stream_in_the_middle_is_missed_too() -> No
     async with _fronted(streams=True, limits=Limits(orphan_grace_s=0.1)) as (shard, url):
         shard.engine.permits = asyncio.Semaphore(1)
         handle = await shard.open()
-        auth = {"authorization": f"Bearer {handle.api_key}"}
         async with (
-            httpx.AsyncClient(base_url=url, trust_env=False, headers=auth, timeout=30) as http,
+            _agent(url, handle) as http,
             http.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer,
         ):
             async for line in answer.aiter_lines():
@@ -79,10 +88,7 @@ async def test_a_client_that_leaves_a_stream_in_the_middle_is_missed_too() -> No
 async def test_a_request_that_is_repeated_through_the_front_joins_the_one_under_way() -> None:
     async with _fronted(delay_s=1.0) as (shard, url):
         handle = await shard.open()
-        auth = {"authorization": f"Bearer {handle.api_key}"}
-        async with httpx.AsyncClient(base_url=url, trust_env=False, headers=auth, timeout=30) as http:
-            asking = asyncio.create_task(http.post("/v1/chat/completions", json=BODY))
-            await shard.engine.started.wait()
-            asking.cancel()
+        async with _agent(url, handle) as http:
+            await _leave(http, shard)
             assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 200
         assert len(shard.engine.requests) == 1
