@@ -2,12 +2,13 @@
 
 Each session makes sixteen moves on any conversation that it knows: go on, go on in parallel, rewind, ask the same
 again, repeat a request as an SDK does, leave in the middle of an answer, start a sub-agent, compact the context,
-respell or rewrite the history. The engine keeps a book of its own (`benchmarks.crash`). At the end of a session:
+respell or rewrite the history. The engine keeps a book of its own. At the end of a session:
 
 * violations   what the proxy's own audit found between its rows and its record of the engine
 * changed      an answer in a row that the engine never gave to the tokens before it
 * lost         an answer that the agent got, and that no row trains
 * doubled      an answer that is trained twice
+* unasked      an answer in a row that the agent never got, and not the one to a request that it left for good
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 import uvloop
 
 from benchmarks import parts
-from benchmarks.crash import Book, NotedConnection
+from benchmarks.engine_book import Book, NotedConnection
 from benchmarks.mock_engine import PreparedAnswers
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
@@ -40,11 +41,13 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.http_pool import HttpPool
+from seamless_verl.proxy.http_pool import HttpFailed, HttpPool
+from seamless_verl.proxy.tokenizer import FolderTokenizer
 
 _AGENTS = 16
 _MOVES = 16
 _CHUNK = 5_000  # turns on one folder
+_QUESTION = 200  # tokens at the end of a prompt in which the whole of its question stands
 _GIVEN = ("extend", "extend", "extend", "parallel", "rewind", "again", "retry", "leave")
 _NEW = ("sub_agent", "compact", "respell", "rewrite")
 
@@ -91,7 +94,11 @@ class Found:
     changed: int = 0
     lost: int = 0
     doubled: int = 0
+    unasked: int = 0
+    left: int = 0
+    left_answered: int = 0
     refused: int = 0
+    broken: int = 0
     stories: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
@@ -108,6 +115,7 @@ class WildAgent:
         self._known: list[list[tuple[str, str]]] = []
         self._asked: list[list[tuple[str, str]]] = []
         self.got: set[str] = set()
+        self.left: list[str] = []  # questions cut off and never repeated: whether they were answered nobody knows
 
     async def run(self) -> None:
         for _ in range(_MOVES):
@@ -149,7 +157,11 @@ class WildAgent:
 
     async def _ask(self, request: list[tuple[str, str]], pool: HttpPool | None = None) -> None:
         body = body_of([message(role, content) for role, content in request])
-        answer = await (pool or self._pool).request("POST", "/v1/chat/completions", body, timeout_s=60.0)
+        try:
+            answer = await (pool or self._pool).request("POST", "/v1/chat/completions", body, timeout_s=60.0)
+        except HttpFailed:  # an idle connection that the server was about to close: SDKs repeat the request
+            self._found.broken += 1
+            answer = await self._retries.request("POST", "/v1/chat/completions", body, timeout_s=60.0)
         if answer.status != 200:
             self._found.refused += 1
             self._found.stories.append(f"{answer.status}: {answer.body[:200]!r}")
@@ -164,33 +176,48 @@ class WildAgent:
         asking = asyncio.ensure_future(self._ask(request))
         await asyncio.wait({asking}, timeout=self._rng.uniform(0, 0.02))
         asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        (end,) = await asyncio.gather(asking, return_exceptions=True)
         if self._rng.random() < 0.5:
             await self._ask(request, self._retries)
+        elif isinstance(end, asyncio.CancelledError):
+            self.left.append(request[-1][1])
 
 
-def judge(body: bytes, got: set[str], book: Book, found: Found) -> int:
+def judge(body: bytes, agent: WildAgent, book: Book, tokenizer: FolderTokenizer, found: Found) -> int:
     """Hold the rows of a closed session against the agent and the engine; answers in the rows."""
     closed = _closed.decode(body)
     found.kinds.update(closed.kinds)
     found.violations += len(closed.audit.violations)
     found.stories += [story for _, story in closed.audit.violations]
     trained: Counter[str] = Counter()
+    asked: dict[str, list[int]] = {}
     for row in closed.rows:
         for name, start, stop, is_trained, _, _ in row.turns:
             given = book.answer_to(row.token_ids[:start])
             same = given is not None and given[: stop - start].tolist() == row.token_ids[start:stop]
             found.changed += not same or set(row.mask[start:stop]) != {int(is_trained)}
             trained[name] += is_trained
-    found.lost += len(got - {name for name, times in trained.items() if times})
+            asked[name] = row.token_ids[:start]
+    named = {name for name, times in trained.items() if times}
+    found.lost += len(agent.got - named)
     found.doubled += sum(times - 1 for times in trained.values() if times > 1)
-    return sum(1 for times in trained.values() if times)
+    found.left += len(agent.left)
+    left = list(agent.left)
+    for name in named - agent.got:
+        question = next((text for text in left if text in tokenizer.decode(asked[name][-_QUESTION:])), None)
+        if question is None:
+            found.unasked += 1
+            found.stories.append(f"{name}: an answer that nobody asked for")
+        else:
+            left.remove(question)
+            found.left_answered += 1
+    return len(named)
 
 
 async def wild(turns: int, scratch: Path, seed: int) -> Found:
     """Sessions until ``turns`` answers stand in rows."""
     folder, found = model_folder(scratch / "model"), Found()
-    answers = PreparedAnswers(folder)
+    answers, tokenizer = PreparedAnswers(folder), FolderTokenizer(folder)
     book, engine, port = Book(answers), free_port(), free_port()
     server = await asyncio.get_running_loop().create_server(lambda: NotedConnection(answers, book), "127.0.0.1", engine)
     numbers = iter(range(1 << 30))
@@ -206,7 +233,7 @@ async def wild(turns: int, scratch: Path, seed: int) -> Found:
             answer = await admin.request("POST", f"/sessions/{opened.id}/close", b"", timeout_s=60.0)
             if answer.status != 200:
                 raise RuntimeError(f"close: {answer.status}: {answer.body[:300]!r}")
-            found.turns += judge(answer.body, one.got, book, found)
+            found.turns += judge(answer.body, one, book, tokenizer, found)
         admin.close()
 
     with our_proxy(port, engine, folder, scratch / "record", core=None, log=scratch / "log"):
@@ -239,12 +266,16 @@ def main() -> int:
     records = [
         Record(name="turns of randomised agents", value=done, unit="", bar=f">= {total}", holds=done >= total),
         *(Record(name=f"matched {kind}", value=count, unit="") for kind, count in sorted(kinds.items())),
+        Record(name="connections that broke", value=sum(part["broken"] for part in taken), unit=""),
+        Record(name="requests left for good", value=sum(part["left"] for part in taken), unit=""),
+        Record(name="of them recorded all the same", value=sum(part["left_answered"] for part in taken), unit=""),
     ]
     for name, what in (
         ("violations", "audit violations"),
         ("changed", "answers with other tokens than the engine's"),
         ("lost", "answers lost"),
         ("doubled", "answers trained twice"),
+        ("unasked", "answers that nobody got, to requests that nobody left"),
         ("refused", "requests refused"),
     ):
         count = sum(part[name] for part in taken)

@@ -42,6 +42,7 @@ from seamless_verl.proxy.gate import Gate, GatedEngine
 from seamless_verl.proxy.generating import Generator
 from seamless_verl.proxy.handover import HandOver, RowSink
 from seamless_verl.proxy.images import TEXT_ONLY, ImageIntake, ImageReader
+from seamless_verl.proxy.intake import BodyIntake
 from seamless_verl.proxy.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.messages import parse_count, parse_messages
@@ -136,6 +137,7 @@ class Proxy:
             counters=deps.counters,
         )
         self._turns = TurnService(generator=generator, limits=deps.limits, counters=deps.counters)
+        self._intake = BodyIntake(deps.limits)
         self._images = ImageIntake(deps.images, deps.limits, deps.blind)
 
     async def open_session(self, request: Request) -> Response:
@@ -188,7 +190,7 @@ class Proxy:
     async def answer(self, request: Request, parse: Callable[[bytes], Exchange]) -> Response:
         """One request of any dialect; what is returned runs for as long as its client waits."""
         session = self._session_of(request)
-        exchange = parse(await read_body(request, self._deps.limits))
+        exchange = parse(await self._intake.read(request, session))
         refuse_unable(exchange.call, self._deps.parser, self._deps.abilities)
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,7 +219,7 @@ class Proxy:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a prompt, as this session would send it to the engine."""
         session = self._session_of(request)
-        call = parse_count(await read_body(request, self._deps.limits))
+        call = parse_count(await self._intake.read(request, session))
         async with self._residency.hold(session):
             call = await self._with_images(session, call)
             return _json({"input_tokens": await self._turns.count_prompt(session, call)})

@@ -141,7 +141,7 @@ def parse_chat(body: bytes) -> ChatExchange:
         tool_choice=tool_choice,
         tool_name=tool_name,
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        strict_tools=strict_tools(request.tools or ()),
+        strict_tools=_strict_tools(request.tools or ()),
         json_schema=_json_schema(request.response_format),
         n=request.n or 1,
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
@@ -173,10 +173,17 @@ def checked_stop(stop: str | list[str] | None, param: str) -> list[str] | None:
     return stops or None
 
 
-def strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Names of the tools whose arguments must follow their schema."""
-    functions = [tool.get("function", {}) for tool in tools]
-    return frozenset(function.get("name", "") for function in functions if function.get("strict"))
+def _strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the tools whose arguments must follow their schema.
+
+    Raises:
+        ApiError: 400, one of the tools is no function with a name; whatever reads tools later relies on that.
+    """
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function" or not tool.get("function", {}).get("name"):
+            where = f"tools.{number}"
+            raise bad_request(f"{where}: only functions with a name are supported.", param=where)
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
 
 
 def _tool_choice(request: ChatRequest) -> tuple[ToolChoice, str]:
@@ -204,17 +211,27 @@ def checked_choice(choice: str, name: str, names: set[str], param: str) -> tuple
 
 
 def _json_schema(form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if form is None or form.get("type") == "text":
+    if form is None:
         return None
-    if form.get("type") == "json_object":
-        return {"type": "object"}
-    described = form.get("json_schema")
-    if form.get("type") != "json_schema" or not isinstance(described, dict):
+    kind, described = form.get("type"), form.get("json_schema")
+    if kind in ("text", "json_object"):
+        _refuse_others(form, ("type",), "response_format")
+        return {"type": "object"} if kind == "json_object" else None
+    if kind != "json_schema" or not isinstance(described, dict):
         raise bad_request("response_format takes text, json_object or json_schema.", param="response_format")
+    _refuse_others(form, ("type", "json_schema"), "response_format")
+    _refuse_others(described, ("name", "description", "schema", "strict"), "response_format.json_schema")
     schema = described.get("schema")
     if not isinstance(schema, dict):
         raise bad_request("response_format.json_schema.schema is missing.", param="response_format")
     return schema
+
+
+def _refuse_others(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    other = next((key for key, value in given.items() if key not in known and value is not None), None)
+    if other is not None:
+        story = f"{where}.{other[:40]} is not supported here. Leave it out."
+        raise bad_request(story, param="response_format", code="unsupported_parameter")
 
 
 def invalid(error: ValidationError) -> ApiError:
@@ -291,8 +308,4 @@ def _canonical_call(call: Mapping[str, Any], where: str) -> ToolCall:
 
 def canonical_tools(raw: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Tools as JSON texts, key order as sent: templates write them into the prompt that way."""
-    for number, tool in enumerate(raw):
-        if tool.get("type") != "function" or not tool.get("function", {}).get("name"):
-            where = f"tools.{number}"
-            raise bad_request(f"{where}: only functions with a name are supported.", param=where)
     return tuple(json.dumps(tool, ensure_ascii=False) for tool in raw)

@@ -39,6 +39,7 @@ example:
 
 in the recorded folder:
   rows/ID.jsonl    one line per row: token_ids, mask (1 = trained), log_probs, version_spans, turns, reward
+  images/DIGEST    pictures, as sent; rows that show some name them in "images"
   journal.sqlite   open sessions; each answer is in it before it leaves. Start again on the same folder after a crash:
                    agents go on where they were, with the same keys.
 

@@ -6,6 +6,8 @@ or the templates see them, and is what the audit compares rows against.
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,6 +16,8 @@ from typing import Any, Protocol
 from seamless_verl.trajectory.audit import LedgerEntry, ledger_entry
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 from seamless_verl.trajectory.paths import TokenPath
+
+_MAX_DISCARDED = 1000  # of one session
 
 
 class Ability(Enum):
@@ -90,10 +94,15 @@ class Engine(Protocol):
 
 
 class Ledger:
-    """What crossed the engine's boundary in one session."""
+    """What crossed the engine's boundary in one session.
+
+    Of what was discarded it keeps the names only, and only the latest: a row that held one would be found out by its
+    name, or by being unknown.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[str, LedgerEntry] = {}
+        self._discarded: deque[str] = deque()
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
@@ -125,8 +134,13 @@ class Ledger:
     def discard(self, generation_id: str, reason: str) -> None:
         """An answer did not reach the session; it must be in no row."""
         entry = self._entries.get(generation_id)
-        if entry is not None:
-            self._entries[generation_id] = replace(entry, discarded=reason)
+        if entry is None:
+            return
+        nothing: dict[str, Any] = {"token_ids": array("i"), "log_probs": array("d"), "version_spans": ()}
+        self._entries[generation_id] = replace(entry, discarded=reason, **nothing)
+        self._discarded.append(generation_id)
+        if len(self._discarded) > _MAX_DISCARDED:
+            del self._entries[self._discarded.popleft()]
 
 
 __all__ = [

@@ -7,7 +7,7 @@ after a grace period.
 
     launch ──▶ IN FLIGHT ◀──join── ORPHANED ──grace──▶ cancelled, nothing of it is kept
                   │  └──last client left──▲
-                  └──landed──▶ answer is replayable (the last few of a session)
+                  └──landed──▶ answer is replayable (the last ones of a session)
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from seamless_verl.proxy.calls import Answer, StreamHead, Token
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.trajectory.retries import Earlier
 
-_NUM_REPLAYABLE = 8
+_BYTES_PER_TOKEN = 150  # text, log-prob and the objects that hold them
 
 
 class ClientGone(Exception):
@@ -55,7 +56,7 @@ class Progress:
 
     Attributes:
         head: None until the prompt is rendered.
-        overrides: as of :class:`Served`; complete once there is a head.
+        overrides: as of :class:`Served`; a cap that the session's budget makes is added before the first token.
     """
 
     def __init__(self) -> None:
@@ -90,45 +91,73 @@ class Flight:
             self.task.cancel()
 
 
-class FlightBoard:
-    """Flights and recent answers of one session, by the digest of their request."""
+class Arrival(Enum):
+    """What is known of an answer's way to its client."""
 
-    def __init__(self) -> None:
+    CONTINUED = "continued"  # it was there: a later request goes on from it
+    DELIVERED = "delivered"
+    UNKNOWN = "unknown"  # not yet, or nobody knows
+
+
+class FlightBoard:
+    """Flights and recent answers of one session, by the digest of their request.
+
+    Args:
+        max_parallel: answers that the session may have in flight at once, so that it may have to give as many again.
+            Twice as many are kept of those that were delivered, and of those that may not have been.
+    """
+
+    def __init__(self, max_parallel: int) -> None:
+        self._max_each = max(8, 2 * max_parallel)
         self._flights: set[Flight] = set()
         self._by_digest: dict[bytes, Flight] = {}
-        self._answers: OrderedDict[bytes, tuple[Served, bool]] = OrderedDict()
+        self._answers: dict[Arrival, OrderedDict[bytes, Served]] = {arrival: OrderedDict() for arrival in Arrival}
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory the tokens of its answers take, as far as clients asked to see them."""
+        shown = [served.answer.tokens for answers in self._answers.values() for served in answers.values()]
+        return sum(_BYTES_PER_TOKEN * len(tokens) * (1 + len(tokens[0].alternatives)) for tokens in shown if tokens)
 
     def earlier(self, digest: bytes) -> Earlier:
         """What became of the last request with this digest."""
         flight = self._by_digest.get(digest)
         if flight is not None:
             return Earlier.IN_FLIGHT if flight.waiters else Earlier.ORPHANED
-        if digest in self._answers:
-            return Earlier.DELIVERED if self._answers[digest][1] else Earlier.UNDELIVERED
-        return Earlier.NONE
+        arrival = self._arrival(digest)
+        if arrival is None:
+            return Earlier.NONE
+        return Earlier.UNDELIVERED if arrival is Arrival.UNKNOWN else Earlier.DELIVERED
 
     def flight(self, digest: bytes) -> Flight:
         return self._by_digest[digest]
 
     def recorded(self, digest: bytes) -> Served:
-        return self._answers[digest][0]
+        return next(answers[digest] for answers in self._answers.values() if digest in answers)
 
-    def record(self, served: Served, *, delivered: bool) -> None:
-        """Keep an answer for retries; the oldest of many is dropped."""
-        self._answers[served.digest] = (served, delivered)
-        self._answers.move_to_end(served.digest)
-        while len(self._answers) > _NUM_REPLAYABLE:
-            self._answers.popitem(last=False)
+    def record(self, served: Served, arrival: Arrival) -> None:
+        """Keep an answer for retries; the oldest of too many is dropped, of the delivered ones one that went on."""
+        for answers in self._answers.values():
+            answers.pop(served.digest, None)
+        self._answers[arrival][served.digest] = served
+        continued, delivered, unknown = self._answers.values()
+        if len(unknown) > self._max_each:
+            unknown.popitem(last=False)
+        if len(continued) + len(delivered) > self._max_each:
+            (continued or delivered).popitem(last=False)
 
     def continued(self, answer_id: str) -> None:
         """A request goes on from this answer, so it was delivered, whatever a restart had left open."""
-        for served, delivered in tuple(self._answers.values()):
-            if served.answer.id == answer_id and not delivered:
-                self._answers[served.digest] = (served, True)
+        for served in [served for answers in self._answers.values() for served in answers.values()]:
+            if served.answer.id == answer_id:
+                self.record(served, Arrival.CONTINUED)
 
-    def delivered(self) -> frozenset[bytes]:
-        """Digests of the answers that reached somebody."""
-        return frozenset(digest for digest, (_, delivered) in self._answers.items() if delivered)
+    def unknown(self) -> frozenset[bytes]:
+        """Digests of the answers that may have reached nobody."""
+        return frozenset(self._answers[Arrival.UNKNOWN])
+
+    def _arrival(self, digest: bytes) -> Arrival | None:
+        return next((arrival for arrival, answers in self._answers.items() if digest in answers), None)
 
     def launch(
         self, digest: bytes, fly: Callable[[Flight], Coroutine[Any, Any, Served]], landed: Callable[[], None]

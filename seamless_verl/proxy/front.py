@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,7 +27,7 @@ from seamless_verl.proxy.address_book import AddressBook
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.requests import api_key_of, encoded, read_body
+from seamless_verl.proxy.requests import api_key_of, client_left, encoded, read_body
 from seamless_verl.proxy.sessions import same_key
 
 _SAMPLE = re.compile(rb"^(\w+)(?:\{(.*)\})? (.*)$")
@@ -134,7 +134,7 @@ class Front:
             request.method, f"{address}{request.url.path}{query}", headers=headers, content=body
         )
         try:
-            answer = await self._client.send(onward, stream=True)
+            answer = await _while_client_waits(request, self._client.send(onward, stream=True))
         except httpx.TransportError as error:
             story = f"Shard {shard} does not answer ({type(error).__name__}); it is started again."
             raise ApiError(503, "shard_down", story, retry_after_s=1.0) from None
@@ -148,6 +148,26 @@ class Front:
 
         kept = {name: value for name, value in answer.headers.items() if name not in _NOT_PASSED}
         return StreamingResponse(content(), status_code=answer.status_code, headers=kept)
+
+
+async def _while_client_waits(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """The head of a shard's answer. Cancelling cuts the connection, which is how the shard learns that nobody waits.
+
+    Raises:
+        ClientGone: the client left before there was one.
+    """
+    left, sent = asyncio.ensure_future(client_left(request)), asyncio.ensure_future(sending)
+    try:
+        await asyncio.wait({left, sent}, return_when=asyncio.FIRST_COMPLETED)
+        if not left.done():
+            return sent.result()
+        if sent.done():
+            await sent.result().aclose()
+        raise ClientGone
+    finally:
+        left.cancel()
+        sent.cancel()
+        await asyncio.gather(left, sent, return_exceptions=True)
 
 
 def make_front(front: Front) -> FastAPI:

@@ -29,7 +29,7 @@ from seamless_verl.proxy.engine import (
     GenerationRequest,
 )
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import Flight, Progress, Served
+from seamless_verl.proxy.flights import Arrival, Flight, Progress, Served
 from seamless_verl.proxy.journal import Journal, JournalFailed
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
@@ -78,20 +78,24 @@ class Generator:
             ApiError: in the client's words.
         """
         session, call, generation_id = sample.session, sample.call, uuid.uuid4().hex
-        granted = 0
         try:
             pending = await self.prepare(session, sample.transcript, call)
-            wanted, granted = await self._reserve(sample, pending)
+            room = self._room(session, pending)
+            sample.remember()
+            wanted: int = sample.sampling.get("max_tokens", room)
+            flight.progress.overrides = sample.overrides
+            head = flight.progress.head = _head(generation_id, pending)
+            flight.progress.tell()  # before the wait for budget: a stream has to be kept alive meanwhile
+            granted = await _until_deadline(session, sample.siblings.reserve(min(wanted, room)))
             clipped = "max_tokens" in call.sampling and granted < wanted
             overrides = (*sample.overrides, *([f"max_tokens={granted}"] if clipped else ()))
+            flight.progress.overrides = overrides
             prompt_ids, images = session.images.prompt(pending.prompt_ids)
             asked = self._asked(call, prompt_ids, generation_id)
             sampling = dict(sample.sampling) | {"max_tokens": granted}
             constraint = structured_outputs(call, self._parser, thinking=asked.thinking)
             if constraint is not None:
                 sampling["structured_outputs"] = constraint
-            head = _head(generation_id, pending)
-            _announce(flight.progress, head, overrides)
             draft = self._draft(flight.progress, call, asked)
             on_tokens = draft.feed if call.stream else None
             request = GenerationRequest(
@@ -112,7 +116,6 @@ class Generator:
             return await self._commit(session, generation_id, generation, pending, served)
         finally:
             sample.siblings.ended()
-            session.release(granted)
             if not session.tree.has(generation_id):
                 session.ledger.discard(generation_id, "its answer reached no client")
                 self._counters.discarded += 1
@@ -147,18 +150,18 @@ class Generator:
             return await asyncio.to_thread(self._codec.encode_prompt, text)
         return self._codec.encode_prompt(text)
 
-    async def _reserve(self, sample: Sample, pending: PendingTurn) -> tuple[int, int]:
-        """Fit ``max_tokens`` into the model's length and the session's budget; what was wished and what is granted."""
-        session = sample.session
+    def _room(self, session: Session, pending: PendingTurn) -> int:
+        """How many tokens the model's length leaves for the answer.
+
+        Raises:
+            ApiError: 400, none.
+        """
         limit = min(session.spec.max_model_len or self._limits.max_model_len, self._limits.max_model_len)
         num_prompt = len(pending.prompt_ids)
         if num_prompt >= limit:
             story = f"The prompt has {num_prompt} tokens; prompt and answer together may have {limit}."
             raise bad_request(story, param="messages", code="context_length_exceeded")
-        room = limit - num_prompt
-        wanted: int = sample.sampling.get("max_tokens", room)
-        granting = session.reserve(min(wanted, room), shares=sample.siblings.take_share())
-        return wanted, await _until_deadline(session, granting)
+        return limit - num_prompt
 
     def _asked(self, call: Call, prompt_ids: Sequence[int], generation_id: str) -> Asked:
         thinking = False
@@ -241,7 +244,7 @@ class Generator:
         session.num_generated += num_generated
         self._counters.turn_committed(turn, prompt_tokens=len(pending.prompt_ids), generated_tokens=num_generated)
         served = served.matched(turn.kind.value)
-        session.board.record(served, delivered=False)
+        session.board.record(served, Arrival.UNKNOWN)
         if not record.anchor_is_given:
             session.board.continued(record.anchor)
         return served
@@ -251,11 +254,6 @@ def _head(generation_id: str, pending: PendingTurn) -> StreamHead:
     num_prompt = len(pending.prompt_ids)
     num_known = num_prompt - len(pending.context_ids)
     return StreamHead(id=generation_id, created=int(time.time()), prompt_tokens=num_prompt, cached_tokens=num_known)
-
-
-def _announce(progress: Progress, head: StreamHead, overrides: tuple[str, ...]) -> None:
-    progress.head, progress.overrides = head, overrides
-    progress.tell()
 
 
 async def _until_deadline(session: Session, work: Coroutine[Any, Any, _T]) -> _T:

@@ -48,8 +48,8 @@ class RowSink(Protocol):
         """
         ...
 
-    def read(self, session_id: str) -> list[dict[str, Any]] | None:
-        """The rows of a session as on the wire; None when they are here no more.
+    def read(self, session_id: str) -> dict[str, Any] | None:
+        """The rows of a session and their pictures, as a result has them; None when they are here no more.
 
         Raises:
             OSError, ValueError: they cannot be read.
@@ -230,8 +230,8 @@ class HandOver:
 
 def _read_again(session_id: str, summary: bytes, sink: RowSink) -> bytes:
     """The body that closing a session answered, empty when its rows are there no more."""
-    rows = sink.read(session_id)
-    return b"" if rows is None else msgspec.json.encode({**msgspec.json.decode(summary), "rows": rows})
+    kept = sink.read(session_id)
+    return b"" if kept is None else msgspec.json.encode({**msgspec.json.decode(summary), **kept})
 
 
 def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:

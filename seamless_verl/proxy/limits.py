@@ -11,6 +11,7 @@ class Limits:
 
     Attributes:
         max_body_bytes: longest request body (413).
+        max_arriving_bytes: bodies of all sessions that are being read at once (429).
         body_timeout_s: time in which a body must have arrived (408).
         max_messages: messages in one request (413).
         max_image_bytes: one picture (413).
@@ -26,6 +27,7 @@ class Limits:
     """
 
     max_body_bytes: int = 32 << 20
+    max_arriving_bytes: int = 2 << 30
     body_timeout_s: float = 30.0
     max_messages: int = 10_000
     max_image_bytes: int = 20 << 20

@@ -7,7 +7,7 @@ block                         becomes
 ``text``                      text of its message
 ``thinking``                  reasoning of its assistant message
 ``tool_use``                  a tool call; ``input`` as JSON text
-``tool_result``               a tool message, before the rest of its user message
+``tool_result``               a tool message, before the rest of its user message; with ``is_error``, one that says so
 ``image`` (base64)            a picture of its user message, or of its tool message
 ``document``, …               refused: the model takes text and pictures
 ============================  ==================================================
@@ -16,6 +16,7 @@ block                         becomes
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from seamless_verl.proxy.calls import Call, ToolChoice
 from seamless_verl.proxy.chat import checked_choice, checked_stop, validated
 from seamless_verl.proxy.errors import ApiError, bad_request
 from seamless_verl.proxy.messages_answer import MessagesExchange
+
+_SAYS_ERROR = re.compile(r"\W*error\b", re.IGNORECASE)
 
 
 class _Open(BaseModel):
@@ -64,7 +67,7 @@ class Thinking(BaseModel):
     model_config = ConfigDict(extra="forbid")
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    display: str | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class CountRequest(BaseModel):
@@ -109,7 +112,8 @@ def parse_messages(body: bytes) -> MessagesExchange:
         "stop": checked_stop(request.stop_sequences, "stop_sequences"),
     }
     sampling = {key: value for key, value in asked.items() if value is not None}
-    return MessagesExchange(call=_call(request, sampling, stream=bool(request.stream)))
+    shows_thinking = request.thinking is None or request.thinking.display != "omitted"
+    return MessagesExchange(call=_call(request, sampling, stream=bool(request.stream)), shows_thinking=shows_thinking)
 
 
 def parse_count(body: bytes) -> Call:
@@ -212,7 +216,21 @@ def _result(block: Block, where: str) -> dict[str, Any]:
         content = _content([Block.model_validate(part) for part in content], where)
     elif not isinstance(content, str):
         raise bad_request(f"{where}.content is neither text nor blocks.", param=where)
+    is_error = fields.get("is_error")
+    if is_error is not None and not isinstance(is_error, bool):
+        raise bad_request(f"{where}.is_error is neither true nor false.", param=f"{where}.is_error")
+    content = _marked(content) if is_error else content
     return {"role": "tool", "tool_call_id": _field(fields, "tool_use_id", str, where), "content": content}
+
+
+def _marked(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The result of a tool that failed; templates know no field for that, so the text says it, unless it does so."""
+    text = content if isinstance(content, str) else next((part["text"] for part in content if "text" in part), "")
+    if _SAYS_ERROR.match(text):
+        return content
+    if isinstance(content, str):
+        return f"Error: {content}" if content else "Error"
+    return [{"type": "text", "text": "Error:"}, *content]
 
 
 def _content(blocks: Sequence[Block], where: str) -> str | list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,21 +14,27 @@ from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.requests import encoded
 from seamless_verl.trajectory.messages import ToolCall
 
+_MAX_DEPTH = 100  # of a tool's arguments; JSON readers begin to refuse somewhere above
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesExchange:
-    """One message; see :class:`~.calls.Exchange`."""
+    """One message; see :class:`~.calls.Exchange`.
+
+    ``shows_thinking``: whether thinking blocks have their text. Sent back empty, they are recognised all the same.
+    """
 
     call: Call
+    shows_thinking: bool = True
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
         said = answer.message
         content: list[dict[str, Any]] = []
         if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": answer.id})
+            thinking = said.reasoning if self.shows_thinking else ""
+            content.append({"type": "thinking", "thinking": thinking, "signature": answer.id})
         if said.content or not said.tool_calls:
             content.append({"type": "text", "text": said.content})
         content.extend({**_tool_use(call), "input": _input(call)} for call in said.tool_calls)
@@ -35,7 +42,7 @@ class MessagesExchange:
         return encoded({**_message(answer.id, self.call), "content": content, **_ending(answer), "usage": usage})
 
     def writer(self) -> MessagesWriter:
-        return MessagesWriter(self.call)
+        return MessagesWriter(self.call, shows_thinking=self.shows_thinking)
 
 
 def _message(answer_id: str, call: Call) -> dict[str, Any]:
@@ -62,19 +69,42 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _input(call: ToolCall) -> dict[str, Any]:
-    """Arguments as the object that SDKs expect; what the model wrote instead of one is put into one."""
+    """Arguments as the object that SDKs expect; what the model wrote instead of one is put into one.
+
+    What no JSON can say (``NaN``), or some readers cannot take (deep nesting), stays the text that it is.
+    """
     try:
-        value = json.loads(call.arguments)
+        value = json.loads(call.arguments, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         value = call.arguments
+    if _is_deep(value, call.arguments):
+        value = call.arguments
     return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not JSON")
+    return value
+
+
+def _is_deep(value: Any, text: str) -> bool:
+    if text.count("{") + text.count("[") <= _MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        holders = [list(held.values()) if isinstance(held, dict) else held for held in level]
+        level = [inner for holder in holders if isinstance(holder, list) for inner in holder]
+    return bool(level)
 
 
 class MessagesWriter:
     """Events of one stream; one content block is open at a time."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, *, shows_thinking: bool) -> None:
         self._call = call
+        self._shows_thinking = shows_thinking
         self._answer_id = ""
         self._open = ""
         self._num_blocks = 0
@@ -94,7 +124,8 @@ class MessagesWriter:
         parts = []
         if delta.reasoning:
             parts.append(self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""}))
-            parts.append(self._more({"type": "thinking_delta", "thinking": delta.reasoning}))
+            if self._shows_thinking:
+                parts.append(self._more({"type": "thinking_delta", "thinking": delta.reasoning}))
         if delta.content:
             parts.append(self._enter("text", {"type": "text", "text": ""}))
             parts.append(self._more({"type": "text_delta", "text": delta.content}))

@@ -22,6 +22,7 @@ _AGENT: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountRequest,
 }
 _ID = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _REFUSAL = {"4XX": {"description": "refused; the body says why"}, "503": {"description": "no engine, for now"}}
 
 
@@ -37,6 +38,7 @@ def describe() -> dict[str, Any]:
             paths[prefix + path] = {"post": _operation("the session's own", parameters, model)}
     for prefix, parameters in (("", []), ("/sessions/{session_id}", [_ID])):
         paths[f"{prefix}/v1/models"] = {"get": _operation("the session's own", parameters)}
+        paths[f"{prefix}/v1/models/{{model}}"] = {"get": _operation("the session's own", [*parameters, _MODEL])}
     paths["/sessions"] = {"post": _operation("admin", [], OpenBody)}
     paths["/sessions/{session_id}"] = {
         "get": _operation("admin, or the session's own", [_ID]),
@@ -47,7 +49,7 @@ def describe() -> dict[str, Any]:
     for path, body in (("/pause", PauseBody), ("/resume", ResumeBody)):
         paths[path] = {"post": _operation("admin", [], body)}
     paths["/stats"] = {"get": _operation("admin", [])}
-    for path in ("/healthz", "/metrics"):
+    for path in ("/healthz", "/metrics", "/openapi.json"):
         paths[path] = {"get": {"responses": {"200": {"description": "no key is needed"}}}}
     return {
         "openapi": "3.1.0",

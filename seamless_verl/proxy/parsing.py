@@ -128,18 +128,27 @@ def _take_calls(text: str, call_prefix: str) -> tuple[str, list[ToolCall]]:
         try:
             call = json.loads(match.group(1))
             name, arguments = call["name"], call.get("arguments", {})
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, KeyError, RecursionError):
             continue
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not is_writable(name, arguments):
             continue
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(ToolCall(id=f"{call_prefix}{len(calls)}", name=name, arguments=written))
+        calls.append(ToolCall(id=f"{call_prefix}{len(calls)}", name=name, arguments=arguments))
         rest.append(text[at : match.start()])
         at = match.end()
     if not calls:
         return text, calls
     rest.append(text[at:])
     return "".join(rest).rstrip(), calls
+
+
+def is_writable(*texts: str) -> bool:
+    """Whether a journal and every dialect can write these texts; half a surrogate pair in a JSON string is none."""
+    try:
+        return all(text.isascii() or text.encode() for text in texts)
+    except UnicodeEncodeError:
+        return False
 
 
 def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str]:

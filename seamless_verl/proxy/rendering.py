@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+from seamless_verl.proxy.text_cache import TextCache
 from seamless_verl.proxy.word_cache import WordCache
 from seamless_verl.trajectory.messages import Image, Message, Role
 from seamless_verl.trajectory.rendering import Extension, ExtensionRefused
@@ -89,6 +90,10 @@ class TokenizerRenderer:
         eos = tokenizer.eos_token_id
         found = stop_token_ids if stop_token_ids is not None else ([] if eos is None else [eos])
         self._stop_token_ids = frozenset(int(token) for token in found)
+        # Attempts at the same task begin with the same prompt, so one of a group pays for all.
+        self._prompts = TextCache(self._encode_prompt, factor=6, max_bytes=64 << 20)
+        self._closings = TextCache(self._plain_closing, factor=1, max_bytes=16 << 20)
+        self._tools = TextCache(_template_tools, factor=8, max_bytes=32 << 20)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -128,11 +133,9 @@ class TokenizerRenderer:
 
     def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> Sequence[int]:
         """See :class:`seamless_verl.trajectory.rendering.Renderer`."""
-        return self._with_images(self._encode_prompt(self._text(messages, tools, add_generation_prompt=True)), messages)
+        return self._with_images(self._prompts.get(self._text(messages, tools, add_generation_prompt=True)), messages)
 
-    @lru_cache(maxsize=128)  # noqa: B019 - a renderer lives as long as its process
     def _encode_prompt(self, text: str) -> array[int]:
-        """Attempts at the same task begin with the same prompt, so one of a group pays for all."""
         return array("i", self.encode(text))
 
     def render_extension(
@@ -200,13 +203,13 @@ class TokenizerRenderer:
                 return Extension(token_ids=closing[length:] + added)
         return Extension(token_ids=closing + added)
 
-    @lru_cache(maxsize=64)  # noqa: B019 - as above
+    @lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as its process
     def _encode_closing(self, text: str) -> list[int]:
         return self.encode(text)
 
     def _closing(self, tail: str, tools: Sequence[str]) -> str:
         """The end of an assistant message, without the tool calls that ``tail`` may begin with."""
-        plain = self._plain_closing(tuple(tools))
+        plain = self._closings.get(tuple(tools))
         if tail.endswith(plain):
             return plain
         texts = [self._tokenizer.decode([token]) for token in self._stop_token_ids]
@@ -215,7 +218,6 @@ class TokenizerRenderer:
             raise ExtensionRefused("the template ends an answer with tool calls in a way of its own")
         return tail[at:]
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as its process
     def _plain_closing(self, tools: tuple[str, ...]) -> str:
         text = self._text(
             [Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content=_MARK)],
@@ -230,12 +232,12 @@ class TokenizerRenderer:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [_template_message(message) for message in messages],
-                tools=_template_tools(tuple(tools)) or None,
+                tools=self._tools.get(tuple(tools)) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._template_args,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise RenderingFailed(f"the model's chat template refuses these messages: {error}") from error
         return text
 
@@ -273,6 +275,5 @@ def _value(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-@lru_cache(maxsize=64)
 def _template_tools(tools: tuple[str, ...]) -> list[dict[str, Any]]:
     return [json.loads(tool) for tool in tools]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -16,11 +17,14 @@ from seamless_verl.proxy.flights import ClientGone
 from seamless_verl.proxy.limits import Limits
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
+async def read_body(request: Request, limits: Limits, *, take: Callable[[int], None] = lambda num_bytes: None) -> bytes:
     """The body, unless it is too long or too slow.
 
+    Args:
+        take: told of the bytes of each piece; may refuse it.
+
     Raises:
-        ApiError: 413 or 408.
+        ApiError: 413 or 408, or whatever ``take`` refuses with.
         ClientGone: the client left while it was sending.
     """
     too_long = ApiError(413, "body_too_large", f"The body may have {limits.max_body_bytes} bytes.")
@@ -34,6 +38,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
             size += len(chunk)
             if size > limits.max_body_bytes:
                 raise too_long
+            take(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
 
@@ -87,16 +92,24 @@ def encoded(content: Any) -> bytes:
 
 
 def api_key_of(request: Request) -> str:
-    """The key of a request: ``Authorization: Bearer …`` or ``x-api-key``."""
+    """The key of a request: ``Authorization: Bearer …`` or ``x-api-key``.
+
+    Raises:
+        ApiError: 401, there is none; 400, there are two.
+    """
     bearers, plain = request.headers.getlist("authorization"), request.headers.getlist("x-api-key")
     if len(bearers) > 1 or len(plain) > 1:
         raise bad_request("The key was sent more than once.", code="duplicate_header")
+    keys = set(plain)
     if bearers:
         scheme, _, key = bearers[0].partition(" ")
-        if scheme.lower() == "bearer" and key.strip():
-            return key.strip()
-    elif plain and plain[0]:
-        return plain[0]
+        if scheme.lower() == "bearer":  # others, like Basic, are for a gateway in front
+            keys.add(key.strip())
+    keys.discard("")
+    if len(keys) > 1:
+        raise bad_request("Authorization and x-api-key hold different keys.", code="duplicate_header")
+    if keys:
+        return keys.pop()
     raise ApiError(401, "missing_api_key", "Send the session's key as 'Authorization: Bearer KEY'.")
 
 

@@ -73,8 +73,9 @@ class Residency:
     def _weigh(self, session: Session) -> None:
         known = self._resident.pop(session.id, None)
         self._total -= known[1] if known is not None else 0
-        if session.is_resident and (known is not None or session.tree.num_turns):
-            weight = session.weight_bytes
+        # One that was dropped while requests still held it must not come back when they leave.
+        weight = session.weight_bytes if session.is_resident and not session.is_gone else 0
+        if weight:
             self._resident[session.id] = (session, weight)
             self._total += weight
 

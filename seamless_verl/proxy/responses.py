@@ -170,7 +170,13 @@ def _tool_choice(request: ResponsesRequest) -> tuple[ToolChoice, str]:
 
 def _json_schema(text: TextOptions | None) -> Mapping[str, Any] | None:
     form = text.format if text is not None else None
-    if form is None or form.type == "text":
+    if form is None:
+        return None
+    given = [name for name in form.model_fields_set if name != "type" and getattr(form, name) is not None]
+    if form.type != "json_schema" and given:
+        story = f"text.format has {given[0].removeprefix('json_')}, which goes with json_schema, not with {form.type}."
+        raise bad_request(story, param="text", code="unsupported_parameter")
+    if form.type == "text":
         return None
     if form.type == "json_object":
         return {"type": "object"}
@@ -273,9 +279,8 @@ def _text(content: Any, where: str) -> str:
 
 
 def _part_text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else part
-    if kind not in _TEXT_PARTS:
-        raise _unsupported(kind, where)
+    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+        raise _unsupported(part.get("type") if isinstance(part, dict) else type(part).__name__, where)
     return _string(part, "text", where)
 
 

@@ -26,9 +26,9 @@ from typing import Any
 from seamless_verl.proxy.address_book import KEY_PREFIX
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import FlightBoard, Served
+from seamless_verl.proxy.flights import Arrival, FlightBoard, Served
 from seamless_verl.proxy.images import ImageTable
-from seamless_verl.trajectory.messages import Transcript
+from seamless_verl.proxy.recent import RecentTranscripts
 from seamless_verl.trajectory.tree import SessionTree
 
 
@@ -62,7 +62,7 @@ class SessionSpec:
 
 NUM_TOMBSTONES = 10_000  # sessions that are remembered to be gone
 _BYTES_PER_TOKEN = 40  # id, log-prob, and both again in the ledger
-_BYTES_PER_TURN = 8_000  # records, digests, the request as sent
+_BYTES_PER_TURN = 8_000  # records, digests
 
 
 class SessionState(Enum):
@@ -75,12 +75,16 @@ class Session:
     """One attempt at one task: its tree, its ledger, its budgets, what it has in flight.
 
     Attributes:
-        is_resident: tree, ledger and answers are in memory.
+        is_resident: tree, ledger and answers are in memory; not at first of one that an earlier process left.
+        is_gone: it was dropped for good; requests that still hold it are its last.
         num_users: requests that are looking at it right now; it is not unloaded under them.
+        num_arriving: requests whose bodies are being read.
         damage: why its journal could not be read to the end, "" when it could.
     """
 
-    def __init__(self, *, session_id: str, key_digest: bytes, spec: SessionSpec, opened_at: float) -> None:
+    def __init__(
+        self, *, session_id: str, key_digest: bytes, spec: SessionSpec, opened_at: float, is_resident: bool = True
+    ) -> None:
         self.id = session_id
         self.key_digest = key_digest
         self.spec = spec
@@ -97,13 +101,15 @@ class Session:
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
         self.recent = RecentTranscripts()
-        self.board = FlightBoard()
+        self.board = FlightBoard(spec.max_parallel)
         self._released = asyncio.Event()
 
-        self.is_resident = True
+        self.is_resident = is_resident
+        self.is_gone = False
         self.num_users = 0
+        self.num_arriving = 0
         self.damage = ""
-        self._delivered: frozenset[bytes] = frozenset()
+        self._unknown: frozenset[bytes] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -113,19 +119,23 @@ class Session:
     def weight_bytes(self) -> int:
         """About how much memory its turns take."""
         tokens, turns = self.tree.num_stored_tokens, self.tree.num_turns
-        return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + self.images.num_bytes
+        kept = self.images.num_bytes + self.board.num_bytes + self.recent.num_bytes
+        return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + kept
 
     def unload(self) -> None:
-        """Let the turns go; who was answered is remembered, so that a retry and a second sample stay apart."""
-        self._delivered = self.board.delivered()
+        """Let the turns go; who may not have been answered is remembered: a retry and a second sample stay apart."""
+        self._unknown = self.board.unknown()
         self.tree, self.ledger, self.images = SessionTree(), Ledger(), ImageTable()
-        self.recent, self.board = RecentTranscripts(), FlightBoard()
+        self.recent, self.board = RecentTranscripts(), FlightBoard(self.spec.max_parallel)
         self.is_resident = False
 
     def loaded(self, answers: Iterable[tuple[Served, bool]]) -> None:
         """Its turns are back; ``answers`` say of each whether a later request shows that it was delivered."""
         for served, is_continued in answers:
-            self.board.record(served, delivered=is_continued or served.digest in self._delivered)
+            # After an unload it is known who was answered. What an earlier process left may have died with it.
+            is_unknown = self._unknown is None or served.digest in self._unknown
+            arrival = Arrival.CONTINUED if is_continued else Arrival.UNKNOWN if is_unknown else Arrival.DELIVERED
+            self.board.record(served, arrival)
         self.num_generated = sum(len(answer.tokens) for answer in self.tree.answers)
         self.num_started = max(self.num_started, self.tree.num_turns)
         self.is_resident = True
@@ -161,74 +171,34 @@ class Session:
             story = f"Session {self.id} has {self.num_in_flight} requests in flight; {spec.max_parallel} are its limit."
             raise ApiError(429, "too_many_requests", story, retry_after_s=1.0)
 
-    async def reserve(self, wanted: int, *, shares: int = 1) -> int:
-        """Set up to ``wanted`` tokens of the budget aside for an answer, so that answers in flight cannot overshoot it.
+    def reserve(self, wanted: int, num: int) -> int:
+        """Set up to ``wanted`` tokens of the budget aside for each of ``num`` answers; returns how many for each.
 
-        Waits while others hold all that is left, for they rarely use all of it; the samples of one request (``shares``
-        of them) wait for each other and therefore divide what is there.
+        Answers in flight cannot overshoot the budget that way. 0: others hold what is left; they rarely use all of it,
+        so that :meth:`released` is worth waiting for.
 
         Raises:
-            ApiError: 429, nothing is left.
+            ApiError: 429, there is not enough left and nobody to wait for.
         """
-        while True:
-            left = (self.spec.max_tokens - self.num_generated - self.num_reserved) // shares
-            if left > 0:
-                granted = min(wanted, left)
-                self.num_reserved += granted
-                return granted
-            if shares > 1 or not self.num_reserved:
-                raise self._out_of_tokens()
-            await self._released.wait()
+        left = (self.spec.max_tokens - self.num_generated - self.num_reserved) // num
+        if left <= 0 and not self.num_reserved:
+            raise self._out_of_tokens()
+        granted = max(0, min(wanted, left))
+        self.num_reserved += granted * num
+        return granted
+
+    async def released(self) -> None:
+        """Returns when somebody has given back what :meth:`reserve` granted."""
+        await self._released.wait()
 
     def release(self, granted: int) -> None:
-        """Give back what :meth:`reserve` granted; what was used of it counts as generated by then."""
+        """Give back what :meth:`reserve` granted to one answer; what was used of it counts as generated by then."""
         self.num_reserved -= granted
         self._released.set()
         self._released = asyncio.Event()
 
     def _out_of_tokens(self) -> ApiError:
         return ApiError(429, "token_budget_exhausted", f"Session {self.id} has used its {self.spec.max_tokens} tokens.")
-
-
-class RecentTranscripts:
-    """The last few requests as sent, so that a history is parsed and hashed once, however often it is sent again.
-
-    Bounded: ``size`` conversations (parallel branches and sub-agents each keep one).
-    """
-
-    def __init__(self, size: int = 4) -> None:
-        self._size = size
-        self._entries: list[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], Transcript]] = []
-
-    def best(
-        self, raw_messages: list[Mapping[str, Any]]
-    ) -> tuple[int, Transcript | None, list[Mapping[str, Any]] | None]:
-        """Length of the longest common beginning with an earlier request, its transcript and its tools as sent."""
-        best: tuple[int, Transcript | None, list[Mapping[str, Any]] | None] = (0, None, None)
-        for known, tools, transcript in self._entries:
-            length = _common_length(known, raw_messages)
-            if length > best[0]:
-                best = (length, transcript, tools)
-        return best
-
-    def add(
-        self,
-        raw_messages: list[Mapping[str, Any]],
-        raw_tools: list[Mapping[str, Any]],
-        transcript: Transcript,
-        *,
-        replaces: Transcript | None,
-    ) -> None:
-        """Remember a request; one that continues ``replaces`` takes its place."""
-        self._entries = [entry for entry in self._entries if entry[2] is not replaces][-(self._size - 1) :]
-        self._entries.append((raw_messages, raw_tools, transcript))
-
-
-def _common_length(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> int:
-    shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:
-        return shorter
-    return next(at for at in range(shorter) if one[at] != other[at])
 
 
 class SessionStore:
@@ -297,7 +267,7 @@ class SessionStore:
 
     def drop(self, session: Session) -> None:
         """Forget a session's tokens; late requests still learn that it is closed."""
-        session.state = SessionState.CLOSED
+        session.state, session.is_gone = SessionState.CLOSED, True
         if self._by_id.pop(session.id, None) is None:
             return
         del self._by_key[session.key_digest]

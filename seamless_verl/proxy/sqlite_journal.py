@@ -223,10 +223,10 @@ def _read_sessions(db: sqlite3.Connection) -> list[Session]:
             key_digest=bytes(digest),
             spec=SessionSpec(**json.loads(spec)),
             opened_at=opened_at,
+            is_resident=False,
         )
         session.state = SessionState(state)
         session.reward, session.rewards = json.loads(rewards)
-        session.unload()
         sessions.append(session)
     return sessions
 

@@ -2,7 +2,7 @@
 
     agents ──▶ this process ──token ids──▶ vLLM
                    │ journal.sqlite   every answered turn, before the answer leaves
-                   └ rows/            one file per closed session
+                   └ rows/, images/   one file per closed session, and one per picture
 
 Composition root of one process; :mod:`seamless_verl.proxy.command` reads its options.
 """
@@ -239,7 +239,7 @@ def _sink(config: StandaloneConfig) -> FolderSink | None:
     if config.record is None:
         return None
     try:
-        return FolderSink(config.record / "rows", parquet=config.parquet)
+        return FolderSink(config.record, parquet=config.parquet)
     except OSError as error:
         raise ConfigError("--record", config.record, f"cannot be written: {error}", "name another folder") from error
 

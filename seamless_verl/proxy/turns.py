@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 
 from seamless_verl.proxy.calls import Call
 from seamless_verl.proxy.chat import canonical_message, canonical_tools
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import Flight, FlightBoard, Served, results_of
+from seamless_verl.proxy.flights import Arrival, Flight, FlightBoard, Served, results_of
 from seamless_verl.proxy.generating import Generator
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
@@ -70,7 +71,7 @@ class Ask:
     def delivered(self, answers: Sequence[Served]) -> None:
         """The client has these answers; only a declared retry gets them again."""
         for served in answers:
-            self._board.record(served, delivered=True)
+            self._board.record(served, Arrival.DELIVERED)
 
 
 class TurnService:
@@ -91,7 +92,7 @@ class TurnService:
             ApiError: in the client's words.
         """
         session.check_open(time.time())
-        transcript = self._transcript(session, call)
+        transcript, remember = self._transcript(session, call)
         request = request_digest(transcript, call)
         digests = [sample_digest(request, number) for number in range(call.n)]
         board = session.board
@@ -99,7 +100,7 @@ class TurnService:
         num_new = verdicts.count(Verdict.NEW)
         if num_new:
             self._check_room(session, num_new)
-        siblings = Siblings(num_new)
+        siblings = Siblings(session, num_new)
         parts: list[Flight | Served] = []
         for number, (digest, verdict) in enumerate(zip(digests, verdicts, strict=True)):
             if verdict is Verdict.REPLAY:
@@ -118,6 +119,7 @@ class TurnService:
                     sampling=sampling,
                     overrides=overrides,
                     siblings=siblings,
+                    remember=remember,
                 )
                 parts.append(self._launch(sample))
         return Ask(board, parts, orphan_grace_s=self._limits.orphan_grace_s)
@@ -125,7 +127,7 @@ class TurnService:
     async def count_prompt(self, session: Session, call: Call) -> int:
         """Tokens of the prompt that a request would be given; nothing is generated or kept."""
         session.check_open(time.time())
-        pending = await self._generator.prepare(session, self._transcript(session, call), call)
+        pending = await self._generator.prepare(session, self._transcript(session, call)[0], call)
         return len(pending.prompt_ids)
 
     def _check_room(self, session: Session, num: int) -> None:
@@ -146,9 +148,10 @@ class TurnService:
 
         return session.board.launch(sample.digest, lambda flight: self._generator.run(sample, flight), landed)
 
-    def _transcript(self, session: Session, call: Call) -> Transcript:
+    def _transcript(self, session: Session, call: Call) -> tuple[Transcript, Callable[[], None]]:
+        """What a request says, and how to remember it for the next one."""
         if call.prompt is not None:
-            return _prompt_transcript(call.prompt)
+            return _prompt_transcript(call.prompt), lambda: None
         if len(call.raw_messages) > self._limits.max_messages:
             story = f"{len(call.raw_messages)} messages; the limit is {self._limits.max_messages}."
             raise ApiError(413, "too_many_messages", story, param="messages")
@@ -165,8 +168,9 @@ class TurnService:
         except (UnicodeError, RecursionError) as error:
             raise bad_request(f"The messages hold text that cannot be encoded: {error}.", param="messages") from None
         continues = known is not None and length == len(known.messages)
-        session.recent.add(raw, raw_tools, transcript, replaces=known if continues else None)
-        return transcript
+        return transcript, partial(
+            session.recent.add, raw, raw_tools, transcript, replaces=known if continues else None
+        )
 
 
 def _prompt_transcript(prompt: str | tuple[int, ...]) -> Transcript:

@@ -74,6 +74,7 @@ class ResumeBody(BaseModel):
     version: int | None = Field(default=None, ge=0, lt=2**31)
 
 
+# Of every row; one that shows pictures has "images", too.
 ROW_FIELDS = ("token_ids", "mask", "log_probs", "prompt_len", "turns", "version_spans")
 
 
@@ -136,9 +137,13 @@ def audit_from_wire(data: Mapping[str, Any]) -> AuditReport:
 
 def result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport) -> dict[str, Any]:
     """What closing a session answers; read back by :class:`seamless_verl.proxy.client.SessionResult`."""
-    images = {digest: b64encode(data).decode() for digest, data in session.images.files(rows).items()}
     result = {**summary_to_wire(session, report), "rows": [row_to_wire(row) for row in rows]}
-    return {**result, "images": images} if images else result
+    return {**result, **images_to_wire(session.images.files(rows))}
+
+
+def images_to_wire(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """What a result says of the pictures of its rows; without any, nothing."""
+    return {"images": {digest: b64encode(data).decode() for digest, data in files.items()}} if files else {}
 
 
 def summary_to_wire(session: Session, report: AuditReport) -> dict[str, Any]:

@@ -173,13 +173,13 @@ class TrainLoop:
         self._requests += 1
         name = f"train/{self._requests}"
         mini = min(self._rules.mini_batch, self._missing)
+        asked, lending = self._clock.now, self._driver.lending()
+        missing = max(0, mini - self._feed.finished)
         self._driver.tell(
             ev.AcquireRequested(
                 at=self._clock.now, request=name, tag=Tag.TRAIN, count=self._gang, minimum=mini, batch=self._missing
             )
         )
-        asked, lending = self._clock.now, self._driver.lending()
-        missing = max(0, mini - self._feed.finished)
         while self._driver.granted(name) is None:
             yield self._driver.changed
         if not lending and self._step > 1:  # nobody else used the gang; verl's is lent from the start

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.parsing import AnswerParser, Asked, TagParser, split_reasoning
+from seamless_verl.proxy.parsing import AnswerParser, Asked, TagParser, is_writable, split_reasoning
 from seamless_verl.proxy.settling import Settler
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
@@ -105,6 +105,8 @@ class VllmParser:
             ToolCall(id=f"{asked.call_prefix}{number}", name=call.function.name, arguments=call.function.arguments)
             for number, call in enumerate(told.tool_calls)
         )
+        if not is_writable(*(text for call in calls for text in (call.name, call.arguments))):
+            calls = ()
         content = (told.content or "").rstrip() if calls else content
         return Message(role=Role.ASSISTANT, content=content, tool_calls=calls, reasoning=reasoning)
 

@@ -60,6 +60,14 @@ def test_calls_and_reasoning_of_several_families(name: str, text: str, reasoning
     assert said.content.startswith("".join(part for _, part in shown))
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", None])
+def test_a_call_that_nobody_can_write_stays_content(name: str | None) -> None:
+    half = r"\ud83d"
+    text = f'so <tool_call>\n{{"name": "run", "arguments": {{"n": "{half}"}}}}\n</tool_call>'
+    said = VllmParser(_tokenizer(), name, None).parse(text, Asked(tools=TOOLS, thinking=False, call_prefix="c"))
+    assert (said.content, said.tool_calls) == (text, ())
+
+
 def test_reasoning_that_the_prompt_opened() -> None:
     parser = VllmParser(_tokenizer(), None, "qwen3")
     asked = Asked(tools=(), thinking=True, call_prefix="c")

@@ -52,6 +52,13 @@ async def test_keys_open_their_own_doors_only() -> None:
         assert error_of(await _send(proxy, "/sessions/nobody", "admin-key", method="GET")) == (404, "session_not_found")
         assert (await _send(proxy, f"/sessions/{mine.id}", mine.api_key, method="GET")).json()["id"] == mine.id
         assert (await proxy.http.get("/v1/models", headers={"x-api-key": mine.api_key})).status_code == 200
+        both = {"authorization": f"Bearer {mine.api_key}", "x-api-key": other.api_key}
+        assert error_of(await proxy.http.get("/v1/models", headers=both)) == (400, "duplicate_header")
+        for scheme in (f"Bearer {mine.api_key}", "Basic eDp5", "Bearer"):  # the same key, and none
+            same = {"authorization": scheme, "x-api-key": mine.api_key}
+            assert (await proxy.http.get(f"/sessions/{mine.id}/v1/models", headers=same)).status_code == 200
+        basic = {"authorization": "Basic eDp5"}
+        assert error_of(await proxy.http.get("/v1/models", headers=basic)) == (401, "missing_api_key")
         twice = [("authorization", f"Bearer {mine.api_key}"), ("authorization", "Bearer x")]
         assert error_of(await proxy.http.post(chat, json=CHAT, headers=twice)) == (400, "duplicate_header")
         assert error_of(await proxy.http.get("/nowhere")) == (404, "unknown_path")
@@ -239,6 +246,13 @@ async def test_broken_bodies(body: bytes, code: str) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
         ({"response_format": {"type": "json_schema"}}, "response_format", BAD),
         ({"response_format": {"type": "poem"}}, "response_format", BAD),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format", "unsupported_parameter"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "grammar": "x"}}},
+            "response_format",
+            "unsupported_parameter",
+        ),
         ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "unsupported_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),

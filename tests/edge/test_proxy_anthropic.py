@@ -181,10 +181,68 @@ def test_blocks_become_messages() -> None:
             ],
         },
         {"role": "tool", "tool_call_id": "t1", "content": "one"},
-        {"role": "tool", "tool_call_id": "t2", "content": "two"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: two"},
         {"role": "user", "content": "go on"},
     ]
     assert call.raw_tools[0]["function"]["parameters"] == TOOLS[0]["input_schema"]
+
+
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("is_error", "content", "said"),
+    [
+        (True, "no such file", "Error: no such file"),
+        (True, [{"type": "text", "text": "no"}, {"type": "text", "text": "file"}], "Error: no\nfile"),
+        (True, "Errors everywhere", "Error: Errors everywhere"),
+        (True, "  ERROR 7", "  ERROR 7"),  # says so itself
+        (True, "<error>7</error>", "<error>7</error>"),
+        (True, "", "Error"),
+        (False, "no such file", "no such file"),
+        (None, "no such file", "no such file"),
+        (True, [PICTURE], [{"type": "text", "text": "Error:"}, ...]),
+        (True, [{"type": "text", "text": "error:"}, PICTURE], [{"type": "text", "text": "error:"}, ...]),
+    ],
+)
+def test_a_result_that_is_an_error_says_so(is_error: Any, content: Any, said: Any) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": is_error}
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
+    found = parse_messages(json.dumps(body).encode()).call.raw_messages[0]["content"]
+    if isinstance(said, list):
+        assert (found[:1], [part["type"] for part in found[1:]]) == (said[:1], ["image_url"])
+    else:
+        assert found == said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("display", ["omitted", "summarized", None])
+async def test_thinking_is_shown_as_asked_and_kept_either_way(display: str | None, stream: bool) -> None:
+    async with serving(agent, streams=True, parser=THINKS) as proxy:
+        handle = await proxy.open()
+        thinking = {"type": "adaptive", "display": display}
+        body: dict[str, Any] = {"model": "m", "max_tokens": 300, "messages": list(HI), "tools": TOOLS}
+        body["thinking"] = thinking
+        message: Any
+        async with proxy.claude(handle) as sdk:
+            for _ in range(2):
+                if stream:
+                    async with sdk.messages.stream(**body) as events:
+                        message = await events.get_final_message()
+                else:
+                    message = await sdk.messages.create(**body)
+                thought = message.content[0]
+                hidden = {"let me look", "seen"} & {thought.thinking}
+                assert (thought.type, bool(thought.signature), bool(hidden)) == ("thinking", True, display != "omitted")
+                uses = [block.id for block in message.content if block.type == "tool_use"]
+                results = [{"type": "tool_result", "tool_use_id": use, "content": "out"} for use in uses]
+                body["messages"] += [
+                    {"role": "assistant", "content": message.content},
+                    {"role": "user", "content": results},
+                ]
+        result = await proxy.admin.close_session(handle.id)
+        assert (len(result.rows), result.audit.is_clean) == (1, True)
+        assert "let me look" in proxy.engine.tokenizer.decode(result.rows[0].token_ids)
 
 
 DOCUMENT = {"type": "document", "source": {"type": "url", "url": "x"}}
@@ -218,6 +276,11 @@ DOCUMENT = {"type": "document", "source": {"type": "url", "url": "x"}}
         ({"tool_choice": {"type": "tool", "name": "fly"}, "tools": TOOLS}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"container": "c"}, "container"),
+        ({"thinking": {"type": "adaptive", "display": "loud"}}, "thinking.display"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "is_error": 1}]}]},
+            "messages.0.content.0.is_error",
+        ),
         ({"mcp_servers": []}, "mcp_servers"),
     ],
 )

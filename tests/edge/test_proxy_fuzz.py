@@ -17,7 +17,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.routing import Route
 
+from seamless_verl.proxy.app import make_app
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.parsing import TagParser
@@ -184,6 +186,19 @@ async def test_a_head_that_never_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPa
         handle = await proxy.open()
         answer = await proxy.post(handle, {"model": "m", "messages": [{"role": "user", "content": "hi"}]})
         assert answer.status_code == 200  # an answer that takes longer is no head
+
+
+async def test_every_route_is_described() -> None:
+    async with serving() as proxy:
+        described = (await proxy.http.get("/openapi.json")).json()["paths"]
+        routes = {
+            (route.path.replace(":path}", "}"), method.lower())
+            for route in make_app(proxy.deps).routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
+            if method != "HEAD"
+        }
+        assert {(path, method) for path, methods in described.items() for method in methods} == routes
 
 
 @pytest.mark.timeout(900)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seamless_verl.proxy.folder_sink import FolderSink
 from seamless_verl.proxy.images import BadImage
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
@@ -21,6 +22,7 @@ from tests.fakes import Served, serving
 from tests.pictures import picture, small_processor
 
 pytest.importorskip("PIL")
+ADMIN = {"authorization": "Bearer admin-key"}
 RED, BLUE, WIDE = picture((255, 0, 0)), picture((0, 0, 255)), picture((0, 255, 0), (200, 60))
 
 
@@ -295,6 +297,54 @@ async def test_pictures_survive_the_process_and_go_with_their_session(tmp_path: 
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT count(*) FROM images").fetchone() == (0,)
     db.close()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+async def test_pictures_are_recorded_beside_the_rows_and_a_late_close_has_them(tmp_path: Path, form: str) -> None:
+    """The answer to a close is lost, the process is started again, the close is repeated, and the journal is empty."""
+    journal, sink = SqliteJournal(tmp_path / "j.sqlite"), FolderSink(tmp_path, parquet=form == "parquet")
+    bodies = [_chat(_part(RED), _text("what?"), _part(BLUE), _part(RED)), _chat(_text("no picture")), _chat(_part(RED))]
+    async with serving(sees=True, journal=journal, sink=sink) as proxy:
+        handles = [await proxy.open() for _ in bodies]
+        for handle, body in zip(handles, bodies, strict=True):
+            assert (await proxy.post(handle, body)).status_code == 200
+        told = [await _closed(proxy, handle) for handle in handles]
+    await journal.close()
+    shown = [[RED, BLUE, RED], [], [RED]]
+    for result, files in zip(told, shown, strict=True):
+        (row,) = result["rows"]
+        assert [(tmp_path / "images" / digest).read_bytes() for digest in row.get("images", ())] == files
+    assert len(list((tmp_path / "images").iterdir())) == 2
+    journal = SqliteJournal(tmp_path / "j.sqlite")
+    async with serving(sees=True, journal=journal, sink=sink) as proxy:
+        journal.resume(proxy.deps.sessions)
+        assert [await _closed(proxy, handle) for handle in handles] == told
+        for file in (tmp_path / "images").iterdir():
+            file.unlink()
+        lost = await proxy.http.post(f"/sessions/{handles[2].id}/close", headers=ADMIN)
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "record_failed")
+    await journal.close()
+
+
+async def test_without_its_pictures_no_row_is_written(tmp_path: Path) -> None:
+    journal, sink = SqliteJournal(tmp_path / "j.sqlite"), FolderSink(tmp_path)
+    async with serving(sees=True, journal=journal, sink=sink) as proxy:
+        handle = await proxy.open()
+        assert (await proxy.post(handle, _chat(_part(RED)))).status_code == 200
+        (tmp_path / "images").rename(tmp_path / "away")
+        refused = await proxy.http.post(f"/sessions/{handle.id}/close", headers=ADMIN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "record_failed")
+        assert list((tmp_path / "rows").iterdir()) == []
+        (tmp_path / "away").rename(tmp_path / "images")
+        result = await _closed(proxy, handle)
+        assert [b64decode(text) for text in result["images"].values()] == [RED]
+    await journal.close()
+
+
+async def _closed(proxy: Served, handle: Any) -> Any:
+    answer = await proxy.http.post(f"/sessions/{handle.id}/close", headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 async def _ask(proxy: Served, handle: Any, messages: list[Any]) -> Any:

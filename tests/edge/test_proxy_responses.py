@@ -142,6 +142,8 @@ def test_items_become_messages() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "file_search"}, "tools": TOOLS}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text"),
+        ({"text": {"format": {"type": "text", "name": "x"}}}, "text"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "c"}, "conversation"),

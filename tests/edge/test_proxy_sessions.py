@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from typing import Any
 
 import pytest
 
 from seamless_verl.proxy.app import make_app
 from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
-from seamless_verl.proxy.sessions import SessionSpec
-from tests.fakes import serving
+from seamless_verl.proxy.replying import StreamTiming
+from seamless_verl.proxy.sessions import Session, SessionSpec
+from tests.fakes import Served, serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LONG = "one two three four five six seven eight nine ten"
@@ -40,6 +43,98 @@ async def test_what_one_answer_leaves_over_goes_to_the_next() -> None:
         assert len({answer.json()["id"] for answer in answers}) == 8
         num_tokens = len(proxy.engine.tokenizer.encode("ok", add_special_tokens=False)) + 1
         assert (await proxy.admin.view_session(handle.id))["generated_tokens"] == 8 * num_tokens
+
+
+def _held(proxy: Served) -> asyncio.Event:
+    """The engine answers once this is set."""
+    gate, generate = asyncio.Event(), proxy.engine.generate
+
+    async def held(request: Any) -> Any:
+        proxy.engine.started.set()
+        await gate.wait()
+        return await generate(request)
+
+    proxy.engine.generate = held  # type: ignore[method-assign]
+    return gate
+
+
+def _asked_for_budget(session: Session, times: int) -> asyncio.Event:
+    """Set once the session was asked that often, from now on."""
+    asked, reserve, calls = asyncio.Event(), session.reserve, itertools.count(1)
+
+    def counting(*args: Any, **options: Any) -> Any:
+        if next(calls) == times:
+            asked.set()
+        return reserve(*args, **options)
+
+    session.reserve = counting  # type: ignore[method-assign]
+    return asked
+
+
+async def test_samples_of_one_request_wait_for_the_budget_as_one_answer_does() -> None:
+    async with serving(lambda prompt: LONG) as proxy:
+        handle = await proxy.open(max_tokens=1000)
+        (session,) = proxy.deps.sessions
+        gate = _held(proxy)
+        first = asyncio.create_task(proxy.post(handle, _body(0)))  # asks for all there is
+        await proxy.engine.started.wait()
+        asked = _asked_for_budget(session, 3)
+        second = asyncio.create_task(proxy.post(handle, _body(1, n=3)))
+        await asked.wait()
+        gate.set()
+        assert [answer.status_code for answer in (await first, await second)] == [200, 200]
+        assert len(proxy.engine.requests) == 4
+        assert session.num_reserved == 0
+
+
+async def test_samples_that_the_budget_cannot_pay_for_are_refused_before_any_is_generated() -> None:
+    async with serving(lambda prompt: LONG) as proxy:
+        handle = await proxy.open(max_tokens=2)
+        refused = await proxy.post(handle, _body(0, n=3))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "token_budget_exhausted")
+        assert proxy.engine.requests == []
+        assert (await proxy.post(handle, _body(0, n=2))).json()["usage"]["completion_tokens"] == 2
+
+
+async def test_a_stream_that_waits_for_budget_is_kept_alive() -> None:
+    async with serving(lambda prompt: LONG, timing=StreamTiming(keep_alive_s=0.05)) as proxy:
+        handle = await proxy.open(max_tokens=1000)
+        gate = _held(proxy)
+        first = asyncio.create_task(proxy.post(handle, _body(0)))
+        await proxy.engine.started.wait()
+        auth = {"authorization": f"Bearer {handle.api_key}"}
+        body = _body(1, stream=True)
+        async with proxy.http.stream("POST", "/v1/chat/completions", json=body, headers=auth, timeout=5) as answer:
+            lines = answer.aiter_lines()
+            while await anext(lines) != ": keep-alive":
+                assert not first.done()
+            gate.set()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert (await first).status_code == 200
+
+
+async def test_a_sample_never_waits_for_tokens_that_its_sibling_holds() -> None:
+    """Long prompts are rendered in threads: one sample may be at the engine before the next asks for its tokens."""
+    async with serving(lambda prompt: LONG if "question" in prompt else "ok") as proxy:
+        handle = await proxy.open(max_tokens=40, deadline_s=10)
+        (session,) = proxy.deps.sessions
+        render, calls, late = proxy.deps.renderer.render_initial, itertools.count(), threading.Event()
+
+        def slow(*args: Any) -> Any:
+            if next(calls) == 1:
+                late.wait(20)
+            return render(*args)
+
+        proxy.deps.renderer.render_initial = slow  # type: ignore[method-assign, assignment]
+        long = {"model": "m", "messages": [{"role": "user", "content": "word " * 5000}], "n": 2}
+        pair = asyncio.create_task(proxy.post(handle, long))
+        await proxy.engine.started.wait()
+        asked = _asked_for_budget(session, 1)
+        other = asyncio.create_task(proxy.post(handle, _body(0)))
+        await asked.wait()
+        late.set()
+        assert [answer.status_code for answer in (await pair, await other)] == [200, 200]
+        assert session.num_reserved == 0
 
 
 async def test_a_request_that_fails_gives_its_share_back() -> None:

@@ -1,0 +1,94 @@
+"""The front of several shards in one process with one real shard behind it; only the engine is not real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from seamless_verl.proxy.address_book import AddressBook, prefix_of
+from seamless_verl.proxy.client import SessionHandle
+from seamless_verl.proxy.front import Front, make_front
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.server import ProxyServer
+from seamless_verl.proxy.sessions import SessionStore
+from tests.fakes import Served, serving
+
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@asynccontextmanager
+async def _fronted(**options: Any) -> AsyncIterator[tuple[Served, str]]:
+    async def add_shard() -> int:
+        raise AssertionError("nobody asked for one")
+
+    async with serving(sessions=SessionStore(prefix=prefix_of(0)), **options) as shard:
+        book = AddressBook(addresses={0: shard.server.base_url})
+        front = Front(book=lambda: book, admin_key="admin-key", limits=Limits(), add_shard=add_shard)
+        server = ProxyServer(make_front(front), drain_s=1.0)
+        try:
+            yield shard, await server.start()
+        finally:
+            await server.stop()
+            await front.close()
+
+
+def _agent(url: str, handle: SessionHandle) -> httpx.AsyncClient:
+    auth = {"authorization": f"Bearer {handle.api_key}"}
+    return httpx.AsyncClient(base_url=url, trust_env=False, headers=auth, timeout=30)
+
+
+async def _leave(http: httpx.AsyncClient, shard: Served) -> None:
+    """Ask, and hang up while the engine is at it."""
+    asking = asyncio.create_task(http.post("/v1/chat/completions", json=BODY))
+    await shard.engine.started.wait()
+    asking.cancel()
+    await asyncio.wait({asking})
+
+
+async def _cancelled(shard: Served) -> None:
+    """Returns once the engine was told that nobody waits."""
+    for _ in range(1000):
+        if shard.engine.num_cancelled:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the engine goes on for nobody")
+
+
+async def test_a_client_that_leaves_the_front_is_missed_by_the_shard() -> None:
+    async with _fronted(delay_s=60.0, limits=Limits(orphan_grace_s=0.1)) as (shard, url):
+        handle = await shard.open()
+        async with _agent(url, handle) as http:
+            await _leave(http, shard)
+            await _cancelled(shard)
+            shard.engine.delay_s = 0.0
+            assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 200
+        result = await shard.admin.close_session(handle.id)
+        assert (len(result.rows), result.audit.num_generations) == (1, 1)
+
+
+async def test_a_client_that_leaves_a_stream_in_the_middle_is_missed_too() -> None:
+    async with _fronted(streams=True, limits=Limits(orphan_grace_s=0.1)) as (shard, url):
+        shard.engine.permits = asyncio.Semaphore(1)
+        handle = await shard.open()
+        async with (
+            _agent(url, handle) as http,
+            http.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if "content" in line:
+                    break
+        await _cancelled(shard)
+        assert (await shard.admin.close_session(handle.id)).rows == ()
+
+
+async def test_a_request_that_is_repeated_through_the_front_joins_the_one_under_way() -> None:
+    async with _fronted(delay_s=1.0) as (shard, url):
+        handle = await shard.open()
+        async with _agent(url, handle) as http:
+            await _leave(http, shard)
+            assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 200
+        assert len(shard.engine.requests) == 1
