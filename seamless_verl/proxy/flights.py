@@ -24,6 +24,7 @@ from seamless_verl.proxy.calls import Answer, StreamHead, Token
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.trajectory.retries import Earlier
 
+_MAX_CONTINUED = 8  # their clients have them: who asks again wants another sample, or is very late
 _BYTES_PER_TOKEN = 150  # text, log-prob and the objects that hold them
 
 
@@ -104,7 +105,8 @@ class FlightBoard:
 
     Args:
         max_parallel: answers that the session may have in flight at once, so that it may have to give as many again.
-            Twice as many are kept of those that were delivered, and of those that may not have been.
+            Twice as many are kept of those that were delivered, and of those that may not have been; few of those
+            that a later request went on from.
     """
 
     def __init__(self, max_parallel: int) -> None:
@@ -143,8 +145,10 @@ class FlightBoard:
         continued, delivered, unknown = self._answers.values()
         if len(unknown) > self._max_each:
             unknown.popitem(last=False)
-        if len(continued) + len(delivered) > self._max_each:
-            (continued or delivered).popitem(last=False)
+        if len(delivered) > self._max_each:
+            delivered.popitem(last=False)
+        if len(continued) > _MAX_CONTINUED:
+            continued.popitem(last=False)
 
     def continued(self, answer_id: str) -> None:
         """A request goes on from this answer, so it was delivered, whatever a restart had left open."""

@@ -91,9 +91,9 @@ class TokenizerRenderer:
         found = stop_token_ids if stop_token_ids is not None else ([] if eos is None else [eos])
         self._stop_token_ids = frozenset(int(token) for token in found)
         # Attempts at the same task begin with the same prompt, so one of a group pays for all.
-        self._prompts = TextCache(self._encode_prompt, factor=6, max_bytes=64 << 20)
-        self._closings = TextCache(self._plain_closing, factor=1, max_bytes=16 << 20)
-        self._tools = TextCache(_template_tools, factor=8, max_bytes=32 << 20)
+        self._prompts = TextCache(self._encode_prompt, factor=6, max_bytes=16 << 20)
+        self._closings = TextCache(self._plain_closing, factor=1, max_bytes=1 << 20)
+        self._tools = TextCache(_template_tools, factor=8, max_bytes=8 << 20)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
