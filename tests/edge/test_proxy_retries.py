@@ -106,3 +106,6 @@ def test_answers_that_may_be_asked_for_again_outlast_those_that_went_on() -> Non
         board.record(_served(f"later{number}"), Arrival.DELIVERED)
     assert left("given", 12) == list(range(4, 12))
     assert left("later", 8) == list(range(8))
+    board.continued("lost19")  # it was not lost
+    assert board.earlier(b"lost19") is Earlier.DELIVERED
+    assert board.unknown() == {b"lost%d" % number for number in range(4, 19)}
