@@ -41,6 +41,11 @@ class PromptTexts:
             self.num_bytes -= _size(*oldest)
         return b"[", text, b"]"
 
+    def forget(self, session_id: str) -> None:
+        """The session has ended."""
+        if (known := self._known.pop(session_id, None)) is not None:
+            self.num_bytes -= _size(*known)
+
 
 def _items(ids: array[int]) -> bytes:
     return msgspec.json.encode(ids.tolist())[1:-1]

@@ -17,7 +17,7 @@ import asyncio
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
@@ -206,10 +206,14 @@ class SessionStore:
 
     One that was closed is found until its rows are handed over. After that it leaves its id and key digest behind (the
     last `NUM_TOMBSTONES` do), so that late agents are told what happened instead of being taken for strangers.
+
+    Args:
+        on_drop: told of the id of every session that has ended.
     """
 
-    def __init__(self, *, prefix: str = "") -> None:
+    def __init__(self, *, prefix: str = "", on_drop: Callable[[str], None] = lambda session_id: None) -> None:
         self._prefix = prefix
+        self._on_drop = on_drop
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._gone: OrderedDict[bytes, str] = OrderedDict()
@@ -272,6 +276,7 @@ class SessionStore:
             return
         del self._by_key[session.key_digest]
         self.bury(session.id, session.key_digest)
+        self._on_drop(session.id)
 
 
 def key_digest(api_key: str) -> bytes:

@@ -159,7 +159,8 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     continues = await engine.continues_grammars(renderer.decode)
     if served.max_model_len is not None:
         limits = replace(limits, max_model_len=min(limits.max_model_len, served.max_model_len))
-    sessions, journal, sink = SessionStore(prefix=config.prefix), _journal(config), _sink(config)
+    sessions = SessionStore(prefix=config.prefix, on_drop=engine.forget)
+    journal, sink = _journal(config), _sink(config)
     counters = Counters()
     if isinstance(journal, SqliteJournal):
         journal.resume(sessions)

@@ -88,6 +88,10 @@ class VllmHttpEngine:
         self._encoder = msgspec.json.Encoder()
         self._prompts = PromptTexts()
 
+    def forget(self, session_id: str) -> None:
+        """A session has ended; no further prompt goes on from its last."""
+        self._prompts.forget(session_id)
+
     def stamp(self, version: int) -> None:
         """From now on, requests that are sent get answers under this weight version."""
         self._version = version

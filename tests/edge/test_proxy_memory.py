@@ -20,6 +20,7 @@ from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.requests import read_body
+from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.text_cache import TextCache
 from tests.fakes import Served, serving, small_tokenizer, user
@@ -217,3 +218,13 @@ async def test_a_session_that_is_deleted_under_a_request_does_not_come_back() ->
         await proxy.admin.delete_session(handle.id)
         assert (await waiting).status_code == 409
         assert proxy.deps.counters.resident_bytes == 0
+
+
+async def test_whoever_keeps_something_of_a_session_is_told_when_it_has_ended() -> None:
+    ended: list[str] = []
+    async with serving(sessions=SessionStore(on_drop=ended.append)) as proxy:
+        closed, deleted = await proxy.open(), await proxy.open()
+        await proxy.post(closed, CHAT)
+        await proxy.admin.close_session(closed.id)
+        await proxy.admin.delete_session(deleted.id)
+        assert ended == [closed.id, deleted.id]

@@ -36,3 +36,15 @@ def test_only_what_is_new_is_written(monkeypatch) -> None:
     for path in (begun, begun.then(array("i", range(10))), begun.then(array("i", range(10)))):
         texts.encode("s", path)
     assert written == [1000, 10]
+
+
+def test_a_session_that_has_ended_takes_no_memory() -> None:
+    texts = PromptTexts()
+    for session in ("a", "b"):
+        texts.encode(session, TokenPath.of(range(100)))
+    texts.forget("a")
+    texts.forget("unknown")
+    one = texts.num_bytes
+    texts.forget("b")
+    assert (one > 0, texts.num_bytes) == (True, 0)
+    assert json.loads(b"".join(texts.encode("a", TokenPath.of(range(3))))) == [0, 1, 2]
