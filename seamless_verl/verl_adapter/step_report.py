@@ -52,8 +52,9 @@ def rows_to_compare(batch: KVBatchMeta, current_version: int, ranks: int) -> KVB
     wanted = ranks * share
     found, count = len(on_policy), min(wanted, len(on_policy))
     chosen = [on_policy[(current_version + row * found // count) % found] for row in range(count)]
-    others = [key for key in batch.keys if key not in set(chosen)]
-    sample = batch.select_keys(chosen + others[: wanted - len(chosen)])
+    taken = set(chosen)
+    others = [key for key in batch.keys if key not in taken]
+    sample = batch.select_keys(chosen + others[: wanted - count])
     # verl 0.9.1: engine/utils.py:125 refuses a share that is no multiple of the configured micro-batch.
     sample.extra_info["micro_batch_size_per_gpu"] = share
     return sample
