@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -26,6 +27,7 @@ import msgspec
 from seamless_verl.proxy.http_pool import HttpPool
 
 Child = contextlib.AbstractContextManager[subprocess.Popen[bytes]]
+_PR_SET_PDEATHSIG = 1
 TURNS = 8
 FIRST_BYTES, NEXT_BYTES = 6_800, 1_100
 _TEMPLATE = (
@@ -70,11 +72,16 @@ def free_port() -> int:
 def process(
     command: Sequence[str], *, core: int | None, log: Path, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A child on one core, ended with the block."""
+    """A child on one core, ended with the block, or with this process, however that ends."""
     pinned = ["taskset", "-c", str(core), *command] if core is not None else list(command)
     with log.open("ab") as out:
         child = subprocess.Popen(
-            pinned, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
+            pinned,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         try:
             yield child
@@ -86,6 +93,10 @@ def process(
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def until_up(url: str, path: str = "/healthz", *, timeout_s: float = 90.0) -> None:

@@ -51,7 +51,7 @@ from seamless_verl.proxy.openapi import describe
 from seamless_verl.proxy.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.rendering import Codec
 from seamless_verl.proxy.replying import Reply, Running, StreamTiming
-from seamless_verl.proxy.requests import api_key_of, encoded, read_body, retry_count_of
+from seamless_verl.proxy.requests import api_key_of, encoded, retry_count_of
 from seamless_verl.proxy.residency import Residency
 from seamless_verl.proxy.responses import parse_responses
 from seamless_verl.proxy.sessions import Session, SessionStore, key_digest
@@ -204,7 +204,8 @@ class Proxy:
 
     async def _body(self, model: type[_Body], request: Request) -> _Body:
         """A control body; none at all stands for one without fields."""
-        return validated(model, await read_body(request, self._deps.limits) or b"{}")
+        async with self._intake.held(request) as body:
+            return validated(model, body or b"{}")
 
     async def _with_images(self, session: Session, call: Call) -> Call:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
-import gc
 import sys
 import time
 from collections.abc import Callable
@@ -104,14 +103,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_alone(options: argparse.Namespace) -> int:
+    from seamless_verl.proxy.server import search_garbage_rarely
     from seamless_verl.proxy.standalone import Ready, serve, stopped_by_signal
 
     key_file = _admin_key_file(options)
     config = _config(options, key_file)
 
     def ready(state: Ready) -> None:
-        gc.collect()
-        gc.freeze()  # what was imported stays; looking at it again takes tens of milliseconds at a time
+        search_garbage_rarely()
         where = f"recording to {config.record}" if config.record else "recording nothing (no --record)"
         found = f", {state.found} sessions found there" if state.found else ""
         blind = f"; no pictures: {state.blind}" if state.blind else ""

@@ -26,8 +26,9 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.address_book import AddressBook
 from seamless_verl.proxy.errors import ApiError
 from seamless_verl.proxy.flights import ClientGone
+from seamless_verl.proxy.intake import BodyIntake
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.requests import api_key_of, client_left, encoded, read_body
+from seamless_verl.proxy.requests import api_key_of, client_left, encoded
 from seamless_verl.proxy.sessions import same_key
 
 _SAMPLE = re.compile(rb"^(\w+)(?:\{(.*)\})? (.*)$")
@@ -54,7 +55,7 @@ class Front:
     ) -> None:
         self._book = book
         self._admin_key = admin_key
-        self._limits = limits
+        self._intake = BodyIntake(limits)
         self._add_shard = add_shard
         self._client = httpx.AsyncClient(trust_env=False, timeout=None, limits=httpx.Limits(max_connections=None))
 
@@ -124,8 +125,11 @@ class Front:
         return {shard: answer for (shard, _), answer in zip(shards, answers, strict=True)}
 
     async def _pass_on(self, request: Request, shard: int) -> Response:
+        async with self._intake.held(request) as body:  # until the shard answers
+            return await self._send_on(request, shard, body)
+
+    async def _send_on(self, request: Request, shard: int, body: bytes) -> Response:
         address = self._book().addresses[shard]
-        body = await read_body(request, self._limits)
         headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_PASSED]
         # The shard tells openers its own address under the name by which they reached this machine.
         headers.append(("host", f"{request.url.hostname or '127.0.0.1'}:{urlsplit(address).port}"))

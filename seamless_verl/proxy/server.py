@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,6 +20,16 @@ from seamless_verl.errors import ConfigError
 
 _HEAD_S = 20.0
 _BACKLOG = 2048  # as uvicorn's
+# Python looks for cycles after 700 new objects. A request of 1,000 messages makes 2,000, freed without any search.
+_GC_AFTER = 50_000
+
+
+def search_garbage_rarely() -> None:
+    """For a process that does nothing but serve, once all is imported: searching what stays takes tens of milliseconds,
+    and searching the messages of one long request a tenth of its time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_AFTER)
 
 
 class _Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -23,7 +23,7 @@ from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.parsing import AnswerParser
 from seamless_verl.proxy.remote_engine import RemoteEngine
 from seamless_verl.proxy.rendering import TokenizerRenderer
-from seamless_verl.proxy.server import ProxyServer
+from seamless_verl.proxy.server import ProxyServer, search_garbage_rarely
 from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.vision import ProcessorReader
@@ -126,6 +126,7 @@ class ProxyActor:
         deps.counters.num_sessions = len(sessions)
         server = ProxyServer(make_app(deps), listener=listener)
         await server.start()
+        search_garbage_rarely()
         await engine.ended()
         await server.stop()
         await journal.close()

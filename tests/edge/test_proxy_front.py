@@ -21,13 +21,13 @@ BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 
 @asynccontextmanager
-async def _fronted(**options: Any) -> AsyncIterator[tuple[Served, str]]:
+async def _fronted(front_limits: Limits | None = None, **options: Any) -> AsyncIterator[tuple[Served, str]]:
     async def add_shard() -> int:
         raise AssertionError("nobody asked for one")
 
     async with serving(sessions=SessionStore(prefix=prefix_of(0)), **options) as shard:
         book = AddressBook(addresses={0: shard.server.base_url})
-        front = Front(book=lambda: book, admin_key="admin-key", limits=Limits(), add_shard=add_shard)
+        front = Front(book=lambda: book, admin_key="admin-key", limits=front_limits or Limits(), add_shard=add_shard)
         server = ProxyServer(make_front(front), drain_s=1.0)
         try:
             yield shard, await server.start()
@@ -92,3 +92,29 @@ async def test_a_request_that_is_repeated_through_the_front_joins_the_one_under_
             await _leave(http, shard)
             assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 200
         assert len(shard.engine.requests) == 1
+
+
+async def test_the_front_holds_no_more_bodies_than_allowed() -> None:
+    long = {"model": "m", "messages": [{"role": "user", "content": "x " * 10_000}]}
+    async with _fronted(Limits(max_arriving_bytes=30_000), delay_s=60.0) as (shard, url):
+        handle = await shard.open()
+        async with _agent(url, handle) as http:
+            first = asyncio.create_task(http.post("/v1/chat/completions", json=long))
+            await shard.engine.started.wait()
+            refused = await http.post("/v1/chat/completions", json={**long, "seed": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+            assert refused.headers["retry-after"]
+            shard.engine.delay_s = 0.0
+            assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 200
+            first.cancel()
+            await asyncio.wait({first})
+            await _until_accepted(http, long)
+
+
+async def _until_accepted(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    """Returns once the front has noticed that the first client left."""
+    for _ in range(1000):
+        if (await http.post("/v1/chat/completions", json={**body, "seed": 2})).status_code == 200:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the bytes of a client that left count for ever")

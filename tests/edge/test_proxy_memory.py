@@ -110,6 +110,7 @@ async def test_all_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.
     monkeypatch.setattr(intake, "read_body", told)
     async with serving(limits=Limits(max_arriving_bytes=50_000)) as proxy:
         handles = [await proxy.open() for _ in range(4)]
+        taken.clear()
         slow = Slow(proxy)
         for handle in handles[:2]:
             await slow.send(handle, 20_000, "/v1/chat/completions")
