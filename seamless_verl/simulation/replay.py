@@ -122,7 +122,7 @@ def from_recording(
     pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=lends)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
     added = _all(recording, flight.SliceAdded)
-    bound_to_train = sorted({one.pool for one in added if one.capabilities == ("train",)} if not lends else ())
+    bound = sorted({one.pool for one in added if one.capabilities == ("train",)} if not lends else ())
     costs, seen, awaits_load = _switch_costs(recording)
     scenario = Scenario(
         system=system,
@@ -140,16 +140,27 @@ def from_recording(
         warm=warm,
         oldest_first=oldest_first,
     )
-    told = "" if work.exact else " (estimated: no scheduler was told whose they are)"
-    notes = (
-        f"{len(requests)} requests, groups of {attempts}{told}, {batch} groups per step",
+    estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
+    lendable = (f"{pool} could only train in the recording; a policy that lends may lend it here" for pool in bound)
+    return Recorded(scenario=scenario, step_s=step_s, notes=(*estimated, *lendable))
+
+
+def _notes(scenario: Scenario, num_requests: int, *, exact: bool, seen: bool) -> tuple[str, ...]:
+    """What was read off a recording.
+
+    Args:
+        exact: it says whose every request is.
+        seen: it holds switches, so that their costs are known.
+    """
+    told = "" if exact else " (estimated: no scheduler was told whose they are)"
+    costs = scenario.costs
+    return (
+        f"{num_requests} requests, groups of {scenario.attempts}{told}, {scenario.batch} groups per step",
         f"training {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per token",
         f"weights are pushed in {costs.push:.2f} s and loaded in {costs.load:.2f} s",
         f"a switch costs {costs.wake:.2f} + {costs.drain:.2f} s, "
         + ("as seen" if seen else "assumed from the load (--set costs.wake=… to say better)"),
-        *(f"{name} could only train in the recording; a policy that lends may lend it here" for name in bound_to_train),
     )
-    return Recorded(scenario=scenario, step_s=step_s, notes=notes)
 
 
 def _all(recording: Recording, kind: type[_Event]) -> list[_Event]:
