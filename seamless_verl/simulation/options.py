@@ -14,7 +14,7 @@ import yaml
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, scenario
+from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, engine, scenario
 from seamless_verl.simulation.regimes import LIVE_POLICIES
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, divisor
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
@@ -36,9 +36,12 @@ _SIMPLE = {
 _LEAST = {"eta": 0, "batch": 1, "mini_batch": 1, "attempts": 1, "steps": 1, "seed": 0}
 _SHARES = ("shared", "long_share")
 _MAY_BE_ZERO = ("prompt", "observation", "answer_sigma", "tool_sigma")
+_SIZES = (1, 2, 4, 8)
 _NESTED = {"costs": SwitchCosts, "noise": Noise}
+_SLICE_SIZE = "rollout.tensor_model_parallel_size"
 KEYS = (
     *_SIMPLE,
+    _SLICE_SIZE,
     "resources",
     "workload",
     "train.gpu_s_per_token",
@@ -69,9 +72,12 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
         key, sign, text = assignment.partition("=")
         if not sign:
             raise ConfigError("--set", assignment, "is no assignment", "write key=value, e.g. staleness.eta=2")
-        pairs.append((key.removeprefix("seamless."), text))
+        pairs.append((key.removeprefix("seamless.").removeprefix("actor_rollout_ref."), text))
+    for text in (text for key, text in pairs if key == _SLICE_SIZE):  # before the slices are declared
+        base = _resized(base, text)
     for key, text in sorted(pairs, key=lambda pair: pair[0] != "resources"):  # others change what these declare
-        _assign(base, changes, key, text)
+        if key != _SLICE_SIZE:
+            _assign(base, changes, key, text)
     if "steps" in changes and base.warm >= changes["steps"]:
         changes["warm"] = max(0, changes["steps"] // 4)
     if "batch" in changes and "mini_batch" not in changes:
@@ -106,6 +112,29 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
     else:
         near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(key, text, "unknown key", f"write {near}; all: {', '.join(KEYS)}")
+
+
+def _resized(base: Scenario, text: str) -> Scenario:
+    """The same GPUs in slices of another size."""
+    size = _read(_SLICE_SIZE, text, int)
+    if size not in _SIZES:
+        raise ConfigError(_SLICE_SIZE, text, "is no size of a slice within a node", f"write one of {_told(_SIZES)}")
+    if any(pool.engine != engine(CALIBRATED, pool.gpus) for pool in base.pools):
+        problem = "a recording shows one size only, and what another would cost is known for presets"
+        raise ConfigError(_SLICE_SIZE, text, problem, "leave it out, or start from --preset")
+    pools = []
+    for pool in base.pools:
+        if pool.slices * pool.gpus % size:
+            fits = [fit for fit in _SIZES if pool.slices * pool.gpus % fit == 0]
+            problem = f"does not divide the {pool.slices * pool.gpus} GPUs of {pool.name}"
+            raise ConfigError(_SLICE_SIZE, text, problem, f"write one of {_told(fits)}")
+        slices = pool.slices * pool.gpus // size
+        pools.append(replace(pool, slices=slices, gpus=size, engine=engine(CALIBRATED, size)))
+    return replace(base, pools=tuple(pools))
+
+
+def _told(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _read(key: str, text: str, kind: type) -> Any:

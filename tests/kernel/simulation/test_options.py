@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import pytest
+
+from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.options import apply, preset
 from seamless_verl.simulation.scenario import Pool
 from seamless_verl.simulation.search import candidates
@@ -47,3 +50,46 @@ def test_declared_pools_are_as_fast_as_those_of_their_name_or_role() -> None:
 def test_a_batch_of_another_size_keeps_mini_batches_that_divide_it() -> None:
     base = scenario("predictive", batch=16, mini_batch=4)
     assert [apply(base, [f"data.train_batch_size={n}"]).mini_batch for n in (32, 16, 9, 10, 7, 2)] == [8, 4, 1, 2, 1, 1]
+
+
+_SIZE = "rollout.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_slices_of_another_size_share_what_is_read_and_computed(size: int) -> None:
+    base = preset("separate_async")
+    resized = apply(base, [f"actor_rollout_ref.{_SIZE}={size}"])
+    assert resized.gpus == base.gpus
+    assert [pool.slices * size for pool in resized.pools] == [pool.slices * 4 for pool in base.pools]
+    before, after = base.pools[0].engine, resized.pools[0].engine
+    assert after.prefill_s_per_token * size == pytest.approx(before.prefill_s_per_token * 4)
+    assert after.decode.per_request_s * size == pytest.approx(before.decode.per_request_s * 4)
+    # Two KV heads: from two devices on, each of them keeps one head of every token.
+    assert after.decode.attention_per_token_s == pytest.approx(before.decode.attention_per_token_s)
+    # A step is shorter on more devices, but not by as much: launches and all-reduces stay.
+    ratio = after.decode.step_s(64, 64_000) / before.decode.step_s(64, 64_000)
+    assert min(1.0, 4 / size) < ratio < max(1.0, 4 / size)
+
+
+def test_declared_pools_are_cut_into_slices_of_the_size_asked_for() -> None:
+    pools = "resources=[{name: all, nodes: 1, gpus_per_node: 8, capabilities: [train, rollout]}]"
+    [pool] = apply(preset("separate_async"), ["scheduler.policy=colocated", pools, f"{_SIZE}=2"]).pools
+    assert (pool.slices, pool.gpus) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("preset_name", "assignments", "told"),
+    [
+        ("separate_async", [f"{_SIZE}=1"], "write rollout.tensor_model_parallel_size=2"),
+        ("separate_async", [f"{_SIZE}=3"], "write one of 1, 2, 4, 8"),
+        ("separate_async", [f"{_SIZE}=two"], "write e.g. rollout.tensor_model_parallel_size=2"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(preset_name: str, assignments: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        apply(preset(preset_name), assignments)
+
+
+def test_a_recording_shows_one_size_only() -> None:
+    with pytest.raises(ConfigError, match="start from --preset"):
+        apply(scenario("predictive"), [f"{_SIZE}=2"])
