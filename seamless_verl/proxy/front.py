@@ -134,8 +134,13 @@ class Front:
         # The shard tells openers its own address under the name by which they reached this machine.
         headers.append(("host", f"{request.url.hostname or '127.0.0.1'}:{urlsplit(address).port}"))
         query = f"?{request.url.query}" if request.url.query else ""
+        if body:
+            headers.append(("content-length", str(len(body))))
         onward = self._client.build_request(
-            request.method, f"{address}{request.url.path}{query}", headers=headers, content=body
+            request.method,
+            f"{address}{request.url.path}{query}",
+            headers=headers,
+            content=_once(body) if body else None,
         )
         try:
             answer = await _while_client_waits(request, self._client.send(onward, stream=True))
@@ -152,6 +157,11 @@ class Front:
 
         kept = {name: value for name, value in answer.headers.items() if name not in _NOT_PASSED}
         return StreamingResponse(content(), status_code=answer.status_code, headers=kept)
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    """A body that is let go of when it has been sent; httpx keeps one that it is given until the answer has ended."""
+    yield body
 
 
 async def _while_client_waits(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:

@@ -276,6 +276,7 @@ class SessionStore:
             return
         del self._by_key[session.key_digest]
         self.bury(session.id, session.key_digest)
+        session.tree.dissolve()
         self._on_drop(session.id)
 
 

@@ -128,6 +128,15 @@ class SessionTree:
         """Tokens that the tree keeps in memory."""
         return self._num_stored_tokens
 
+    def dissolve(self) -> None:
+        """Let the segments go one by one: they know each other both ways, so that all of a session that is over would
+        wait for the garbage collector."""
+        segments = [self.root]
+        while segments:
+            segment = segments.pop()
+            segments += segment.children
+            segment.children.clear()
+
     def has(self, generation_id: str) -> bool:
         """Whether an answer was committed."""
         return generation_id in self._by_generation

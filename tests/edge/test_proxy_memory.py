@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from seamless_verl.proxy.requests import read_body
 from seamless_verl.proxy.sessions import SessionStore
 from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.text_cache import TextCache
+from seamless_verl.trajectory.segments import Segment
 from tests.fakes import Served, serving, small_tokenizer, user
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -229,3 +231,29 @@ async def test_whoever_keeps_something_of_a_session_is_told_when_it_has_ended() 
         await proxy.admin.close_session(closed.id)
         await proxy.admin.delete_session(deleted.id)
         assert ended == [closed.id, deleted.id]
+
+
+@pytest.fixture
+def _no_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _num_segments() -> int:
+    return sum(type(one) is Segment for one in gc.get_objects())  # isinstance would wake lazy modules
+
+
+@pytest.mark.usefixtures("_no_garbage_collector")
+async def test_a_session_that_is_over_does_not_wait_for_the_garbage_collector() -> None:
+    before = _num_segments()
+    async with serving() as proxy:
+        for end in (proxy.admin.close_session, proxy.admin.delete_session):
+            handle = await proxy.open()
+            for text in ("a", "b"):
+                answer = await proxy.post(handle, {"model": "m", "messages": [{"role": "user", "content": text}]})
+                assert answer.status_code == 200
+            assert _num_segments() >= before + 4
+            await end(handle.id)
+            await _until(lambda: _num_segments() <= before)
