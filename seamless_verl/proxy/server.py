@@ -20,6 +20,9 @@ from seamless_verl.errors import ConfigError
 
 _HEAD_S = 20.0
 _BACKLOG = 2048  # as uvicorn's
+# uvloop takes one connection per listening socket and turn of its loop (libuv since 1.45). Of a thousand agents that
+# begin at once, the last would wait for a thousand turns in which all the others are served: 47 s instead of 2.
+_LISTENERS = 64
 # Python looks for cycles after 700 new objects. A request of 1,000 messages makes 2,000, freed without any search.
 _GC_AFTER = 50_000
 
@@ -130,7 +133,8 @@ class ProxyServer:
             timeout_graceful_shutdown=max(1, round(self._drain_s)),
         )
         self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        listeners = [self._socket, *(self._socket.dup() for _ in range(_LISTENERS - 1))]
+        self._task = asyncio.create_task(self._server.serve(sockets=listeners))
         while not self._server.started:
             if self._task.done():
                 await self._task

@@ -173,7 +173,7 @@ class SqliteJournal:
             problem: JournalFailed | None = None
             try:
                 await loop.run_in_executor(self._thread, _transact, self._db, statements)
-            except sqlite3.Error as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, all of the group wait for an answer
                 problem = JournalFailed(f"{type(error).__name__}: {error}")
             for _, done in group:
                 if done.done():

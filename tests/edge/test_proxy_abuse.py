@@ -392,3 +392,30 @@ async def test_a_taken_port_is_named() -> None:
             await ProxyServer(proxy.server._app, port=port).start()
         await proxy.server.stop()
         await proxy.server.stop()
+
+
+async def _answers_of_the_first_when_the_last_gets_one(num_clients: int) -> int:
+    """Clients that begin at once and ask again and again."""
+    answers = [0] * num_clients
+    all_served = asyncio.Event()
+
+    async def client(number: int, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while not all_served.is_set():
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+            answers[number] += 1
+            if min(answers):
+                all_served.set()
+        writer.close()
+
+    async with serving() as proxy:
+        port = int(proxy.server.base_url.rsplit(":", 1)[1])
+        await asyncio.gather(*(client(number, port) for number in range(num_clients)))
+    return max(answers)
+
+
+def test_agents_that_begin_at_once_are_all_served() -> None:
+    uvloop = pytest.importorskip("uvloop", reason="comes with vLLM; asyncio's own loop takes all connections at once")
+    assert uvloop.run(_answers_of_the_first_when_the_last_gets_one(300)) < 30
