@@ -103,9 +103,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_alone(options: argparse.Namespace) -> int:
-    from seamless_verl.proxy.server import search_garbage_rarely
+    from seamless_verl.proxy.server import keep_one_heap, search_garbage_rarely
     from seamless_verl.proxy.standalone import Ready, serve, stopped_by_signal
 
+    keep_one_heap()
     key_file = _admin_key_file(options)
     config = _config(options, key_file)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import socket
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,14 @@ _BACKLOG = 2048  # as uvicorn's
 _LISTENERS = 64
 # Python looks for cycles after 700 new objects. A request of 1,000 messages makes 2,000, freed without any search.
 _GC_AFTER = 50_000
+_M_ARENA_MAX = -8
+
+
+def keep_one_heap() -> None:
+    """For a process that does nothing but serve, before it has threads: glibc gives each of them a heap of its own, and
+    what one frees stays with it (10 MiB more, and twice the growth from 10,000 to 50,000 turns)."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def search_garbage_rarely() -> None:
