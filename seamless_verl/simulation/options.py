@@ -36,7 +36,7 @@ _SIMPLE = {
 _LEAST = {"eta": 0, "batch": 1, "mini_batch": 1, "attempts": 1, "steps": 1, "seed": 0}
 _SHARES = ("shared", "long_share")
 _MAY_BE_ZERO = ("prompt", "observation", "answer_sigma", "tool_sigma")
-_SIZES = (1, 2, 4, 8)
+_SIZES = (2, 4, 8)  # of a preset's model, whose weights do not fit into one GPU; a node has eight
 _NESTED = {"costs": SwitchCosts, "noise": Noise}
 _SLICE_SIZE = "rollout.tensor_model_parallel_size"
 KEYS = (
@@ -118,8 +118,8 @@ def _resized(base: Scenario, text: str) -> Scenario:
     """The same GPUs in slices of another size."""
     size = _read(_SLICE_SIZE, text, int)
     if size not in _SIZES:
-        raise ConfigError(_SLICE_SIZE, text, "is no size of a slice within a node", f"write one of {_told(_SIZES)}")
-    if any(pool.engine != engine(CALIBRATED, pool.gpus) for pool in base.pools):
+        raise ConfigError(_SLICE_SIZE, text, "is no size that a slice can have", f"write one of {_told(_SIZES)}")
+    if any(pool.engine != engine(CALIBRATED) for pool in base.pools):
         problem = "a recording shows one size only, and what another would cost is known for presets"
         raise ConfigError(_SLICE_SIZE, text, problem, "leave it out, or start from --preset")
     pools = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.slices import Hardware
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.loop import TrainPhysics
@@ -157,13 +156,10 @@ def attention_efficiencies() -> dict[str, float]:
 
 
 def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhysics:
-    """H100 with vLLM and Qwen3.5-35B-A3B, as many as ``tensor_parallel``.
+    """So many H100 with vLLM and Qwen3.5-35B-A3B; at least two, since one has no room for the weights.
 
     Only four were measured. With another number, what is read and computed is shared by that many; what the decode
     factor adds to reading (launches, all-reduces) stays as it was, which is assumed.
-
-    Raises:
-        ConfigError: the weights leave no room for a cache.
     """
     published = PUBLISHED["30b-a3b-tp1"]
     bandwidth, flops = tensor_parallel * _H100.bandwidth, tensor_parallel * _H100.flops
@@ -173,12 +169,6 @@ def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhy
     # Two KV heads on four devices: each device keeps one, so the cache is there twice.
     kv_bytes = _KV_BYTES * max(1.0, tensor_parallel / _KV_HEADS)
     per_request = published.per_request_s * _H20.flops / flops + _STATE_BYTES / bandwidth
-    kv_tokens = int((0.85 * tensor_parallel * _H100.memory - _WEIGHTS) / kv_bytes)
-    if kv_tokens <= 0:
-        key = "rollout.tensor_model_parallel_size"
-        raise ConfigError(
-            key, tensor_parallel, "the weights alone are larger than the memory", f"write {key}=2 or more"
-        )
     return EnginePhysics(
         decode=DecodeCost(
             floor_s=published.floor_s * weights,
@@ -190,7 +180,7 @@ def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhy
             attention_per_token_s=kv_bytes / bandwidth / fitted.attention,
         ),
         prefill_s_per_token=2 * _ACTIVE_PARAMETERS / (_PREFILL_UTILISATION * flops),
-        kv_tokens=kv_tokens,
+        kv_tokens=int((0.85 * tensor_parallel * _H100.memory - _WEIGHTS) / kv_bytes),
     )
 
 
