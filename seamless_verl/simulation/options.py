@@ -119,7 +119,7 @@ def _resized(base: Scenario, text: str) -> Scenario:
     size = _read(_SLICE_SIZE, text, int)
     if size not in _SIZES:
         raise ConfigError(_SLICE_SIZE, text, "is no size that a slice can have", f"write one of {_told(_SIZES)}")
-    if any(pool.engine != engine(CALIBRATED) for pool in base.pools):
+    if any(pool.engine != engine(CALIBRATED, pool.gpus) for pool in base.pools):
         problem = "a recording shows one size only, and what another would cost is known for presets"
         raise ConfigError(_SLICE_SIZE, text, problem, "leave it out, or start from --preset")
     pools = []

@@ -83,6 +83,14 @@ def test_sizes_that_cannot_be_are_refused(size: str, told: str) -> None:
         apply(preset("separate_async"), [f"{_SIZE}={size}"])
 
 
-def test_a_recording_shows_one_size_only() -> None:
+def test_of_two_sizes_the_last_one_counts() -> None:
+    twice = apply(preset("separate_async"), [f"{_SIZE}=2", f"{_SIZE}=8"])
+    assert twice == apply(preset("separate_async"), [f"{_SIZE}=8"])
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_recording_shows_one_size_only(gpus: int) -> None:
+    recorded = scenario("predictive")
+    recorded = replace(recorded, pools=tuple(replace(pool, gpus=gpus) for pool in recorded.pools))
     with pytest.raises(ConfigError, match="start from --preset"):
-        apply(scenario("predictive"), [f"{_SIZE}=2"])
+        apply(recorded, [f"{_SIZE}=2"])
