@@ -9,7 +9,8 @@ lent slice without a request counts as idle, too.
 policy loses by them, and that it stops lending where a switch costs more than it brings. ``--layers 8`` makes the model
 four times as deep: with the recipe's two layers much of both cores goes to everything around the engines, and a
 trainer's idle core is not idle. A whole measurement takes half an hour; ``--resume FILE --minutes 8`` takes it in
-pieces.
+pieces. ``--keep FOLDER`` keeps the folders of the runs, which
+``benchmarks.live_order`` replays.
 """
 
 from __future__ import annotations
@@ -96,16 +97,26 @@ class Measured:
 
 
 def run(
-    system: str, work: Path, lengths: str, steps: int, switch_cost_s: float, seed: int, model: Path | None
+    system: str,
+    work: Path,
+    lengths: str,
+    steps: int,
+    switch_cost_s: float,
+    seed: int,
+    model: Path | None,
+    keep: Path | None,
 ) -> Measured:
     """Start it as a user would, and read what it leaves.
+
+    Args:
+        keep: folder under which the run's own is kept, named by system and round.
 
     Raises:
         RuntimeError: it did not end well.
     """
     overrides, cores = SYSTEMS[system]
     with tempfile.TemporaryDirectory(prefix="mux-") as temporary:
-        folder = Path(temporary) / "run"
+        folder = Path(temporary) / "run" if keep is None else keep / f"{system.replace(' ', '-')}-{seed + 1}"
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -232,6 +243,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="of the model (the recipe's has 2)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument(
+        "--keep", type=lambda path: Path(path).resolve(), metavar="FOLDER", help="keep the runs' folders"
+    )
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
 
 
@@ -252,7 +266,9 @@ def main() -> int:
                     continue
                 if taken.out_of_time:
                     return taken.pause()
-                measured = run(system, work, options.lengths, options.steps, options.switch_cost, repeat, model)
+                measured = run(
+                    system, work, options.lengths, options.steps, options.switch_cost, repeat, model, options.keep
+                )
                 taken.add(system, asdict(measured))
                 print(f"{repeat + 1}/{repeats} {system}: {measured.mean_s:.2f} s/step", flush=True)
     found = {system: [Measured(**one) for one in taken.of(system)] for system in options.systems}
