@@ -10,7 +10,7 @@ half as the fast one), from one that says all are alike, or as it measures while
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -21,7 +21,7 @@ from benchmarks.records import Record, arguments
 from benchmarks.runs import Figures, Runs, conclude, figures
 from benchmarks.settings import cell
 from seamless_verl.scheduling.roofline import Roofline
-from seamless_verl.scheduling.slices import SliceId
+from seamless_verl.scheduling.slices import Slice, SliceId
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.scenario import Scenario
@@ -32,9 +32,11 @@ _SLOWER = 2.0
 class _Static(Roofline):
     """Speeds as a data sheet has them; what is measured is ignored."""
 
-    def __init__(self, speeds: Mapping[str, float]) -> None:
+    def __init__(self, speeds: Mapping[str, float], slices: Iterable[Slice]) -> None:
         super().__init__()
         self._speeds = speeds
+        for one in slices:
+            self.add(one)
 
     def measured(self, slice_id: SliceId, *, expected_s: float, took_s: float) -> None:
         pass
@@ -69,7 +71,8 @@ def run(scenario: Scenario, speeds: Mapping[str, float] | None) -> Figures:
     """``speeds``: static ones by pool; None: measured."""
     simulation = Simulation(scenario)
     if speeds is not None:
-        simulation.scheduler.cluster.roofline = _Static(speeds)
+        cluster = simulation.scheduler.cluster
+        cluster.roofline = _Static(speeds, (status.slice for status in cluster))
     return figures(simulation.run())
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from seamless_verl.scheduling.slices import Slice, SliceId, Tag
 
 _KEPT = 0.97  # of what is known, at each further request
+_ALIKE = 1.25  # ratio of speeds up to which slices count as alike: measuring errs by some percent
 
 
 def balance(slice_: Slice) -> float:
@@ -40,9 +41,11 @@ class Roofline:
     _measured: dict[SliceId, tuple[float, float]] = field(default_factory=dict)  # expected seconds, seconds
     _total: float = 0.0  # of what was measured: the ratios of all slices
     _promised: float = 0.0  # of the same slices: the static speeds
+    _kinds: dict[SliceId, float] | None = None
 
     def add(self, slice_: Slice) -> None:
         self._slices[slice_.id] = slice_
+        self._kinds = None
         sheets = {name: static_speed(slice_) for name, slice_ in self._slices.items()}
         known = [sheet for sheet in sheets.values() if sheet is not None]
         average = sum(known) / len(known) if known else 1.0
@@ -59,6 +62,7 @@ class Roofline:
             expected_s: what it would have taken on a slice of speed 1 under the same load.
         """
         before = self._measured.get(slice_id)
+        self._kinds = None
         if before is None:
             self._promised += self._static[slice_id]
         else:
@@ -72,6 +76,19 @@ class Roofline:
         if slice_id not in self._measured:
             return self._static[slice_id]
         return _ratio(self._measured[slice_id]) * self._promised / self._total
+
+    def kinds(self) -> dict[SliceId, float]:
+        """The speed of every slice, rounded to the mean of those that are about as fast: unlike ones stand out."""
+        if self._kinds is None:
+            ranked = sorted(self._slices, key=lambda name: (self.speed(name), name))
+            self._kinds = {}
+            while ranked:
+                fastest = _ALIKE * self.speed(ranked[0])
+                alike = [name for name in ranked if self.speed(name) <= fastest]
+                mean = sum(self.speed(name) for name in alike) / len(alike)
+                self._kinds.update(dict.fromkeys(alike, mean))
+                ranked = ranked[len(alike) :]
+        return self._kinds
 
     def order(self, slices: Iterable[Slice], tag: Tag) -> list[SliceId]:
         """Best for ``tag`` first; ties by id, so that the order is the same on every machine."""

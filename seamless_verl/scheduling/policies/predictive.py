@@ -43,6 +43,7 @@ from seamless_verl.scheduling.switch_costs import Switch
 _ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 _CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
+_PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has arrived
 _EARLY = 0.9  # share of the time until the gang is needed that a forecast is trusted with
 
 
@@ -75,7 +76,7 @@ class Predictive:
         self._config = config or PredictiveConfig()
         self._forecaster = Forecaster()
         self._returning = False
-        self._was_due = False  # at the last review of a loan
+        self._at_review = (False, False)  # whether it was due, and something had arrived, at the last review of a loan
         self._loans = 0
         self._review_at = 0.0
         self._published_at = -math.inf
@@ -173,26 +174,28 @@ class Predictive:
         self, cluster: Cluster, waiting: Pending | None, lent: Sequence[SliceStatus]
     ) -> Iterator[Proposal]:
         due = waiting is not None and cluster.is_due(waiting)
-        if cluster.now < self._review_at and due == self._was_due:
+        arrived = due or cluster.ready >= _ARRIVED * self._forecaster.minimum(waiting)
+        if cluster.now < self._review_at and (due, arrived) == self._at_review:
             yield LookAgain(at=self._review_at)
             return
         outlook = self._forecaster.outlook(cluster, waiting)
         if outlook is None:
             if due:
-                self._was_due = due
+                self._at_review = due, arrived
                 yield self._reclaim(lent, f"{cluster.ready} groups are ready, nothing to predict from yet")
             return
-        if not due and outlook.standing.speed == 0:  # nobody else generates: they stay until the trainer can train
+        if not due and outlook.standing.slices == 0:  # nobody else generates: they stay until the trainer can train
             return
-        self._was_due = due
+        self._at_review = due, arrived
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
         best = _best_end(cluster, outlook, lent, back_s)
         soon = max(0.25 * back_s, 0.02)
-        minimum = outlook.trainer.minimum
-        if best.back_s <= soon and best.worth < math.inf and (due or cluster.ready >= _ARRIVED * minimum):
+        if best.back_s <= soon and best.worth < math.inf and arrived:
             yield self._reclaim(lent, f"{cluster.ready} groups are ready; taking back takes {back_s:.2f} s")
             return
-        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon)
+        elapsed = cluster.now - min(s.since for s in lent)
+        # Until something has arrived nothing can be taken back, however often one looks.
+        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon, 0.0 if arrived else _PATIENCE * elapsed)
         yield LookAgain(at=self._review_at)
         if best.back_s < math.inf and best.worth < math.inf:
             yield self._horizon(cluster, outlook, lent, best.back_s)
@@ -222,11 +225,11 @@ class Predictive:
         """The slices that the work is spread over once ``joining`` are awake; a part of them where it stays."""
         everyone = standing + joining
         between_steps = self._forecaster.between_steps
-        if self._config.migration or between_steps or self._published_at == cluster.now or standing.speed == 0:
+        if self._config.migration or between_steps or self._published_at == cluster.now or standing.slices == 0:
             return everyone
         sessions = len(work.remaining) * work.weight
         pinned = min(self._forecaster.book.asking() / sessions, 1.0) if sessions else 1.0
-        return everyone.part(min(1.0, standing.speed / (pinned * everyone.speed))) if pinned > 0 else everyone
+        return everyone.part(min(1.0, standing.slices / (pinned * everyone.slices))) if pinned > 0 else everyone
 
 
 def _best_end(cluster: Cluster, outlook: Outlook, lent: Sequence[SliceStatus], back_s: float) -> _Plan:

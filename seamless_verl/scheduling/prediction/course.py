@@ -1,10 +1,10 @@
 """When will groups be ready, if so many slices generate from when on?
 
-Decoding is lock-step: on slices that share the work evenly, every session that generates gains a token per step; the
-next ``d`` tokens of ``n`` sessions on slices as fast as ``s`` average ones take ``d * step_time(n / s)``. An engine
-decodes so many requests at once, of those that wait the oldest session first (`seamless.router.oldest_first`). A group
-is ready with its longest member. A plan changes the slices at known times: more when lent ones are awake, fewer when
-they are taken back; who loses a seat then queues with its tokens.
+Decoding is lock-step: on slices that are alike every session that generates gains a token per step. Unlike slices each
+have their own pace; the router gives them as many requests as the others (least requests). An engine decodes so many
+requests at once, of those that wait the oldest session first (`seamless.router.oldest_first`). A group is ready with
+its longest member. A plan changes the slices at known times: more when lent ones are awake, fewer when they are taken
+back; who loses a seat then queues with its tokens.
 """
 
 from __future__ import annotations
@@ -18,23 +18,51 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """Slices that generate together.
+class Kind:
+    """Slices that generate as fast as each other.
 
     Attributes:
-        speed: in average slices.
+        speed: of each, in average slices.
+        slices: how many.
         seats: requests that they decode at once; infinity when unknown.
     """
 
     speed: float
+    slices: float
     seats: float = math.inf
 
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """Slices that generate together; kinds of different speeds."""
+
+    kinds: tuple[Kind, ...] = ()
+
     def __add__(self, other: Crew) -> Crew:
-        return Crew(self.speed + other.speed, self.seats + other.seats)
+        kinds = {kind.speed: kind for kind in self.kinds}
+        for more in other.kinds:
+            had = kinds.get(more.speed, Kind(more.speed, 0.0, 0.0))
+            kinds[more.speed] = Kind(more.speed, had.slices + more.slices, had.seats + more.seats)
+        return Crew(tuple(sorted(kinds.values(), key=lambda kind: -kind.speed)))
 
     def part(self, share: float) -> Crew:
         """As if there were fewer of each kind, or for only so much of the time."""
-        return Crew(self.speed * share, self.seats * share if share > 0 else 0.0)
+        if share <= 0:
+            return Crew()
+        return Crew(tuple(Kind(kind.speed, kind.slices * share, kind.seats * share) for kind in self.kinds))
+
+    @property
+    def slices(self) -> float:
+        return sum(kind.slices for kind in self.kinds)
+
+    @property
+    def seats(self) -> float:
+        return sum(kind.seats for kind in self.kinds)
+
+
+def alike(slices: float, seats: float = math.inf, speed: float = 1.0) -> Crew:
+    """A crew of one kind."""
+    return Crew((Kind(speed, slices, seats),)) if slices > 0 else Crew()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +73,33 @@ class Work:
         remaining: tokens to come.
         contexts: tokens that each holds in the cache by now, aligned.
         groups: number of the session's group, aligned.
+        homes: speed of the slice that each runs on, aligned; None: on none.
         awaited: numbers of the groups that must be in the batch.
         others: groups beside those that the batch has room for; further ones do not make it ready.
         weight: real sessions (and groups) per listed one; > 1 when the list is a sample.
         duty: share of its time that a session generates or waits for a seat; the rest is tools and rewards.
-        step_s: seconds per step of a slice with so many requests over so many tokens of cache.
+        step_s: seconds per step of an average slice with so many requests over so many tokens of cache.
     """
 
     remaining: Sequence[float]
     contexts: Sequence[float]
     groups: Sequence[int]
+    homes: Sequence[float | None]
     awaited: frozenset[int]
     others: float
     weight: float
     duty: float
     step_s: Callable[[float, float], float]
 
-    def pace(self, sessions: float, held: float, speed: float) -> float:
+    def pace(self, sessions: float, held: float, kind: Kind) -> float:
         """Seconds until each of so many sessions, which hold so many tokens in all, has another token."""
-        if speed <= 0:
-            return math.inf
-        load = sessions * self.duty / speed
-        return self.step_s(load, held * self.duty / speed) / self.duty
+        load = sessions * self.duty / kind.slices
+        return self.step_s(load, held * self.duty / kind.slices) / (kind.speed * self.duty)
+
+    def rate(self, sessions: float, held: float, crew: Crew) -> float:
+        """Tokens per second of so many sessions, evenly spread over a crew."""
+        shares = [(kind, kind.slices / crew.slices) for kind in crew.kinds]
+        return sum(sessions * share / self.pace(sessions * share, held * share, kind) for kind, share in shares)
 
     def room(self, seats: float) -> float:
         """Sessions that so many seats serve at a time."""
@@ -81,7 +114,7 @@ class Fresh:
         lengths: tokens of its sessions, a sample.
         weight: real sessions per listed one.
         context: tokens of a prompt.
-        crew: that will generate then, on average over a step; its speed is > 0.
+        crew: that will generate then, on average over a step; it has slices.
         train_s: seconds of training on the batch before it.
     """
 
@@ -125,52 +158,98 @@ class Course:
 
 @dataclass(slots=True)
 class _Engines:
-    """The sessions that have a seat, those that queue for one, and how far they are.
+    """The sessions that have a seat on slices of one kind, and how far they are.
 
     Attributes:
-        remaining, contexts, weights: of each session by its number; a context is what it would have been had the
-            session generated from the first step on, while it has a seat.
+        room: sessions that its seats serve at a time.
         made: steps so far.
         ends: (step with which it ends, number) of those with a seat, a heap.
         n: real sessions with a seat.
         held: tokens of cache beyond ``made`` per session, of all that have a seat.
     """
 
-    remaining: list[float]
-    contexts: list[float]
-    weights: list[float]
-    queue: deque[int]
+    kind: Kind
+    room: float
     made: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
     n: float = 0.0
     held: float = 0.0
 
-    def admit(self, room: float) -> None:
-        while self.queue and (not self.ends or self.n + self.weights[self.queue[0]] / 2 <= room):
-            number = self.queue.popleft()
-            self.contexts[number] -= self.made
-            self._seat(number, 1)
-            heapq.heappush(self.ends, (self.made + self.remaining[number], number))
+    def pace(self, work: Work) -> float:
+        """Seconds per step until the first of its sessions ends."""
+        left = self.ends[0][0] - self.made
+        return work.pace(self.n, self.held + self.n * (self.made + left / 2), self.kind)
 
-    def evict(self, room: float) -> None:
-        """Those that were admitted last lose their seats."""
-        latest = sorted(self.ends, key=lambda entry: entry[1])
+
+class _Hall:
+    """All that are out: on engines, or in the queue.
+
+    Attributes:
+        remaining, contexts, weights: of each session by its number; while it has a seat, a context is what it would
+            have been had the session generated from its engines' first step on.
+    """
+
+    def __init__(self, work: Work, crew: Crew) -> None:
+        out = len(work.remaining)
+        self.remaining = list(work.remaining)
+        self.contexts = list(work.contexts)
+        self.weights = [work.weight] * out
+        self.homes = list(work.homes)
+        self.queue = deque(range(out))
+        self.engines = [_Engines(kind, work.room(kind.seats)) for kind in crew.kinds]
+        self._work = work
+
+    def admit(self) -> None:
+        """Those that wait take what is free."""
+        while self.queue:
+            number = self.queue[0]
+            free = [e for e in self.engines if not e.ends or e.n + self.weights[number] / 2 <= e.room]
+            if not free:
+                return
+            engines = self._choose(free, self.homes[number]) if len(free) > 1 else free[0]
+            self.queue.popleft()
+            self.homes[number] = None
+            self.contexts[number] -= engines.made
+            self._seat(engines, number, 1)
+            heapq.heappush(engines.ends, (engines.made + self.remaining[number], number))
+
+    @staticmethod
+    def _choose(free: Sequence[_Engines], home: float | None) -> _Engines:
+        """Where the session is, else where fewest are."""
+        return min(free, key=lambda engines: (engines.kind.speed != home, (engines.n + 1) / engines.kind.slices))
+
+    def change(self, crew: Crew) -> None:
+        """Those that were admitted last lose seats that are gone; unlike slices share anew what they have."""
+        old = {engines.kind.speed: engines for engines in self.engines}
+        each = sum(engines.n for engines in self.engines) / crew.slices if len(crew.kinds) > 1 else math.inf
+        self.engines = []
+        for kind in crew.kinds:
+            room = self._work.room(kind.seats)
+            engines = old.pop(kind.speed, None) or _Engines(kind, room)
+            engines.kind, engines.room = kind, room
+            self._evict(engines, min(room, each * kind.slices), at_least=1)
+            self.engines.append(engines)
+        for engines in old.values():
+            self._evict(engines, 0.0, at_least=0)
+
+    def _evict(self, engines: _Engines, room: float, *, at_least: int) -> None:
+        latest = sorted(engines.ends, key=lambda entry: entry[1])
         gone = []
-        while len(latest) > 1 and self.n - self.weights[latest[-1][1]] / 2 > room:
+        while len(latest) > at_least and engines.n - self.weights[latest[-1][1]] / 2 > room:
             end, number = latest.pop()
-            self._seat(number, -1)
-            self.remaining[number] = end - self.made
-            self.contexts[number] += self.made
+            self._seat(engines, number, -1)
+            self.remaining[number] = end - engines.made
+            self.contexts[number] += engines.made
             gone.append(number)
         if gone:
             self.queue = deque(sorted([*gone, *self.queue]))
             heapq.heapify(latest)
-            self.ends = latest
+            engines.ends = latest
 
-    def finish(self) -> int:
-        """The first to end does; its number."""
-        self.made, number = heapq.heappop(self.ends)
-        self._seat(number, -1)
+    def finish(self, engines: _Engines) -> int:
+        """The first to end there does; its number."""
+        engines.made, number = heapq.heappop(engines.ends)
+        self._seat(engines, number, -1)
         return number
 
     def join(self, fresh: Fresh) -> None:
@@ -178,11 +257,12 @@ class _Engines:
         self.remaining += fresh.lengths
         self.contexts += [fresh.context] * len(fresh.lengths)
         self.weights += [fresh.weight] * len(fresh.lengths)
+        self.homes += [None] * len(fresh.lengths)
         self.queue.extend(range(first, len(self.remaining)))
 
-    def _seat(self, number: int, sign: int) -> None:
-        self.n += sign * self.weights[number]
-        self.held += sign * self.weights[number] * self.contexts[number]
+    def _seat(self, engines: _Engines, number: int, sign: int) -> None:
+        engines.n += sign * self.weights[number]
+        engines.held += sign * self.weights[number] * self.contexts[number]
 
 
 def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float, Fresh] | None = None) -> Course:
@@ -194,40 +274,44 @@ def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float,
     """
     out = len(work.remaining)
     course = Course(phases=phases)
-    engines = _Engines(list(work.remaining), list(work.contexts), [work.weight] * out, deque(range(out)))
+    hall = _Hall(work, phases[0][1])
     progress = _Groups(work)
     changes = deque(phases[1:])
-    crew, now, total = phases[0][1], 0.0, 0.0
+    now, total = 0.0, 0.0
     while out:
-        engines.admit(work.room(crew.seats))
+        hall.admit()
         change_at = changes[0][0] if changes else math.inf
         stop = min(change_at, joining[0] if joining else math.inf)
-        left = engines.ends[0][0] - engines.made
-        pace = work.pace(engines.n, engines.held + engines.n * (engines.made + left / 2), crew.speed)
-        if pace < math.inf and now + left * pace <= stop:
-            now += left * pace
-            total += left * engines.n
-            number = engines.finish()
-            course.times.append(now)
-            course.tokens.append(total)
+        busy = [(engines, engines.pace(work)) for engines in hall.engines if engines.ends]
+        first, took = None, math.inf
+        for engines, pace in busy:
+            until = (engines.ends[0][0] - engines.made) * pace
+            if until < took:
+                first, took = engines, until
+        ends = now + took
+        if first is None or ends > stop:
+            first, took, ends = None, stop - now, stop
+        if ends == math.inf:
+            return course  # nobody generates any more
+        now = ends
+        for engines, pace in busy:
+            if engines is first:
+                total += (engines.ends[0][0] - engines.made) * engines.n
+            else:
+                total += took / pace * engines.n
+                engines.made += took / pace
+        if first is not None:
+            number = hall.finish(first)
             if number < len(work.remaining):
                 out -= 1
                 course.ready_at += [now] * progress.finished(number)
-            continue
-        if stop == math.inf:
-            return course  # nobody generates any more
-        gained = (stop - now) / pace
-        total += gained * engines.n
-        engines.made += gained
-        now = stop
-        course.times.append(now)
-        course.tokens.append(total)
-        if joining and stop == joining[0]:
-            engines.join(joining[1])
+        elif joining and stop == joining[0]:
+            hall.join(joining[1])
             joining = None
         else:
-            _, crew = changes.popleft()
-            engines.evict(work.room(crew.seats))
+            hall.change(changes.popleft()[1])
+        course.times.append(now)
+        course.tokens.append(total)
     course.done_at = now
     return course
 

@@ -19,7 +19,7 @@ from seamless_verl.scheduling.events import (
     SliceFailed,
     StepEnded,
 )
-from seamless_verl.scheduling.prediction.course import Course, Crew, Fresh, Work, play
+from seamless_verl.scheduling.prediction.course import Course, Crew, Fresh, Work, alike, play
 from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, value
 from seamless_verl.scheduling.prediction.sessions import SessionBook
 from seamless_verl.scheduling.slices import SliceState, Tag
@@ -66,11 +66,12 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A session in the queue; lower turns come first."""
+    """A session in the queue; lower turns come first. ``home``: speed of the slice that it runs on."""
 
     turn: tuple[int, float]
     remaining: float
     context: float
+    home: float | None = None
 
 
 @dataclass(slots=True)
@@ -137,7 +138,7 @@ class Forecaster:
         if len(self.book.lengths) < _ENOUGH_LENGTHS or not self.book.decode.known:
             return None
         trainer = Trainer(
-            ready=cluster.ready, minimum=max(asked.minimum, 1), batch=asked.batch, train_s=self._train_s()
+            ready=cluster.ready, minimum=self.minimum(waiting), batch=asked.batch, train_s=self._train_s()
         )
         work = self._work(cluster, trainer)
         standing = crew_of(cluster, standing_slices(cluster))
@@ -145,16 +146,21 @@ class Forecaster:
         everyone = standing + lendable
         busy = min(max(self.book.crowd, len(work.remaining) * work.weight), work.room(everyone.seats))
         held = busy * sum(work.contexts) / max(len(work.contexts), 1)
-        token_s = work.pace(busy, held, everyone.speed)
+        full_rate = work.rate(busy, held, everyone)
         return Outlook(
             trainer=trainer,
             work=work,
             standing=standing,
-            full_rate=busy / token_s,
-            token_s=token_s,
+            full_rate=full_rate,
+            token_s=busy / full_rate,
             fresh=self._fresh(standing, lendable),
             elapsed_s=cluster.now - (self._ended_at or 0.0),
         )
+
+    def minimum(self, waiting: Pending | None) -> int:
+        """Groups of one local update."""
+        asked = waiting.event if waiting is not None else self._needs
+        return max(asked.minimum, 1) if asked is not None else 1
 
     def longer_than(self, cluster: Cluster, tokens: float) -> frozenset[str]:
         """Sessions that are out and will rather generate more than so many further tokens than fewer."""
@@ -194,6 +200,7 @@ class Forecaster:
             remaining=[place.remaining for place, _ in rows],
             contexts=[place.context for place, _ in rows],
             groups=[group for _, group in rows],
+            homes=[place.home for place, _ in rows],
             awaited=frozenset(group for group, (awaited, _) in enumerate(members[::every]) if awaited),
             others=trainer.batch - trainer.ready - sum(awaited for awaited, _ in members),
             weight=float(every),
@@ -204,10 +211,13 @@ class Forecaster:
     def _members(self, cluster: Cluster) -> list[tuple[bool, list[_Place]]]:
         """Of each open group, whether the batch waits for it, and its sessions."""
         book = self.book
+        kinds = cluster.roofline.kinds()
         groups: dict[str, list[_Place]] = {}
         for session in book.sessions.values():
             made, held = book.progress(session, cluster.now)
-            place = _Place((0, book.place_of(session)), book.lengths.remaining(made, session.u), held)
+            home = book.slice_of(session)
+            remaining = book.lengths.remaining(made, session.u)
+            place = _Place((0, book.place_of(session)), remaining, held, kinds[home] if home is not None else None)
             groups.setdefault(session.group, []).append(place)
         quantiles = book.next_quantiles()
 
@@ -232,10 +242,11 @@ def standing_slices(cluster: Cluster) -> list[SliceStatus]:
 
 
 def crew_of(cluster: Cluster, statuses: Sequence[SliceStatus]) -> Crew:
-    return Crew(
-        sum(cluster.roofline.speed(status.slice.id) for status in statuses),
-        sum(status.slice.seats or math.inf for status in statuses),
-    )
+    kinds = cluster.roofline.kinds()
+    crew = Crew()
+    for status in statuses:
+        crew += alike(1.0, status.slice.seats or math.inf, kinds[status.slice.id])
+    return crew
 
 
 def _smoothed(before: float, now: float) -> float:

@@ -43,6 +43,8 @@ class Session:
     tokens: int = 0
     context: int = 0
     request: str | None = None
+    slice: SliceId | None = None  # where its last request ended, and when
+    ended_at: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class _Seat:
     context_s: float
     age_s: float
     made: float
+    prefilled: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +78,8 @@ class _Load:
     Attributes:
         made: tokens that a request would have made that had always been there, as predicted.
         made_before: sum over its requests of ``made`` when they got their seats.
+        prefilled: tokens that it has prefilled, or is about to.
+        emptied_at: when its cache was last lost.
     """
 
     n: int = 0
@@ -86,6 +91,8 @@ class _Load:
     age_s: float = 0.0
     made: float = 0.0
     made_before: float = 0.0
+    prefilled: float = 0.0
+    emptied_at: float = -math.inf
 
     def move_to(self, at: float) -> None:
         elapsed = at - self.at
@@ -96,14 +103,22 @@ class _Load:
         self.at = at
 
     def seat(self) -> _Seat:
-        return _Seat(at=self.at, n_s=self.n_s, context_s=self.context_s, age_s=self.age_s, made=self.made)
+        return _Seat(
+            at=self.at,
+            n_s=self.n_s,
+            context_s=self.context_s,
+            age_s=self.age_s,
+            made=self.made,
+            prefilled=self.prefilled,
+        )
 
 
 @dataclass(slots=True)
 class SessionBook:
     """Fed with every event; knows nothing that no event said."""
 
-    decode: DecodeModel = field(default_factory=DecodeModel)
+    decode: DecodeModel = field(default_factory=DecodeModel)  # with prefill, spread over the tokens: for forecasts
+    bare: DecodeModel = field(default_factory=DecodeModel)  # without: for what a slice has done, and how fast it is
     lengths: LengthModel = field(default_factory=LengthModel)
     sessions: dict[str, Session] = field(default_factory=dict)
     unstarted: dict[str, int] = field(default_factory=dict)  # group -> sessions that never asked
@@ -166,6 +181,11 @@ class SessionBook:
         waits = session.request is not None and self._requests[session.request].seat is None
         return session.number if waits else -1
 
+    def slice_of(self, session: Session) -> SliceId | None:
+        """Where its request has a seat."""
+        request = self._requests[session.request] if session.request is not None else None
+        return request.slice if request is not None and request.seat is not None else None
+
     def next_quantiles(self) -> Iterator[float]:
         """Quantiles for sessions that do not exist yet."""
         index = self._seen
@@ -179,7 +199,7 @@ class SessionBook:
         if at > load.at and load.n and self.decode.known:
             speed = self._roofline.speed(slice_id)
             kv = load.context + load.n * load.made - load.made_before
-            load.made += (at - load.at) / self.decode.step_s(load.n / speed, kv / speed)
+            load.made += (at - load.at) * speed / self.bare.step_s(load.n, kv)
         load.move_to(at)
         return load
 
@@ -216,7 +236,15 @@ class SessionBook:
             load.context += request.context
             load.made_before += load.made
             request.seat = load.seat()
+            load.prefilled += request.context - self._cached(request, load)
             self._on_slice.setdefault(slice_id, {})[name] = request
+
+    def _cached(self, request: _Request, load: _Load) -> int:
+        """Tokens of its context that its slice has in the cache, from the session's request before it."""
+        session = self.sessions.get(request.session)
+        if session is None or session.slice != request.slice or session.ended_at < load.emptied_at:
+            return 0
+        return min(session.context, request.context)
 
     def _awake(self, event: SliceReady) -> None:
         """Requests that were routed to a slice before it was awake begin now. Those that it kept while it took newer
@@ -226,11 +254,12 @@ class SessionBook:
             return
         if load.at < self._published_at:
             self._move(event.slice, self._published_at)
-        load.at = event.at
+        load.at = load.emptied_at = event.at
         load.age = load.made_before = 0.0
         for request in self._on_slice.get(event.slice, {}).values():
             assert request.seat is not None
             if request.seat.at < self._published_at:
+                load.prefilled += request.context + load.made - request.seat.made
                 request.seat = replace(request.seat, at=request.seat.at + event.at - self._published_at)
             else:
                 request.seat = load.seat()
@@ -247,6 +276,7 @@ class SessionBook:
             session = None  # it was given up, another attempt of this name has begun
         if event.ending is not Ending.FAILED and session is not None:
             session.tokens += event.tokens
+            session.slice, session.ended_at = request.slice, event.at
             session.context = request.context + event.tokens
             took = event.at - request.sent_at
             self.turn_s = took if self.turn_s == 0.0 else 0.9 * self.turn_s + 0.1 * took
@@ -263,7 +293,7 @@ class SessionBook:
         seated, queue = self._on_slice[request.slice], self._queues[request.slice]
         load = self._move(request.slice, event.at)
         speed, kv = self._roofline.speed(request.slice), load.context + load.n * load.made - load.made_before
-        step_s = self.decode.step_s(load.n / speed, kv / speed) if self.decode.known else math.inf
+        step_s = self.bare.step_s(load.n, kv) / speed if self.bare.known else math.inf
 
         def surprise(name: str) -> float:
             seat = seated[name].seat
@@ -285,17 +315,21 @@ class SessionBook:
             n = (load.n_s - seat.n_s) / took
             grown = (load.age_s - seat.age_s) / took * event.tokens / took  # decoding is in lock-step
             kv = (load.context_s - seat.context_s) / took + grown
-            self._learn(request.slice, n=n, kv=kv, took_s=took, tokens=event.tokens)
+            prefilled = load.prefilled - seat.prefilled
+            self._learn(request.slice, n=n, kv=kv, took_s=took, tokens=event.tokens, prefilled=prefilled)
         load.n -= 1
         load.context -= request.context
         load.age -= took
         load.made_before -= seat.made
 
-    def _learn(self, slice_id: SliceId, *, n: float, kv: float, took_s: float, tokens: int) -> None:
+    def _learn(self, slice_id: SliceId, *, n: float, kv: float, took_s: float, tokens: int, prefilled: float) -> None:
         speed = self._roofline.speed(slice_id)
         if self.decode.known:
-            self._roofline.measured(slice_id, expected_s=tokens * self.decode.step_s(n, kv), took_s=took_s)
-        self.decode.observe(n=n / speed, kv=kv / speed, seconds_per_token=took_s / tokens, tokens=tokens)
+            expected_s = tokens * self.bare.step_s(n, kv) + prefilled * self.bare.prefill_s()
+            self._roofline.measured(slice_id, expected_s=expected_s, took_s=took_s)
+        seconds = took_s * speed / tokens
+        self.decode.observe(n=n, kv=kv, seconds_per_token=seconds, tokens=tokens)
+        self.bare.observe(n=n, kv=kv, seconds_per_token=seconds, tokens=tokens, prefilled=prefilled)
 
     def _drop(self, name: str) -> None:
         request = self._requests.pop(name)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.prediction.course import Crew, Fresh, Work, play
+from seamless_verl.scheduling.prediction.course import Crew, Fresh, Work, alike, play
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.lengths import LengthModel
 from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, next_end, value
@@ -76,6 +76,7 @@ def work(remaining: list[float]) -> Work:
         remaining=remaining,
         contexts=[0.0] * len(remaining),
         groups=range(len(remaining)),
+        homes=[None] * len(remaining),
         awaited=frozenset(),
         others=math.inf,
         weight=1.0,
@@ -86,7 +87,7 @@ def work(remaining: list[float]) -> Work:
 
 def test_a_course_by_hand() -> None:
     """Two sessions of 10 and 30 tokens on one slice, a step takes n seconds: 10 x 2, then 20 x 1."""
-    course = play(work([10, 30]), [(0.0, Crew(1.0))])
+    course = play(work([10, 30]), [(0.0, alike(1.0))])
     assert course.ready_at == [20.0, 40.0]
     assert course.tokens_by(20.0) == 20
     assert course.tokens_by(30.0) == 30
@@ -94,24 +95,34 @@ def test_a_course_by_hand() -> None:
     assert course.when_ready(2) == 40.0
     assert course.when_ready(3) == math.inf
     # a second slice joins after 10 s: 5 tokens each by then, the rest at 1 s per token (two slices, one session each)
-    assert play(work([10, 30]), [(0.0, Crew(1.0)), (10.0, Crew(2.0))]).ready_at == [15.0, pytest.approx(25.0)]
+    assert play(work([10, 30]), [(0.0, alike(1.0)), (10.0, alike(2.0))]).ready_at == [15.0, pytest.approx(25.0)]
     # nobody generates from 10 s on
-    assert play(work([10, 30]), [(0.0, Crew(1.0)), (10.0, Crew(0.0))]).ready_at == []
+    assert play(work([10, 30]), [(0.0, alike(1.0)), (10.0, Crew())]).ready_at == []
 
 
 def test_a_course_of_unlike_slices_by_hand() -> None:
     """A slow slice (speed 0.5) generates alone; with two sessions a step takes 2 / 0.5 s, with one 1 / 0.5 s. A fast
-    one (1.5) joins at 20 s, when each has 5 tokens: 2 / 2 and 1 / 2 s from then on. It leaves at 27 s."""
-    alone = play(work([10, 30]), [(0.0, Crew(0.5))])
+    one (1.5) joins at 20 s, when each has 5 tokens, and takes the younger of the two, 1 / 1.5 s per token. At 27 s it
+    leaves, and both are on the slow one again, with 1.5 and 14.5 tokens to come."""
+    slow, fast = alike(1.0, speed=0.5), alike(1.0, speed=1.5)
+    alone = play(work([10, 30]), [(0.0, slow)])
     assert alone.ready_at == [40.0, 80.0]
-    joined = play(work([10, 30]), [(0.0, Crew(0.5)), (20.0, Crew(2.0)), (27.0, Crew(0.5))])
-    assert joined.ready_at == [25.0, pytest.approx(27.0 + (30 - 10 - 4) * 2.0)]
+    joined = play(work([10, 30]), [(0.0, slow), (20.0, slow + fast), (27.0, slow)])
+    assert joined.ready_at == [pytest.approx(27.0 + 1.5 * 4.0), pytest.approx(33.0 + 13.0 * 2.0)]
     assert joined.tokens_by(20.0) == 10
-    assert joined.tokens_by(27.0) == 10 + 2 * 5 + 4
+    assert joined.tokens_by(27.0) == pytest.approx(10 + 3.5 + 10.5)
+
+
+def test_who_runs_on_a_slow_slice_stays_there_by_hand() -> None:
+    both = alike(1.0, speed=0.5) + alike(1.0, speed=1.5)
+    assert play(replace(work([9]), homes=[0.5]), [(0.0, both)]).ready_at == [9 / 0.5]
+    assert play(work([9]), [(0.0, both)]).ready_at == [9 / 1.5]
+    fast = alike(1.0, speed=1.5)
+    assert play(replace(work([9]), homes=[0.5]), [(0.0, fast)]).ready_at == [9 / 1.5]  # its slice is gone
 
 
 def test_the_trainer_waits_for_groups_or_groups_for_the_trainer() -> None:
-    course = play(work([10, 30]), [(0.0, Crew(1.0))])
+    course = play(work([10, 30]), [(0.0, alike(1.0))])
     trainer = Trainer(ready=0, minimum=1, batch=2, train_s=5.0)
     assert end_of_training(course, trainer, free_at=0.0) == 45.0
     assert end_of_training(course, trainer, free_at=38.0) == 48.0
@@ -123,9 +134,9 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
     """Of 10, 30 and 50 tokens (a step takes n seconds) the first ends at 30; at 50 the others have 10 and 30 left, and
     sessions of 15 and 25 tokens join: 10 steps of 4 s, 5 of 3 s, 10 of 2 s, and 5 alone."""
     out = work([10, 30, 50])
-    course = play(out, [(0.0, Crew(1.0))])
+    course = play(out, [(0.0, alike(1.0))])
     assert course.ready_at == [30.0, 70.0, 90.0]
-    fresh = Fresh(lengths=[15, 25], weight=1.0, context=0.0, crew=Crew(1.0), train_s=60.0)
+    fresh = Fresh(lengths=[15, 25], weight=1.0, context=0.0, crew=alike(1.0), train_s=60.0)
     assert next_end(out, course, 50.0, fresh) == 50.0 + 10 * 4 + 5 * 3 + 10 * 2 + 5 * 1
     assert next_end(out, course, 95.0, fresh) == 95.0  # nobody is left over
     trainer = Trainer(ready=0, minimum=1, batch=1, train_s=20.0)
@@ -137,7 +148,7 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
 
 def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
     """One slice, two seats: 10 and 30 run (2 s a step), then 20 and 5; with them or after them 5 that joined."""
-    queue, one = work([10, 30, 5]), Crew(1.0, seats=2)
+    queue, one = work([10, 30, 5]), alike(1.0, 2)
     course = play(queue, [(0.0, one)])
     assert course.ready_at == [20.0, 30.0, 45.0]
     assert course.done_at == 45.0
@@ -145,18 +156,19 @@ def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
     assert next_end(queue, course, 0.0, fresh) == 20.0 + 10.0 + 10.0 + 10.0
     # A second slice has two more seats: nobody waits. It leaves at 5 s: who was admitted last waits for the first seat.
     assert play(queue, [(0.0, one + one)]).ready_at == [7.5, pytest.approx(12.5), pytest.approx(22.5)]
-    one = Crew(1.0, seats=1)
+    one = alike(1.0, 1)
     taken_back = play(work([20, 30, 12]), [(0.0, one + one), (5.0, one)])
     assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 25.0, 45.0 + 12.0]
 
 
-def test_seats_of_unlike_slices_add_up_by_hand() -> None:
-    """A fast slice with one seat and a slow one with two: three sessions at 3/4 s a step, then two at 2/4."""
-    crew = Crew(3.0, seats=1) + Crew(1.0, seats=2)
-    assert play(work([10] * 5), [(0.0, crew)]).ready_at == [7.5] * 3 + [12.5] * 2
-    assert (Crew(1.0, seats=4) + Crew(1.0)).seats == math.inf  # not known of all
-    assert crew.part(0.5) == Crew(2.0, seats=1.5)
-    assert Crew(1.0).part(0.0) == Crew(0.0, seats=0.0)
+def test_seats_of_unlike_slices_by_hand() -> None:
+    """A fast slice with one seat and a slow one with two: three sessions one after the other at 1/3 s a step, beside
+    two at 2 s."""
+    crew = alike(1.0, 1, speed=3.0) + alike(1.0, 2)
+    assert play(work([10] * 5), [(0.0, crew)]).ready_at == pytest.approx([10 / 3, 20 / 3, 10.0, 20.0, 20.0])
+    assert (alike(1.0, 4) + alike(1.0)).seats == math.inf  # not known of all
+    assert crew.part(0.5) == alike(0.5, 0.5, speed=3.0) + alike(0.5, 1.0)
+    assert alike(1.0).part(0.0) == Crew()
 
 
 def with_one_seat() -> tuple[Roofline, SessionBook, Slice]:
@@ -205,7 +217,7 @@ def test_steps_slow_down_with_the_cache_of_those_that_are_left() -> None:
     """Contexts of 5 and 20; a step takes as many seconds as there are tokens in the cache, half a step's growth in."""
     by_cache = replace(work([10, 30]), contexts=[5.0, 20.0], step_s=lambda n, kv: kv)
     first = 10 * (5 + 20 + 2 * 5)
-    assert play(by_cache, [(0.0, Crew(1.0))]).ready_at == [first, first + 20 * (20 + 20)]
+    assert play(by_cache, [(0.0, alike(1.0))]).ready_at == [first, first + 20 * (20 + 20)]
 
 
 def test_a_limit_on_tokens_is_recognised() -> None:
@@ -332,7 +344,47 @@ def test_speeds_are_found_although_the_order_of_seats_is_guessed_wrong() -> None
     for event in sorted(told, key=lambda event: event.at):
         book.observe(event, roofline)
     for name, seconds in step_s.items():
-        assert book.decode.step_s(4 / roofline.speed(name)) == pytest.approx(seconds, rel=0.15)
+        assert book.decode.step_s(4) / roofline.speed(name) == pytest.approx(seconds, rel=0.15)
+
+
+def test_prefill_of_requests_that_were_moved_does_not_make_a_slice_slow() -> None:
+    """Two slices, 10 ms a step, 0.1 ms per prefilled token. Half of what slice b gets are requests of long context,
+    which are moved away again soon: 5 s of prefill for 0.2 s of decoding."""
+    roofline, book = Roofline(), SessionBook()
+    names = SliceId("a"), SliceId("b")
+    for name in names:
+        slice_ = Slice(id=name, pool="p", gpus=(Gpu(node=name, index=0),), capabilities=frozenset({Tag.ROLLOUT}))
+        roofline.add(slice_)
+        book.observe(ev.SliceAdded(at=0.0, slice=slice_), roofline)
+    now = 0.0
+    for number in range(80):
+        context, tokens = (50_000, 20) if number % 4 == 3 else (100, 1000)
+        name, request = names[number % 2], f"r{number}"
+        book.observe(
+            ev.RequestStarted(at=now, request=request, session=request, group="g", slice=name, context_tokens=context),
+            roofline,
+        )
+        now += 0.01 * tokens + 1e-4 * context
+        book.observe(ev.RequestFinished(at=now, request=request, tokens=tokens), roofline)
+    assert [roofline.speed(name) for name in names] == pytest.approx([1.0, 1.0], abs=0.1)
+    assert book.bare.prefill_s() == pytest.approx(1e-4, rel=0.1)
+    assert len(set(roofline.kinds().values())) == 1
+
+
+def test_slices_of_about_the_same_speed_are_of_one_kind() -> None:
+    roofline = Roofline()
+    speeds = {"a": 1.0, "b": 1.1, "c": 0.9, "d": 2.0, "e": 2.2}
+    for name in speeds:
+        roofline.add(
+            Slice(id=SliceId(name), pool="p", gpus=(Gpu(node=name, index=0),), capabilities=frozenset({Tag.ROLLOUT}))
+        )
+    assert set(roofline.kinds().values()) == {1.0}
+    for name, speed in speeds.items():
+        roofline.measured(SliceId(name), expected_s=speed, took_s=1.0)
+    kinds = roofline.kinds()
+    assert kinds[SliceId("a")] == kinds[SliceId("b")] == kinds[SliceId("c")]
+    assert kinds[SliceId("d")] == kinds[SliceId("e")] == pytest.approx(2.1 / 1.0 * kinds[SliceId("a")])
+    assert sum(kinds.values()) == pytest.approx(len(speeds))  # on the scale of average slices
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -369,8 +421,8 @@ def test_equal_slices_stay_equal_however_long_they_are_measured(seed: int) -> No
 
 def test_a_batch_with_room_for_few_others_waits_for_those_it_cannot_do_without() -> None:
     waits = replace(work([10, 20, 30, 40]), awaited=frozenset({3}), others=1)
-    alone = play(work([10, 20, 30, 40]), [(0.0, Crew(4.0))])
-    bound = play(waits, [(0.0, Crew(4.0))])
+    alone = play(work([10, 20, 30, 40]), [(0.0, alike(4.0))])
+    bound = play(waits, [(0.0, alike(4.0))])
     assert alone.when_ready(2) < bound.when_ready(2) == alone.when_ready(4)
     assert bound.when_ready(3) == math.inf
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +22,7 @@ from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.run import Simulation, simulate
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
+from seamless_verl.staleness.cost_model import DecodeCost
 from tests.kernel.simulation.build import ENGINE, scenario
 
 SYSTEMS = tuple(REGIMES)
@@ -97,6 +98,21 @@ def test_predictive_comes_near_the_limit_on_the_published_hardware() -> None:
     assert (ours.books.trainable_idle_share + other.books.trainable_idle_share) / 2 < 0.05
     for rival in ("greedy_streaming", "disaggregated_streaming"):
         assert ours.step_s < simulate(replace(wanted, system=rival)).step_s
+
+
+def test_slow_trainers_are_lent_without_loss() -> None:
+    """Half of the trainers' slices decode at a quarter of the speed; each slice gets as many requests as the others."""
+
+    def step_s(system: str) -> float:
+        base = of_published_hardware(system, 2, 2, steps=8)
+        trainers, rollouts = base.pools
+        decode = trainers.engine.decode
+        slow = DecodeCost(**{field.name: 4.0 * getattr(decode, field.name) for field in fields(decode)})
+        half = replace(trainers, slices=trainers.slices // 2)
+        slower = replace(half, name="slow", engine=replace(trainers.engine, decode=slow))
+        return simulate(replace(base, pools=(slower, half, rollouts))).step_s
+
+    assert step_s("predictive") <= 1.02 * step_s("disaggregated_streaming")
 
 
 def test_trainers_do_not_idle_where_lengths_are_skewed() -> None:
