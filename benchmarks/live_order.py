@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -120,7 +121,11 @@ def _extend(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     options: Any = arguments(__doc__ or "", _extend)
-    runs = {folder.name: from_run(folder) for folder in (*options.run, *options.order)}
+    folders = [*options.run, *options.order]
+    twice = [name for name, count in Counter(folder.name for folder in folders).items() if count > 1]
+    if twice:
+        raise SystemExit(f"live_order: two of the runs are called {twice[0]}; rename a folder, the table goes by names")
+    runs = {folder.name: from_run(folder) for folder in folders}
     if not runs:
         raise SystemExit("live_order: give at least one recorded run, --run RUN or --order RUN")
     records = replayed(runs)
