@@ -6,9 +6,9 @@ The policy fits generation speed and lengths to what finishes (`prediction.sessi
 * **hold** against **lend m slices until t**, for several m and t, with the measured costs of waking and of taking back;
   lent is the cheapest plan if it beats holding (by a margin, if one is asked for);
 * while slices are lent, **take back now** against later. Candidates for t are one switch before the groups of each
-  local update are expected, and as late as the gang's training lets it, less a tenth because forecasts err; shortly
-  before that lent slices get no new requests; a forecast of which nothing has come true yet is not believed (lengths
-  that are all equal all come at once, or all late);
+  local update are expected, and as late as the gang's training lets it; shortly before that lent slices get no new
+  requests; a forecast of which nothing has come true yet is not believed (lengths that are all equal all come at once,
+  or all late);
 * the router learns which sessions will probably outlast the loan and prefers slices for them that are never taken back.
 
 **No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released
@@ -44,7 +44,6 @@ _ARRIVED = 0.25  # share of an update that must be there before the gang is call
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 _CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
 _PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has arrived
-_EARLY = 0.9  # share of the time until the gang is needed that a forecast is trusted with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +250,7 @@ def _ends_of_loan(outlook: Outlook, course: Course, awake_s: float, back_s: floa
     training lets it."""
     trainer = outlook.trainer
     wanted = [course.when_ready(groups - trainer.ready) - back_s for groups in _marks(trainer)]
-    wanted.append(_EARLY * (outlook.latest_free(course) - back_s))
+    wanted.append(outlook.latest_free(course) - back_s)
     return sorted({max(awake_s, at) for at in wanted if at < math.inf})
 
 

@@ -78,7 +78,7 @@ class _Load:
     Attributes:
         made: tokens that a request would have made that had always been there, as predicted.
         made_before: sum over its requests of ``made`` when they got their seats.
-        prefilled: tokens that it has prefilled, or is about to.
+        prefilled: tokens that it has prefilled, or is about to; ``owed``: those that it is about to.
         emptied_at: when its cache was last lost.
     """
 
@@ -92,6 +92,7 @@ class _Load:
     made: float = 0.0
     made_before: float = 0.0
     prefilled: float = 0.0
+    owed: float = 0.0
     emptied_at: float = -math.inf
 
     def move_to(self, at: float) -> None:
@@ -101,6 +102,16 @@ class _Load:
         self.age_s += (self.age + self.n * elapsed / 2) * elapsed
         self.age += self.n * elapsed
         self.at = at
+
+    def fill(self, tokens: float) -> None:
+        self.prefilled += tokens
+        self.owed += tokens
+
+    def prefill(self, seconds: float, each_s: float) -> float:
+        """Do what is owed, in so many seconds at most; those that it takes."""
+        took = min(self.owed * each_s, seconds)
+        self.owed = self.owed - took / each_s if took else 0.0
+        return took
 
     def seat(self) -> _Seat:
         return _Seat(
@@ -199,7 +210,8 @@ class SessionBook:
         if at > load.at and load.n and self.decode.known:
             speed = self._roofline.speed(slice_id)
             kv = load.context + load.n * load.made - load.made_before
-            load.made += (at - load.at) * speed / self.bare.step_s(load.n, kv)
+            seconds = (at - load.at) * speed
+            load.made += (seconds - load.prefill(seconds, self.bare.prefill_s())) / self.bare.step_s(load.n, kv)
         load.move_to(at)
         return load
 
@@ -236,7 +248,7 @@ class SessionBook:
             load.context += request.context
             load.made_before += load.made
             request.seat = load.seat()
-            load.prefilled += request.context - self._cached(request, load)
+            load.fill(request.context - self._cached(request, load))
             self._on_slice.setdefault(slice_id, {})[name] = request
 
     def _cached(self, request: _Request, load: _Load) -> int:
@@ -259,7 +271,7 @@ class SessionBook:
         for request in self._on_slice.get(event.slice, {}).values():
             assert request.seat is not None
             if request.seat.at < self._published_at:
-                load.prefilled += request.context + load.made - request.seat.made
+                load.fill(request.context + load.made - request.seat.made)
                 request.seat = replace(request.seat, at=request.seat.at + event.at - self._published_at)
             else:
                 request.seat = load.seat()
