@@ -78,7 +78,7 @@ class _Load:
     Attributes:
         made: tokens that a request would have made that had always been there, as predicted.
         made_before: sum over its requests of ``made`` when they got their seats.
-        prefilled: tokens that it has prefilled, or is about to; ``owed``: those that it is about to.
+        prefilled: tokens that it has prefilled, or is about to.
         emptied_at: when its cache was last lost.
     """
 
@@ -92,7 +92,6 @@ class _Load:
     made: float = 0.0
     made_before: float = 0.0
     prefilled: float = 0.0
-    owed: float = 0.0
     emptied_at: float = -math.inf
 
     def move_to(self, at: float) -> None:
@@ -102,16 +101,6 @@ class _Load:
         self.age_s += (self.age + self.n * elapsed / 2) * elapsed
         self.age += self.n * elapsed
         self.at = at
-
-    def fill(self, tokens: float) -> None:
-        self.prefilled += tokens
-        self.owed += tokens
-
-    def prefill(self, seconds: float, each_s: float) -> float:
-        """Do what is owed, in so many seconds at most; those that it takes."""
-        took = min(self.owed * each_s, seconds)
-        self.owed = self.owed - took / each_s if took else 0.0
-        return took
 
     def seat(self) -> _Seat:
         return _Seat(
@@ -128,8 +117,10 @@ class _Load:
 class SessionBook:
     """Fed with every event; knows nothing that no event said."""
 
-    decode: DecodeModel = field(default_factory=DecodeModel)  # with prefill, spread over the tokens: for forecasts
-    bare: DecodeModel = field(default_factory=DecodeModel)  # without: for what a slice has done, and how fast it is
+    decode: DecodeModel = field(
+        default_factory=DecodeModel
+    )  # with prefill, spread over the tokens: when will what be there?
+    bare: DecodeModel = field(default_factory=DecodeModel)  # without: how fast is a slice, compared with the others?
     lengths: LengthModel = field(default_factory=LengthModel)
     sessions: dict[str, Session] = field(default_factory=dict)
     unstarted: dict[str, int] = field(default_factory=dict)  # group -> sessions that never asked
@@ -210,8 +201,7 @@ class SessionBook:
         if at > load.at and load.n and self.decode.known:
             speed = self._roofline.speed(slice_id)
             kv = load.context + load.n * load.made - load.made_before
-            seconds = (at - load.at) * speed
-            load.made += (seconds - load.prefill(seconds, self.bare.prefill_s())) / self.bare.step_s(load.n, kv)
+            load.made += (at - load.at) * speed / self.decode.step_s(load.n, kv)
         load.move_to(at)
         return load
 
@@ -248,7 +238,7 @@ class SessionBook:
             load.context += request.context
             load.made_before += load.made
             request.seat = load.seat()
-            load.fill(request.context - self._cached(request, load))
+            load.prefilled += request.context - self._cached(request, load)
             self._on_slice.setdefault(slice_id, {})[name] = request
 
     def _cached(self, request: _Request, load: _Load) -> int:
@@ -271,7 +261,7 @@ class SessionBook:
         for request in self._on_slice.get(event.slice, {}).values():
             assert request.seat is not None
             if request.seat.at < self._published_at:
-                load.fill(request.context + load.made - request.seat.made)
+                load.prefilled += request.context + load.made - request.seat.made
                 request.seat = replace(request.seat, at=request.seat.at + event.at - self._published_at)
             else:
                 request.seat = load.seat()
