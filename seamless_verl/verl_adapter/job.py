@@ -98,13 +98,14 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
         start_up.lap("start_agent_loops")
         with Watchdog(_actors(trainer, manager)) as watchdog:
             if isinstance(trainer, SeamlessTrainer):
-                trainer.flight.blame = lambda: watchdog.story
+                trainer.flight.blame = watchdog.cause_of
             try:
                 trainer.fit(manager)
-            except KeyboardInterrupt:
-                if watchdog.story is None:
+            except BaseException as error:
+                story = watchdog.cause_of(error)
+                if story is None:
                     raise
-                raise RunBroken(watchdog.story) from None
+                raise RunBroken(story) from error
     finally:
         tq.close()
         ray.shutdown()

@@ -50,8 +50,8 @@ class TrainerFlight:
         self._ledger = Ledger()
         self._trainers: list[SliceAdded] = []
         self._rollouts: list[SliceAdded] = []
-        # Why the run was interrupted, where the user did not do it; set by whoever watches over the run.
-        self.blame: Callable[[], str | None] = lambda: None
+        # Whose death is behind an error; set by whoever watches over the run.
+        self.blame: Callable[[BaseException], str | None] = lambda error: None
         self._lent: set[str] = set()  # followed slices that are in the router's books, not in ours
 
     def begin(self, start: RunStarted, trainers: list[SliceAdded], rollouts: list[SliceAdded]) -> None:
@@ -98,7 +98,7 @@ class TrainerFlight:
         self.recorder.close()
 
     def broke(self, error: BaseException) -> None:
-        story = self.blame()
+        story = self.blame(error)
         lines = (story or str(error)).strip().splitlines()  # the end of a remote traceback is what tells
         outcome = "RunBroken" if story else type(error).__name__
         self._note(RunEnded(at=self.recorder.now(), outcome=outcome, detail=lines[-1][:200] if lines else ""))

@@ -1,7 +1,8 @@
 """Notices that an actor of the run has died while the trainer waits for something that can no longer come.
 
 verl 0.9.1 waits without a limit for rows and for weights; an engine that dies meanwhile leaves it waiting for ever.
-The watchdog ends the wait, and with it the run, with the name of what died.
+The watchdog ends the wait, and with it the run, with the name of what died. Often a call that was under way or the
+groups that fail without the engine end it first; then it is asked whether somebody's death is behind that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 _INTERVAL_S = 5.0
+_LAST_ANSWERS_S = 3.0  # the dead answer at once, the busy not at all
 
 
 class Watchdog:
@@ -25,10 +27,12 @@ class Watchdog:
     """
 
     def __init__(self, actors: Mapping[str, Any]) -> None:
-        self._asked = {name: (handle, handle.__ray_ready__.remote()) for name, handle in actors.items()}
+        self._actors = dict(actors)
+        self._asked = {name: self._ask(name) for name in actors}
+        self._story: str | None = None
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self.story: str | None = None
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -37,20 +41,39 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
 
+    def cause_of(self, error: BaseException) -> str | None:
+        """Which actor's death ended the run with ``error``, in a line; None if all live, or the user ended it.
+
+        Whoever has not said so by itself is asked once more, which takes up to three seconds.
+        """
+        with self._lock:
+            self._stop.set()
+            if self._story is None and isinstance(error, Exception):
+                self._asked = {name: self._ask(name) for name in self._actors}
+                ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=_LAST_ANSWERS_S)
+                self._story = self._look()
+            return self._story
+
     def _watch(self) -> None:
         while not self._stop.wait(_INTERVAL_S):
-            self.story = self._look()
-            if self.story is not None and not self._stop.is_set():
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # ends whatever it waits for
-                return
+            with self._lock:
+                if self._stop.is_set():
+                    return
+                self._story = self._look()
+                if self._story is not None:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # ends whatever it waits for
+                    return
+
+    def _ask(self, name: str) -> Any:
+        return self._actors[name].__ray_ready__.remote()
 
     def _look(self) -> str | None:
-        for name, (handle, answer) in self._asked.items():
+        for name, answer in self._asked.items():
             if not ray.wait([answer], timeout=0)[0]:
                 continue
             try:
                 ray.get(answer)
             except RayError as error:
                 return f"{name} died: {type(error).__name__}: {str(error).splitlines()[0]}"
-            self._asked[name] = (handle, handle.__ray_ready__.remote())
+            self._asked[name] = self._ask(name)
         return None

@@ -82,7 +82,7 @@ def test_while_lent_the_trainers_seconds_are_counted_where_its_requests_pass(tmp
 )  # fmt: skip
 def test_what_ended_the_run_stands_in_the_recording(tmp_path, error, story, outcome, detail):
     flight = begun(tmp_path)
-    flight.blame = lambda: story
+    flight.blame = lambda error: story
     flight.broke(error)
     end = load_digest(tmp_path).end
     assert (end.outcome, end.detail) == (outcome, detail)
