@@ -14,7 +14,7 @@ from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario
-from seamless_verl.simulation.workload import LogNormal
+from seamless_verl.simulation.workload import LogNormal, Workload
 from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost
 
 
@@ -144,15 +144,20 @@ _ACTIVE_PARAMETERS = 3e9
 _PREFILL_UTILISATION = 0.15  # of the peak; mixture of experts with tensor parallelism
 
 
+# Bytes of a cached token on one device, of the published cost models: layers x KV heads x 128, K and V, two bytes, over
+# the tensor-parallel devices.
+_KV_BYTES_PUBLISHED = {
+    "7b-tp1": 28 * 4 * 128 * 4,
+    "14b-tp1": 48 * 8 * 128 * 4,
+    "32b-tp2": 64 * 8 * 128 * 4 / 2,
+    "30b-a3b-tp1": 48 * 4 * 128 * 4,
+}
+
+
 def attention_efficiencies() -> dict[str, float]:
-    """Share of an H20's bandwidth that the published attention terms imply: bytes of a cached token on one device."""
-    kv_bytes = {  # layers x KV heads x 128, K and V, two bytes, over the tensor-parallel devices
-        "7b-tp1": 28 * 4 * 128 * 4,
-        "14b-tp1": 48 * 8 * 128 * 4,
-        "32b-tp2": 64 * 8 * 128 * 4 / 2,
-        "30b-a3b-tp1": 48 * 4 * 128 * 4,
-    }
-    return {name: size / PUBLISHED[name].attention_per_token_s / _H20.bandwidth for name, size in kv_bytes.items()}
+    """Share of an H20's bandwidth that the published attention terms imply."""
+    sizes = _KV_BYTES_PUBLISHED.items()
+    return {name: size / PUBLISHED[name].attention_per_token_s / _H20.bandwidth for name, size in sizes}
 
 
 def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhysics:
@@ -211,4 +216,32 @@ def scenario(run: Measured, fitted: Fitted, *, steps: int = 40, seed: int = 0) -
         warm=min(5, steps // 4),
         seed=seed,
         noise=Noise(slowdown=0.03),
+    )
+
+
+def staleflow_ground(workload: Workload, *, gpus: int = 32, trainers: float = 0.75) -> Scenario:
+    """StaleFlow's evaluation in small: Qwen2.5-14B, one H20 per slice, 16 answers per prompt, as many prompts as GPUs.
+
+    Published are the decode cost, the card, the sizes of batch and group and the limit of 20,000 tokens (which
+    ``workload`` has to keep). Assumed: 40 % of the peak in training and prefill, old log-probs computed anew, and the
+    share of the GPUs that train.
+    """
+    parameters, utilisation = 14.8e9, 0.4
+    physics = EnginePhysics(
+        decode=PUBLISHED["14b-tp1"],
+        prefill_s_per_token=2 * parameters / (utilisation * _H20.flops),
+        kv_tokens=int((0.85 * _H20.memory - 2 * parameters) / _KV_BYTES_PUBLISHED["14b-tp1"]),
+    )
+    training = Pool(name="trainers", slices=round(gpus * trainers), gpus=1, trains=True, engine=physics)
+    return Scenario(
+        system="staleflow",
+        pools=(training, replace(training, name="rollouts", slices=gpus - training.slices, trains=False)),
+        workload=workload,
+        train=TrainPhysics(
+            gpu_s_per_token=6 * parameters / (utilisation * _H20.flops), old_log_prob=1 / 3, update_s=2.0
+        ),
+        costs=SEPARATE_COSTS,
+        batch=gpus,
+        mini_batch=gpus // 4,
+        attempts=16,
     )
