@@ -202,7 +202,6 @@ class Predictive:
             yield Decision(verb=Verb.WAIT, slices=ids(lent), reason=f"they are worth more for {best.back_s:.2f} s")
             return
         fed = [s for s in lent if s.lent]
-        elapsed = cluster.now - min(s.since for s in lent)
         turn_s = self._forecaster.book.turn_s
         if fed and best.back_s < min(0.5 * turn_s, _NOTICE * (elapsed + best.back_s)):
             self._returning = True

@@ -115,12 +115,15 @@ class _Load:
 
 @dataclass(slots=True)
 class SessionBook:
-    """Fed with every event; knows nothing that no event said."""
+    """Fed with every event; knows nothing that no event said.
 
-    decode: DecodeModel = field(
-        default_factory=DecodeModel
-    )  # with prefill, spread over the tokens: when will what be there?
-    bare: DecodeModel = field(default_factory=DecodeModel)  # without: how fast is a slice, compared with the others?
+    Attributes:
+        decode: pace of requests, with prefill spread over their tokens. It says when what will be there.
+        bare: the same without prefill. It says how fast a slice is, compared with the others.
+    """
+
+    decode: DecodeModel = field(default_factory=DecodeModel)
+    bare: DecodeModel = field(default_factory=DecodeModel)
     lengths: LengthModel = field(default_factory=LengthModel)
     sessions: dict[str, Session] = field(default_factory=dict)
     unstarted: dict[str, int] = field(default_factory=dict)  # group -> sessions that never asked
@@ -326,7 +329,7 @@ class SessionBook:
 
     def _learn(self, slice_id: SliceId, *, n: float, kv: float, took_s: float, tokens: int, prefilled: float) -> None:
         speed = self._roofline.speed(slice_id)
-        if self.decode.known:
+        if self.bare.known:
             expected_s = tokens * self.bare.step_s(n, kv) + prefilled * self.bare.prefill_s()
             self._roofline.measured(slice_id, expected_s=expected_s, took_s=took_s)
         seconds = took_s * speed / tokens
