@@ -107,7 +107,7 @@ class DecodeModel:
     def __init__(self) -> None:
         self._sums = _Sums()
         self._fits = [_Fit(knee) for knee in KNEES]
-        self._best: tuple[float, list[float]] | None = None
+        self._best: tuple[float, list[float]] | None = None  # the knee and its coefficients, while they are fresh
         self._unsolved = 0  # observations since the coefficients were last worked out
 
     @property
@@ -125,24 +125,24 @@ class DecodeModel:
         for fit in self._fits:
             fit.add(n, kv, prefilled / tokens, seconds_per_token, weight)
         self._unsolved += 1
+        if self._unsolved > min(0.1 * self._sums.one, 32):
+            self._best = None
 
     def step_s(self, n: float, kv: float = 0.0) -> float:
         """Predicted seconds of a step; raises ValueError before the first observation."""
-        knee, (a, k, c, _) = self._solved()
+        knee, (a, k, c, _) = self._best or self._solve()
         return max(a + k * max(n, knee) + c * kv, 1e-9)
 
     def prefill_s(self) -> float:
         """Seconds per prefilled token, in which nobody on the slice decodes; 0 while nothing tells."""
-        return self._solved()[1][3] if self.known else 0.0
+        return (self._best or self._solve())[1][3] if self.known else 0.0
 
-    def _solved(self) -> tuple[float, list[float]]:
+    def _solve(self) -> tuple[float, list[float]]:
         if not self.known:
             raise ValueError("no request was observed yet")
-        if self._best is None or self._unsolved > min(0.1 * self._sums.one, 32):
-            self._unsolved = 0
-            solved = [(fit.solve(self._sums), fit.knee) for fit in self._fits]
-            (_, w), knee = min(solved, key=lambda item: item[0][0])
-            self._best = (knee, w)
+        solved = [(fit.solve(self._sums), fit.knee) for fit in self._fits]
+        (_, w), knee = min(solved, key=lambda item: item[0][0])
+        self._best, self._unsolved = (knee, w), 0
         return self._best
 
 
