@@ -33,7 +33,9 @@ RIVALS = (
 SIZES = (16, 32, 64, 128)
 SPLITS = (0.25, 0.5, 0.75)
 _OURS = "predictive"
-_STEPS_TO_ADAPT = 16  # the gate's threshold goes from 0.4 to at most 1 of the batch, by 0.05 a step after two idle ones
+# Steps before those that count: the threshold of verl's gate goes from 0.4 to at most 1 of the batch, by 0.05 a step after
+# two idle ones; and ours knows nothing of lengths and speeds in the beginning.
+_FIRST = 16
 _EVERYTHING = 1.0  # all slices train and roll out
 
 
@@ -49,9 +51,8 @@ class Cell:
     steps: int
 
     def scenario(self) -> Scenario:
-        """With as many counted steps for all; verl's gate gets the steps that it needs to find its threshold before."""
-        first = _STEPS_TO_ADAPT if self.system.startswith("verl_enable_switch") else 0
-        warm, steps = first + max(2, self.steps // 4), first + self.steps
+        """With as many counted steps for all, after as many that do not count."""
+        warm, steps = _FIRST + max(2, self.steps // 4), _FIRST + self.steps
         return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=steps, warm=warm)
 
 
