@@ -33,8 +33,8 @@ RIVALS = (
 SIZES = (16, 32, 64, 128)
 SPLITS = (0.25, 0.5, 0.75)
 _OURS = "predictive"
-# Steps before those that count: the threshold of verl's gate goes from 0.4 to at most 1 of the batch, by 0.05 a step after
-# two idle ones; and ours knows nothing of lengths and speeds in the beginning.
+# Steps before those that count: the threshold of verl's gate goes from 0.4 to at most 1 of the batch, by 0.05 a step
+# after two idle ones; and ours knows nothing of lengths and speeds in the beginning.
 _FIRST = 16
 _EVERYTHING = 1.0  # all slices train and roll out
 
