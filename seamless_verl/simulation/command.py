@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
@@ -22,7 +22,7 @@ from seamless_verl.observe.recording import FLIGHT, write_recording
 from seamless_verl.observe.run_folder import write_report
 from seamless_verl.simulation.options import KEYS, PRESETS, apply, preset
 from seamless_verl.simulation.outcome import Outcome, outcome, table, write_json, write_parquet
-from seamless_verl.simulation.regimes import REGIMES
+from seamless_verl.simulation.regimes import REGIMES, regime
 from seamless_verl.simulation.replay import from_run
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.scenario import Result, Scenario
@@ -101,10 +101,22 @@ def _what_if(options: argparse.Namespace) -> int:
         print(f"median step: measured {median(measured):.1f} s, replayed {median(replayed):.1f} s")
     if len(rows) == 2:
         print(f"steps take {rows[1].step_s / rows[0].step_s:.2f} times as long as before")
+        for note in _unlike_ages(*rows):
+            print(note)
     _write(options, rows, {"measured_step_s": list(measured)} if measured else {})
     if options.out:
         _write_run(options.out, events)
     return 0
+
+
+def _unlike_ages(before: Outcome, after: Outcome) -> Iterator[str]:
+    """Who trains on older samples is faster for it."""
+    oldest, age = before.max_staleness, after.max_staleness
+    if oldest == age:
+        return
+    yield f"not at equal age of the samples (weight versions): at most {age}, {oldest} before"
+    if age < oldest == regime(after.system).bound(oldest):
+        yield f"with --set staleness.eta={oldest} they may be as old"
 
 
 def _base(options: argparse.Namespace) -> tuple[Scenario, str, tuple[float, ...]]:

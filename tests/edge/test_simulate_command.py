@@ -48,6 +48,31 @@ def test_what_if_prints_both_and_writes_a_run_folder_that_report_renders(
     assert "predictive" in page
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("predictive", "1"), ["at most 1, 2 before", "with --set staleness.eta=2 they may be"]),
+        (("predictive", "2"), []),
+        (("verl_sync", "1"), ["at most 0, 2 before"]),
+    ],
+)
+def test_unlike_ages_of_the_samples_are_said(
+    asked: tuple[str, str], told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system, eta = asked
+    pools = ["--set", "resources=[{name: all, nodes: 4, gpus_per_node: 8, capabilities: [train, rollout]}]"]
+    rows = tmp_path / "rows.json"
+    settings = ["--set", f"scheduler.policy={system}", "--set", f"staleness.eta={eta}"]
+    assert simulate(*settings, *(pools if system == "verl_sync" else []), "--json", rows) == 0
+    ages = [row["max_staleness"] for row in json.loads(rows.read_text())["settings"]]
+    assert ages == [2, 0 if system == "verl_sync" else int(eta)]
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if "weight versions" in line or "may be as old" in line
+    ]
+    assert len(said) == len(told)
+    assert all(part in line for part, line in zip(told, said, strict=True))
+
+
 def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The simulator's own recording: lengths, speeds and training are recovered from nothing but events."""
     run = tmp_path / "run"
