@@ -42,6 +42,14 @@ def parts(actor: Any) -> Iterator[dict[str, Any]]:
         ray.kill(part)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """xdist's workers ignore SIGINT; a run's trainer does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def _kill(part: Any) -> None:
     os.kill(ray.get(part.pid.remote()), signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
@@ -71,6 +79,7 @@ def test_nobody_is_blamed_for_an_error_while_all_live_or_are_busy(
         assert dog.cause_of(ValueError("no rows")) is None
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_whoever_waits_for_a_dead_actor_is_interrupted(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_INTERVAL_S", 0.05)
 
