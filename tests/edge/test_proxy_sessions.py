@@ -119,9 +119,11 @@ async def test_a_sample_never_waits_for_tokens_that_its_sibling_holds() -> None:
         handle = await proxy.open(max_tokens=40, deadline_s=10)
         (session,) = proxy.deps.sessions
         render, calls, late = proxy.deps.renderer.render_initial, itertools.count(), threading.Event()
+        loop, second = asyncio.get_running_loop(), asyncio.Event()
 
         def slow(*args: Any) -> Any:
             if next(calls) == 1:
+                loop.call_soon_threadsafe(second.set)
                 late.wait(20)
             return render(*args)
 
@@ -129,6 +131,7 @@ async def test_a_sample_never_waits_for_tokens_that_its_sibling_holds() -> None:
         long = {"model": "m", "messages": [{"role": "user", "content": "word " * 5000}], "n": 2}
         pair = asyncio.create_task(proxy.post(handle, long))
         await proxy.engine.started.wait()
+        await second.wait()  # else the other request may be the one that is slow
         asked = _asked_for_budget(session, 1)
         other = asyncio.create_task(proxy.post(handle, _body(0)))
         await asked.wait()
