@@ -191,8 +191,10 @@ class Claims:
                 _STALEFLOW, feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1)
             ),
         }
-        even = replace(cell("staleflow", "constant"), noise=Noise())  # slices of unlike speeds are skew, too
-        for work, base in (("constant", even), ("skewed", cell("staleflow", "skewed"))):
+        grounds = {work: cell("staleflow", work) for work in ("constant", "skewed")}
+        # Slices of unlike speeds are skew, too.
+        grounds["constant, speeds too"] = replace(grounds["constant"], noise=Noise())
+        for work, base in grounds.items():
             ours = self.runs(base)
             for name, rules in rivals.items():
                 theirs = self.runs(base, name, rules)
