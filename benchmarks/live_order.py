@@ -32,7 +32,7 @@ from seamless_verl.simulation.run import simulate
 SYSTEMS = {
     "verl separate_async": "verl_separate_async",
     "verl enable_switch": "verl_enable_switch",
-    "ours greedy": "greedy_streaming",
+    "ours greedy": "greedy",
     "ours predictive": "predictive",
 }
 _BAR = 0.10

@@ -89,6 +89,7 @@ def figures(result: Result) -> Figures:
         "tokens_per_s": result.tokens_per_s,
         "idle": result.books.trainable_idle_share,
         "staleness": result.max_staleness,
+        "mean_staleness": result.mean_staleness,
         "mean_answer": sum(answers) / len(answers),
         "lends": result.lends,
     }

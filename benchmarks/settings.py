@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from seamless_verl.simulation.loop import TrainPhysics
-from seamless_verl.simulation.published import CALIBRATED, SEPARATE_COSTS, engine
+from seamless_verl.simulation.published import CALIBRATED, COSTS, engine
 from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Workload
@@ -36,7 +36,7 @@ def cell(system: str, work: str, gpus: int = 32, trainers: float = 0.5, **change
         "pools": tuple(pool for pool in pools if pool.slices),
         "workload": WORKLOADS[work],
         "train": TrainPhysics(gpu_s_per_token=CALIBRATED.train_gpu_s_per_token, update_s=2.0),
-        "costs": SEPARATE_COSTS,
+        "costs": COSTS,
         "batch": 2 * gpus,
         "mini_batch": gpus // 2,
         "attempts": 8,

@@ -26,7 +26,7 @@ from benchmarks.records import Record, arguments, report
 from benchmarks.settings import WORKLOADS, cell
 from benchmarks.simulator_table import SIZES, SPLITS, table
 from seamless_verl.simulation.fluid import fluid_limit
-from seamless_verl.simulation.published import CALIBRATED, MODES, SEPARATE_COSTS, SWITCHING, scenario
+from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, scenario
 from seamless_verl.simulation.run import simulate
 from seamless_verl.simulation.scenario import Scenario
 
@@ -41,7 +41,7 @@ def limit(options: argparse.Namespace) -> Iterator[Record]:
         train = replace(base.train, old_log_prob=0.0)
         yield from _share(f"{run.name} set-up", replace(base, system="predictive", train=train, warm=4), seeds)
     for run in MODES[:1]:  # all nodes train and roll out
-        base = replace(scenario(run, CALIBRATED, steps=steps), system="predictive", costs=SEPARATE_COSTS, warm=4)
+        base = replace(scenario(run, CALIBRATED, steps=steps), system="predictive", warm=4)
         yield from _share("all nodes {train, rollout}", base, seeds)
     yield from _share("agentic", cell("predictive", "agentic", 16 if options.quick else 32, steps=steps), seeds)
 
@@ -73,7 +73,7 @@ def idle(options: argparse.Namespace) -> Iterator[Record]:
             seeds, steps = ((0,), 10) if options.quick else ((0, 1, 2), 14)
             ours, greedy = (
                 [simulate(cell(system, work, 32, split, steps=steps, seed=seed)) for seed in seeds]
-                for system in ("predictive", "greedy_streaming")
+                for system in ("predictive", "greedy")
             )
             share = mean(result.books.trainable_idle_share for result in ours)
             name = f"idle, {work}, {split:.0%} train"

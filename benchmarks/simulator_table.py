@@ -7,6 +7,7 @@ have no split: theirs is run once per workload and cluster, and stands beside ev
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ _OURS = "predictive"
 # after two idle ones; and ours knows nothing of lengths and speeds in the beginning.
 _FIRST = 16
 _EVERYTHING = 1.0  # all slices train and roll out
+_NO_BOUND = "its oldest samples are older, no bar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,8 @@ class Cell:
 
     def scenario(self) -> Scenario:
         """With as many counted steps for all, after as many that do not count."""
-        warm, steps = _FIRST + max(2, self.steps // 4), _FIRST + self.steps
-        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=steps, warm=warm)
+        steps = _FIRST + self.steps
+        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=steps, warm=_FIRST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +88,31 @@ class Table:
         name, value = f"{work}, {gpus} GPUs, {split:.0%} train: {rival}", mean(ratios)
         low, high = interval(ratios)
         spread = f"[{low:.2f}, {high:.2f}]" if len(ratios) > 1 else "one seed"
+        told = f"{spread}, age {_age(theirs, seeds)}, ours {_age(ours, seeds)}"
         if any(theirs[seed]["staleness"] > ours[seed]["staleness"] for seed in seeds):
-            return Record(name=name, value=value, unit="x", bar=f"older samples, no bar {spread}")
-        if split == _EVERYTHING:
-            return Record(name=name, value=value, unit="x", bar=f"beside the splits, no bar {spread}")
+            return Record(name=name, value=value, unit="x", bar=f"{_NO_BOUND} {told}")
         if value >= LEVEL:
-            return Record(name=name, value=value, unit="x", bar=f"ahead or level {spread}", holds=True)
+            return Record(name=name, value=value, unit="x", bar=f"ahead or level {told}", holds=True)
         step_s = mean(ours[seed]["step_s"] for seed in seeds)
-        limit_s = fluid_limit(Cell(system=_OURS, work=work, gpus=gpus, split=split, seed=0, steps=4).scenario()).paid_s
-        told = f"ahead or level {spread}; {_why(step_s, value * step_s, limit_s, high)}"
-        return Record(name=name, value=value, unit="x", bar=told, holds=False)
+        why = _why(step_s, value * step_s, self._limit_s(work, gpus, split), high)
+        return Record(name=name, value=value, unit="x", bar=f"ahead or level {told}; {why}", holds=False)
+
+    def share(self, work: str, gpus: int, split: float) -> Record | None:
+        """Of the fluid limit with costs paid, what ours reaches."""
+        ours = self.runs(_OURS, work, gpus, split)
+        if not ours:
+            return None
+        value = self._limit_s(work, gpus, split) / mean(run["step_s"] for run in ours.values())
+        return Record(name=f"{work}, {gpus} GPUs, {split:.0%} train: {_OURS}, of its limit", value=value, unit="")
+
+    def _limit_s(self, work: str, gpus: int, split: float) -> float:
+        return fluid_limit(Cell(system=_OURS, work=work, gpus=gpus, split=split, seed=0, steps=4).scenario()).paid_s
+
+
+def _age(runs: Mapping[int, Figures], seeds: Sequence[int]) -> str:
+    """Mean and most over the trained groups, in weight versions."""
+    oldest = max(runs[seed]["staleness"] for seed in seeds)
+    return f"{mean(runs[seed]['mean_staleness'] for seed in seeds):.1f}/{oldest:.0f}"
 
 
 def _why(ours_s: float, theirs_s: float, limit_s: float, high: float) -> str:
@@ -114,7 +131,7 @@ def table(options: argparse.Namespace) -> Iterator[Record]:
     known = _run(Runs(options), places, seeds=seeds, steps=steps)
     found = Table(known=known, seeds=seeds, steps=steps)
     missing = 0
-    compared = []
+    compared, shares = [], []
     for work, gpus in places:
         for split in (*SPLITS, _EVERYTHING):
             rivals = [rival for rival in RIVALS if split != _EVERYTHING or REGIMES[rival].colocated]
@@ -122,7 +139,10 @@ def table(options: argparse.Namespace) -> Iterator[Record]:
                 record = found.compare(rival, work, gpus, split)
                 missing += record is None
                 compared += [record] if record else []
+            share = found.share(work, gpus, split)
+            shares += [share] if share else []
     yield from compared
+    yield from shares
     for work, gpus in places:
         yield from _best(found, work, gpus)
     for gpus in options.sizes:
@@ -132,8 +152,24 @@ def table(options: argparse.Namespace) -> Iterator[Record]:
     split_s = sum("no policy" in record.bar for record in behind)
     yield Record(name="table: comparisons behind", value=len(behind), unit="", bar="0", holds=not behind)
     yield Record(name="table: of them, where no policy is level with the split", value=split_s, unit="")
-    yield Record(name="table: comparisons that have a bar", value=sum(r.holds is not None for r in compared), unit="")
+    judged = [record for record in compared if record.holds is not None]
+    sync = sum(record.name.endswith("verl_sync") for record in judged)
+    unsure = [record for record in judged if record.holds and _lowest(record) < LEVEL]
+    older = [record for record in compared if record.bar.startswith(_NO_BOUND)]
+    yield Record(name="table: comparisons that have a bar", value=len(judged), unit="")
+    yield Record(name="table: of them, with verl_sync, whose samples are younger", value=sync, unit="")
+    alone = sum(bool(record.holds) and "one seed" in record.bar for record in judged)
+    yield Record(name="table: ahead or level, with one seed", value=alone, unit="")
+    yield Record(name="table: ahead or level, with an interval that reaches below", value=len(unsure), unit="")
+    yield Record(name="table: comparisons whose oldest samples are older, no bar", value=len(older), unit="")
+    yield Record(name="table: of them, faster than ours", value=sum(r.value < LEVEL for r in older), unit="")
     yield Record(name="table: comparisons not run", value=missing, unit="")
+
+
+def _lowest(record: Record) -> float:
+    """The lower end of its interval; where there is one seed, its value."""
+    found = re.search(r"\[(-?[\d.]+), ", record.bar)
+    return float(found[1]) if found else record.value
 
 
 def _run(runs: Runs, places: Sequence[tuple[str, int]], *, seeds: int, steps: int) -> dict[Cell, Figures]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class SeamlessError(Exception):
     """Base of every error that seamless_verl raises on purpose."""
@@ -33,3 +36,10 @@ class MachineError(SeamlessError):
         self.what = what
         self.found = found
         self.fix = fix
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The fix for a name that nobody knows: the nearest that somebody does, if any is near, and all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"write {near[0]}; known: {', '.join(names)}" if near else f"write one of {', '.join(names)}"

@@ -33,9 +33,10 @@ class Group:
     Attributes:
         reserved: weight version it was admitted with.
         submitted: seconds.
+        stopped: nobody wants it any more.
     """
 
-    __slots__ = ("attempts", "name", "number", "reserved", "running", "submitted")
+    __slots__ = ("attempts", "name", "number", "reserved", "running", "stopped", "submitted")
 
     def __init__(self, number: int, reserved: int, submitted: float) -> None:
         self.number = number
@@ -44,6 +45,7 @@ class Group:
         self.submitted = submitted
         self.attempts: list[Attempt] = []
         self.running = 0
+        self.stopped = False
 
     @property
     def tokens(self) -> int:
@@ -105,23 +107,13 @@ class Agents:
             requests += [self._request(attempt) for attempt in group.attempts]
         self._submit(requests)
 
-    def restart(self, group: Group, version: int) -> None:
-        """From the prompt again: what was generated is lost."""
-        group.reserved = version
-        for attempt in group.attempts:
-            if attempt.request is not None:
-                self._withdraw(attempt.request)
-            attempt.turn = attempt.context = attempt.generated = 0
-            attempt.version = attempt.request = None
-        self.start([group])
-
     def stop(self, group: Group) -> None:
-        """Nobody wants it any more."""
+        """Nobody wants it any more; what its tools return is not looked at."""
+        group.stopped = True
         for attempt in group.attempts:
             request, attempt.request = attempt.request, None
             if request is not None:
                 self._withdraw(request)
-            attempt.trajectory = ()
 
     def finished(self, request: Request) -> None:
         """A request has all its tokens: the next turn follows after the tool, or the attempt ends."""
@@ -137,16 +129,16 @@ class Agents:
         attempt.generated += turn.answer
         attempt.turn += 1
         if attempt.turn < len(attempt.trajectory):
-            self._clock.after(turn.tool_s, self._next_turn, attempt, attempt.turn)
+            self._clock.after(turn.tool_s, self._next_turn, attempt)
         else:
             self._clock.after(turn.tool_s, self._end, attempt)
 
-    def _next_turn(self, attempt: Attempt, turn: int) -> None:
-        if attempt.turn == turn and attempt.request is None:
+    def _next_turn(self, attempt: Attempt) -> None:
+        if not attempt.group.stopped:
             self._submit([self._request(attempt)])
 
     def _end(self, attempt: Attempt) -> None:
-        if attempt.turn < len(attempt.trajectory):  # restarted meanwhile
+        if attempt.group.stopped:
             return
         self._on_session(attempt)
         attempt.group.running -= 1

@@ -26,7 +26,6 @@ class Use(str, Enum):
 
 
 IDLE = frozenset({Use.WAIT_DATA, Use.WAIT_WORK})
-WORK = frozenset({Use.TRAIN, Use.GENERATE, Use.PREFILL})
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
-from seamless_verl.scheduling.decisions import Outcome, Verb
+from seamless_verl.scheduling.decisions import Verb
 from seamless_verl.scheduling.slices import Slice, SliceId, SliceState
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock, Signal
@@ -47,7 +47,6 @@ class Driver:
     """Args:
     handle: of the scheduler, or of the recorder in front of it.
     cluster: the scheduler's state, to be read.
-    keep_cache: requests keep their KV cache when their replica takes newer weights.
     """
 
     def __init__(
@@ -58,10 +57,7 @@ class Driver:
         fleet: Fleet,
         costs: SwitchCosts,
         rng: random.Random,
-        *,
-        keep_cache: bool,
     ) -> None:
-        self.outcomes: list[Outcome] = []
         self.outlasting: frozenset[str] = frozenset()  # sessions that will probably last longer than slices are lent
         self.lends = 0
         self.stalls = 0
@@ -72,7 +68,6 @@ class Driver:
         self._fleet = fleet
         self._costs = costs
         self._rng = rng
-        self._keep_cache = keep_cache
         self._inbox: deque[ev.Event] = deque()
         self._busy = False
         self._current: dict[str, int] = {}
@@ -168,7 +163,7 @@ class Driver:
             case cmd.RecordDecision():
                 self.lends += command.decision.verb is Verb.LEND
             case cmd.RecordOutcome():
-                self.outcomes.append(command.outcome)
+                pass  # for the flight recorder, which has seen it
             case cmd.ReportStall():
                 self.stalls += 1
             case cmd.RefuseAcquire() | cmd.RevokeGrant():
@@ -202,7 +197,7 @@ class Driver:
     def _sync(self, command: cmd.SyncWeights) -> None:
         self._number(command.slice, command.command)
         unit = self._fleet.units[command.slice]
-        unit.turn_to(Use.SYNC, keep_cache=self._keep_cache)
+        unit.turn_to(Use.SYNC)
         self._clock.after(self._vary(self._costs.load), self._ready, command.slice, command.command, command.version)
 
     def _ready(self, name: str, command: int, version: int) -> None:

@@ -28,8 +28,8 @@ class Feed(Protocol):
     def take(self, count: int) -> tuple[list[Group], list[Group]]:
         """``count`` finished groups, and groups that are nobody's any more (to be stopped)."""
 
-    def to_restart(self, version: int) -> list[Group]:
-        """Running groups that the system discards and starts again."""
+    def to_discard(self, version: int) -> list[Group]:
+        """Groups that the system gives up for their age, running or finished."""
 
     def awaited(self) -> frozenset[str]:
         """Unfinished groups that the batch being filled cannot do without."""
@@ -86,7 +86,7 @@ class _Counting:
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken, []
 
-    def to_restart(self, version: int) -> list[Group]:
+    def to_discard(self, version: int) -> list[Group]:
         return []
 
     def awaited(self) -> frozenset[str]:
@@ -144,7 +144,7 @@ class Quota(_Counting):
 
 
 class Bucket(_Counting):
-    """ROLL: at most (1 + alpha) B groups started and not consumed; a group older than alpha versions starts again."""
+    """ROLL: at most (1 + alpha) B groups started and not consumed; a group older than alpha versions is discarded."""
 
     def __init__(self, draw: Draw, batch: int, *, alpha: int) -> None:
         super().__init__(draw, batch)
@@ -154,12 +154,13 @@ class Bucket(_Counting):
         free = (1 + self._alpha) * self.batch - len(self.running) - len(self.ready)
         return self.admit(max(0, free), version)
 
-    def to_restart(self, version: int) -> list[Group]:
+    def to_discard(self, version: int) -> list[Group]:
         old = [group for group in self.running.values() if group.reserved < version - self._alpha]
+        for group in old:
+            del self.running[group.name]
         stale = [group for group in self.ready if group.version < version - self._alpha]
         for group in stale:
             self.ready.remove(group)
-            self.running[group.name] = group
         return old + stale
 
 
@@ -204,7 +205,7 @@ class Bounded:
         surplus = [self._groups.pop(name) for name in consumption.surplus]
         return [self._groups.pop(consumed.group) for consumed in consumption.groups], surplus
 
-    def to_restart(self, version: int) -> list[Group]:
+    def to_discard(self, version: int) -> list[Group]:
         return []
 
     def awaited(self) -> frozenset[str]:

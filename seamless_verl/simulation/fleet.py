@@ -27,10 +27,10 @@ class Unit:
     def serving(self) -> bool:
         return self._use is None
 
-    def turn_to(self, use: Use, *, keep_cache: bool = False) -> None:
+    def turn_to(self, use: Use) -> None:
         """From now on the time is spent on ``use``."""
         if self._use is None:
-            self.replica.close(keep_cache=keep_cache)
+            self.replica.close()
             self.accepting = False
         else:
             self.charge()
@@ -227,6 +227,8 @@ class Fleet:
         self._finished(request)
         if self._held:
             self.pump()
+        if self._migration is not None:
+            self._migrate(self._migration)
 
     def _load(self, name: str) -> ReplicaLoad:
         replica = self.units[name].replica

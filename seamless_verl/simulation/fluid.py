@@ -16,7 +16,8 @@ Paid.     Each step pays for what no decision avoids: a slice that is lent wakes
 The last two are what an ideal system reaches that shares all slices equally among the requests in flight; it is a limit
 for policies that decide who uses which slice when, not for clairvoyant ones that would give long requests more. As a
 fluid it is exact to a few per cent: simulated systems that never lend, or lend everything, come to 0.94 to 1.06 of
-theirs.
+theirs. Where more are in flight than engines have seats for, the order in which they are served decides when the
+longest ends; the limit lets each of them run at once, while the work of all is done by those that have a seat.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
         return any(_fits(scenario, work, engine, window, step_s, ends) for window in windows)
 
     costs = scenario.costs
-    push_s = 0.0 if rules.colocated or rules.stop_the_world else costs.push
+    push_s = 0.0 if rules.stop_the_world or not standing else costs.push
     mini = scenario.mini_batch if rules.streaming else scenario.batch
     trained = [
         (float(work.longest[ready - 1]), train_s * (scenario.batch - ready + mini) / scenario.batch + push_s)
@@ -190,15 +191,10 @@ def best_limit(scenario: Scenario) -> float | None:
     if bound is None:
         return None
     found = []
-    for system in ("predictive", "disaggregated_streaming", "colocated_bounded"):
+    for system in ("predictive", "disaggregated", "colocated"):
         with suppress(ConfigError):  # these slices do not suit it
             found.append(fluid_limit(replace(scenario, system=system, eta=bound)).paid_s)
     return min(found)
-
-
-def limit_of(scenario: Scenario) -> float:
-    """Seconds per step that the scenario's system cannot beat, whatever it decides."""
-    return fluid_limit(scenario).work_s
 
 
 def _fits(
@@ -231,7 +227,7 @@ def _fits(
         width = (step_s - load_s - again_s) / _CELLS
         if width <= 0:
             return False
-        step = _step_s(engine, np.maximum(running / among, 1e-3), context, work)
+        step = _step_s(engine, _seated(engine, np.maximum(running / among, 1e-3), context), context, work)
         duty = step / (step + tool_share)
         progress = np.cumsum(np.tile(served * duty / step, lives)) * width
         alive = (len(order) - np.searchsorted(order, progress)) * (size / len(order))
@@ -247,28 +243,33 @@ def _fits(
     return all(cell >= 0 and progress[cell] >= tokens for tokens, cell in cells)
 
 
-def _step_s(engine: EnginePhysics, running: Any, context: Any, work: WorkSample) -> Any:
-    """Seconds per token of one request among ``running``, with its share of everybody's prefill."""
-    fits = np.minimum(np.minimum(running, engine.max_running), engine.kv_tokens / np.maximum(context, 1.0))
+def _seated(engine: EnginePhysics, running: Any, context: Any) -> Any:
+    """Of the requests ``running`` on a replica those that decode at once; the others queue for a seat or for cache."""
+    return np.minimum(np.minimum(running, engine.max_running), engine.kv_tokens / np.maximum(context, 1.0))
+
+
+def _step_s(engine: EnginePhysics, seated: Any, context: Any, work: WorkSample) -> Any:
+    """Seconds per token of one request among ``seated``, with its share of everybody's prefill."""
     cost = engine.decode
-    step = cost.attention_base_s + cost.attention_per_token_s * fits * context
-    step = step + np.maximum(cost.floor_s, cost.base_s + cost.per_request_s * fits)
-    return step * running / fits + running * work.prefilled_share * engine.prefill_s_per_token
+    step = cost.attention_base_s + cost.attention_per_token_s * seated * context
+    step = step + np.maximum(cost.floor_s, cost.base_s + cost.per_request_s * seated)
+    return step + seated * work.prefilled_share * engine.prefill_s_per_token
 
 
 def _rate(pools: list[Pool], in_flight: float, work: WorkSample) -> float:
-    """Tokens per second with ``in_flight`` trajectories spread evenly, all of them decoding."""
+    """Tokens per second with ``in_flight`` trajectories spread evenly; those that have seats decode."""
     slices = sum(pool.slices for pool in pools)
     if not slices:
         return 0.0
-    per_slice = min(in_flight / slices, min(pool.engine.max_running for pool in pools))
-    return sum(
-        pool.slices * per_slice / float(_step_s(pool.engine, per_slice, work.decoding_context, work)) for pool in pools
-    )
+    found = 0.0
+    for pool in pools:
+        seated = float(_seated(pool.engine, in_flight / slices, work.decoding_context))
+        found += pool.slices * seated / float(_step_s(pool.engine, seated, work.decoding_context, work))
+    return found
 
 
 def _train_s(scenario: Scenario, gang: list[Pool], work: WorkSample) -> float:
-    gpus = sum(pool.slices * pool.gpus for pool in gang) * min(pool.train_speed for pool in gang)
+    gpus = sum(pool.slices * pool.gpus for pool in gang)
     mini_batches = scenario.batch // scenario.mini_batch if regime(scenario.system).streaming else 1
     tokens = work.trained * scenario.batch * scenario.attempts
     return scenario.train.update_s * (mini_batches - 1) + scenario.train.seconds(round(tokens), gpus)

@@ -32,8 +32,7 @@ class TrainPhysics:
         gpu_s_per_token: GPU-seconds of forward and backward per trained token, prompts included.
         old_log_prob: the extra forward pass, as a share of that; 0 where the rollout's log-probs are used.
         update_s: seconds per mini-batch that do not depend on its tokens.
-        awaits_load: the next step begins, and new groups are admitted, only when every replica has loaded the last
-            one's weights, as the process of a live run does it; its slices are free meanwhile.
+        awaits_load: a recorded run whose trainer waited until every replica had loaded the weights (`LoopRules`).
     """
 
     gpu_s_per_token: float
@@ -52,6 +51,8 @@ class LoopRules:
     mini_batch: groups that are trained as soon as they are there; equal to ``batch`` where a system waits for all.
     release_when_starving: the gang is given back (and may be lent) when the next mini-batch is not there.
     stop_the_world: all replicas load weights before the step ends.
+    awaits_load: the next step begins, and new groups are admitted, only when every replica has loaded the last one's
+        weights; the gang's slices are free meanwhile.
     barrier: weights are published when the next batch is complete and nothing generates (one-step-off).
     poll_s: the trainer looks for data only this often; 0: it is woken.
     """
@@ -60,6 +61,7 @@ class LoopRules:
     mini_batch: int
     release_when_starving: bool
     stop_the_world: bool
+    awaits_load: bool
     barrier: bool = False
     poll_s: float = 0.0
 
@@ -82,7 +84,7 @@ class StepRecord:
 class TrainLoop:
     """Args:
     gang: slices that train together.
-    gang_gpus: their devices, weighted by training speed.
+    gang_gpus: their devices.
     lends_next: whether the gang is lent as soon as it is given back, known since the end of the step: the router is
         told before weights are published, and the next step begins when the gang is awake (verl's ``on_step_end``).
     """
@@ -241,7 +243,7 @@ class TrainLoop:
         self._release()
         while self._driver.waking(gang):
             yield self._driver.changed
-        if self._physics.awaits_load:
+        if self._rules.awaits_load:
             while self._driver.loading():
                 yield self._driver.changed
             self._admit(self._feed.published(self.version))
@@ -268,9 +270,9 @@ class TrainLoop:
             yield self._push_s
         if not self._rules.stop_the_world:
             self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
-        for group in self._feed.to_restart(self.version):
-            self._agents.restart(group, self.version)
-        if not self._physics.awaits_load:
+        for group in self._feed.to_discard(self.version):
+            self._agents.stop(group)
+        if not self._rules.awaits_load:
             self._admit(self._feed.published(self.version))
         self._phase(Phase.SYNC_WEIGHTS, ends=True)
         self._use_gang(Use.WAIT_DATA)

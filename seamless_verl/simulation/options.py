@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from typing import Any
 
 import yaml
 
-from seamless_verl.errors import ConfigError
+from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, engine, scenario
-from seamless_verl.simulation.regimes import LIVE_POLICIES
+from seamless_verl.simulation.regimes import LIVE_NAMES
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, divisor
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
 
@@ -36,6 +35,26 @@ _SIMPLE = {
 _LEAST = {"eta": 0, "batch": 1, "mini_batch": 1, "attempts": 1, "steps": 1, "seed": 0}
 _SHARES = ("shared", "long_share")
 _MAY_BE_ZERO = ("prompt", "observation", "answer_sigma", "tool_sigma")
+_RESOURCES = (
+    "write resources=[{name: trainers, nodes: 2, gpus_per_node: 8, capabilities: [train, rollout]}, "
+    "{name: rollouts, nodes: 1, gpus_per_node: 8, capabilities: [rollout]}]"
+)
+_EXAMPLES = {
+    "constant": "{kind: constant, answer: 8000}",
+    "lognormal": "{kind: lognormal, mean: 8000, sigma: 0.9, cap: 32768}",
+    "bimodal": "{kind: bimodal, short: 4000, long: 28000, long_share: 0.2}",
+    "agentic": "{kind: agentic, turns: 15, max_turns: 50, answer: 500, observation: 800, tool_s: 8}",
+}
+# What a verl user would look for by the last part of verl's key, and where it is here.
+_ELSEWHERE = {
+    "max_response_length": f"write it as the cap of workload={_EXAMPLES['lognormal']}",
+    "max_prompt_length": "write workload={…, prompt: N}",
+    "nnodes": _RESOURCES,
+    "n_gpus_per_node": _RESOURCES,
+    "path": "a preset is Qwen3.5-35B-A3B on H100; for your model record a short run and start --from it",
+    "model": "a preset is Qwen3.5-35B-A3B on H100; for your model record a short run and start --from it",
+    "max_num_seqs": "it is read from a recorded run, start --from one",
+}
 _SIZES = (2, 4, 8)  # of a preset's model, whose weights do not fit into one GPU; a node has eight
 _NESTED = {"costs": SwitchCosts, "noise": Noise}
 _SLICE_SIZE = "rollout.tensor_model_parallel_size"
@@ -55,8 +74,7 @@ def preset(name: str) -> Scenario:
     ConfigError: unknown; names the nearest.
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise ConfigError("--preset", name, "no such preset", f"write {near}; known: {', '.join(PRESETS)}")
+        raise ConfigError("--preset", name, "no such preset", meant(name, PRESETS))
     return PRESETS[name]()
 
 
@@ -78,8 +96,8 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
     for key, text in sorted(pairs, key=lambda pair: pair[0] != "resources"):  # others change what these declare
         if key != _SLICE_SIZE:
             _assign(base, changes, key, text)
-    if "steps" in changes and base.warm >= changes["steps"]:
-        changes["warm"] = max(0, changes["steps"] // 4)
+    if "steps" in changes:
+        changes["warm"] = min(base.warm, changes["steps"] // 4)
     if "batch" in changes and "mini_batch" not in changes:
         changes["mini_batch"] = divisor(changes["batch"], changes["batch"] * base.mini_batch // base.batch)
     return replace(base, **changes)
@@ -90,7 +108,7 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         name, kind = _SIMPLE[key]
         value = changes[name] = _read(key, text, kind)
         if name == "system":
-            changes[name] = LIVE_POLICIES.get(text, text)
+            changes[name] = LIVE_NAMES.get(text, text)
         elif name in _LEAST and value < _LEAST[name]:
             raise ConfigError(key, text, "is too small", f"write {_LEAST[name]} or more")
     elif key == "resources":
@@ -110,15 +128,15 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         before = changes.get(group, getattr(base, group))
         changes[group] = replace(before, **{field: _read(key, text, float)})
     else:
-        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
-        raise ConfigError(key, text, "unknown key", f"write {near}; all: {', '.join(KEYS)}")
+        raise ConfigError(key, text, "unknown key", _ELSEWHERE.get(key.rpartition(".")[2]) or meant(key, KEYS))
 
 
 def _resized(base: Scenario, text: str) -> Scenario:
     """The same GPUs in slices of another size."""
     size = _read(_SLICE_SIZE, text, int)
     if size not in _SIZES:
-        raise ConfigError(_SLICE_SIZE, text, "is no size that a slice can have", f"write one of {_told(_SIZES)}")
+        problem = "a slice of a preset has 2 to 8 GPUs (its model has 35B parameters, too many for one)"
+        raise ConfigError(_SLICE_SIZE, text, problem, f"write one of {_told(_SIZES)}")
     if any(pool.engine != engine(CALIBRATED, pool.gpus) for pool in base.pools):
         problem = "a recording shows one size only, and what another would cost is known for presets"
         raise ConfigError(_SLICE_SIZE, text, problem, "leave it out, or start from --preset")
@@ -138,7 +156,7 @@ def _told(sizes: Sequence[int]) -> str:
 
 
 def _read(key: str, text: str, kind: type) -> Any:
-    example = {int: "2", float: "1.5", str: "predictive", bool: "true"}[kind]
+    example = {int: "2", float: "0.03" if key == "noise.slowdown" else "1.5", str: "predictive", bool: "true"}[kind]
     try:
         value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
@@ -156,33 +174,31 @@ def _yaml(key: str, text: str, fix: str) -> Any:
 
 
 def _pools(base: Scenario, text: str) -> tuple[Pool, ...]:
-    fix = (
-        "write resources=[{name: trainers, nodes: 2, gpus_per_node: 8, capabilities: [train, rollout]}, "
-        "{name: rollouts, nodes: 1, gpus_per_node: 8, capabilities: [rollout]}]"
-    )
-    declared = _yaml("resources", text, fix)
+    declared = _yaml("resources", text, _RESOURCES)
     if not isinstance(declared, list) or not declared or not all(isinstance(entry, dict) for entry in declared):
-        raise ConfigError("resources", text, "is no list of pools", fix)
-    pools = [_pool(base, entry, fix) for entry in declared]
+        raise ConfigError("resources", text, "is no list of pools", _RESOURCES)
+    pools = [_pool(base, entry) for entry in declared]
     if len({pool.name for pool in pools}) < len(pools):
         raise ConfigError("resources", text, "two pools have the same name", "rename one")
     return tuple(pools)
 
 
-def _pool(base: Scenario, entry: Mapping[str, Any], fix: str) -> Pool:
-    needed = {"name", "nodes", "gpus_per_node", "capabilities"}
-    if entry.keys() != needed:
-        raise ConfigError("resources", entry, "needs name, nodes, gpus_per_node and capabilities only", fix)
+def _pool(base: Scenario, entry: Mapping[str, Any]) -> Pool:
+    needed = ("name", "nodes", "gpus_per_node", "capabilities")
+    lacking, unknown = [key for key in needed if key not in entry], sorted(map(str, entry.keys() - set(needed)))
+    if lacking or unknown:
+        problem = f"an entry lacks {', '.join(lacking)}" if lacking else f"{', '.join(unknown)} cannot be simulated"
+        raise ConfigError("resources", entry, problem, _RESOURCES)
     if not all(isinstance(entry[name], int) for name in ("nodes", "gpus_per_node")):
-        raise ConfigError("resources", entry, "nodes and gpus_per_node must be whole numbers", fix)
+        raise ConfigError("resources", entry, "nodes and gpus_per_node must be whole numbers", _RESOURCES)
     tags, known = entry["capabilities"], [tag.value for tag in Tag]
     if not isinstance(tags, list) or not tags or any(tag not in known for tag in tags):
-        raise ConfigError("resources", entry, "capabilities must be some of train and rollout", fix)
+        raise ConfigError("resources", entry, "capabilities must be some of train and rollout", _RESOURCES)
     trains, rolls_out = Tag.TRAIN.value in tags, Tag.ROLLOUT.value in tags
     model = alike(base, trains=trains, name=str(entry["name"]))
     devices = entry["nodes"] * entry["gpus_per_node"]
     if devices < model.gpus or devices % model.gpus:
-        raise ConfigError("resources", entry, f"does not split into slices of {model.gpus} GPUs", fix)
+        raise ConfigError("resources", entry, f"does not split into slices of {model.gpus} GPUs", _RESOURCES)
     slices = devices // model.gpus
     return replace(model, name=str(entry["name"]), slices=slices, trains=trains, rolls_out=rolls_out)
 
@@ -194,29 +210,34 @@ def alike(base: Scenario, *, trains: bool, name: str = "") -> Pool:
 
 
 def _workload(text: str) -> Any:
-    fix = "write workload={kind: lognormal, mean: 8000, sigma: 0.9, cap: 32768}"
-    declared = _yaml("workload", text, fix)
-    if not isinstance(declared, dict) or str(declared.get("kind")) not in _WORKLOADS:
+    declared = _yaml("workload", text, f"write workload={_EXAMPLES['lognormal']}")
+    name = str(declared.get("kind")) if isinstance(declared, dict) else ""
+    fix = f"write e.g. workload={_EXAMPLES.get(name, _EXAMPLES['lognormal'])}"
+    if name not in _WORKLOADS:
         raise ConfigError("workload", text, f"kind must be one of {', '.join(_WORKLOADS)}", fix)
-    kind = _WORKLOADS[str(declared.pop("kind"))]
+    kind, figures = _WORKLOADS[name], {key: value for key, value in declared.items() if key != "kind"}
+    known = {spec.name: spec.default is MISSING for spec in fields(kind)}
+    lacking = [key for key, needed in known.items() if needed and key not in figures]
+    unknown = [str(key) for key in figures if key not in known]
+    if lacking or unknown:
+        problem = f"lacks {', '.join(lacking)}" if lacking else f"{', '.join(unknown)}: not known"
+        raise ConfigError("workload", text, f"{problem} ({name} takes {', '.join(known)})", fix)
     try:
-        workload = kind(**declared)
-        for spec in fields(workload):
-            _check_figure(spec.name, getattr(workload, spec.name))
+        workload = kind(**figures)
+        for key in known:
+            _check_figure(key, getattr(workload, key))
         workload.group(random.Random(0), 1)
     except ValueError as error:
         raise ConfigError("workload", text, str(error), fix) from None
-    except TypeError:
-        names = ", ".join(field.name for field in fields(kind))
-        raise ConfigError("workload", text, f"takes {names}", fix) from None
     return workload
 
 
-def _check_figure(name: str, value: float) -> None:
+def _check_figure(name: str, value: object) -> None:
     """Raises:
-    ValueError: a share that is none, or a length, a time or a spread that is not positive.
-    TypeError: no number.
+    ValueError: no number, a share that is none, or a length, a time or a spread that is not positive.
     """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}: {value} is no number")
     if name in _SHARES:
         if not 0 <= value <= 1:
             raise ValueError(f"{name}: {value} is no share, it must lie between 0 and 1")

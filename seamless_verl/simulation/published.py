@@ -190,8 +190,7 @@ def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhy
 
 
 # 70 GB of weights over NVLink and the network, state of the optimizer over PCIe: seconds, not fitted.
-COLOCATED_COSTS = SwitchCosts(wake=12.0, drain=8.0, load=8.0, push=0.0, spread=0.1)
-SEPARATE_COSTS = SwitchCosts(wake=12.0, drain=8.0, load=8.0, push=4.0, spread=0.1)
+COSTS = SwitchCosts(wake=12.0, drain=8.0, load=8.0, push=4.0, spread=0.1)
 
 
 def scenario(run: Measured, fitted: Fitted, *, steps: int = 40, seed: int = 0) -> Scenario:
@@ -211,7 +210,7 @@ def scenario(run: Measured, fitted: Fitted, *, steps: int = 40, seed: int = 0) -
         train=TrainPhysics(
             gpu_s_per_token=fitted.train_gpu_s_per_token, old_log_prob=1 / 3 if run.decoupled else 0.0, update_s=2.0
         ),
-        costs=SEPARATE_COSTS if run.rollout_nodes else COLOCATED_COSTS,
+        costs=COSTS,
         steps=steps,
         warm=min(5, steps // 4),
         seed=seed,
@@ -240,7 +239,7 @@ def staleflow_ground(workload: Workload, *, gpus: int = 32, trainers: float = 0.
         train=TrainPhysics(
             gpu_s_per_token=6 * parameters / (utilisation * _H20.flops), old_log_prob=1 / 3, update_s=2.0
         ),
-        costs=SEPARATE_COSTS,
+        costs=COSTS,
         batch=gpus,
         mini_batch=gpus // 4,
         attempts=16,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from seamless_verl.errors import ConfigError
+from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.policies.colocated import Colocated
 from seamless_verl.scheduling.policies.disaggregated import Disaggregated
 from seamless_verl.scheduling.policies.greedy import Greedy
@@ -38,8 +37,11 @@ class Regime:
         feed: admission, given the source of groups, the batch and eta.
         streaming: mini-batches are trained as they come; else the whole batch is waited for.
         releases: the gang is given back while it starves within a step.
-        stop_the_world: weights reach all replicas before the step ends; else each takes them on its own.
-        keep_cache: a replica that takes weights keeps its KV cache.
+        needs_standing: it lends at the end of a step only, so somebody else must generate the first batch.
+        stop_the_world: weights reach all replicas before the step ends; else the trainer hands them over first, and the
+            replicas load them afterwards.
+        awaits_load: where they do, the trainer waits for that (its slices are free meanwhile), as a live run's process
+            does; else it goes on.
         barrier: one-step-off's order.
         poll_s: how often the trainer looks for data.
         router: ``least_requests`` or ``marginal_gain`` (with migration).
@@ -50,12 +52,13 @@ class Regime:
     colocated: bool = False
     bound: Callable[[int], int | None] = _eta
     lends: bool = False
+    needs_standing: bool = False
     policy: Callable[[int, int], Policy]
     feed: Callable[[Draw, int, int], Feed]
     streaming: bool = False
     releases: bool = False
     stop_the_world: bool = True
-    keep_cache: bool = False
+    awaits_load: bool = False
     barrier: bool = False
     poll_s: float = 0.0
     router: str = "least_requests"
@@ -132,6 +135,7 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         ),
         "verl_enable_switch_wait": Regime(
             lends=True,
+            needs_standing=True,
             policy=_gate,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
             streaming=True,
@@ -139,6 +143,7 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         ),
         "verl_enable_switch": Regime(
             lends=True,
+            needs_standing=True,
             bound=_unbounded,
             policy=_gate,
             feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
@@ -151,13 +156,14 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         "roll": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
         "staleflow": Regime(policy=_disaggregated, feed=_bounded, stop_the_world=False, router="marginal_gain"),
         "seamlessflow": Regime(lends=True, policy=_greedy, feed=_bounded, stop_the_world=False, rebalances=True),
-        "greedy_streaming": Regime(
+        "greedy": Regime(
             lends=True,
             policy=_greedy,
             feed=_bounded,
             streaming=True,
             releases=True,
             stop_the_world=False,
+            awaits_load=True,
             rebalances=True,
             oldest_first=True,
         ),
@@ -168,28 +174,25 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
             streaming=True,
             releases=True,
             stop_the_world=False,
+            awaits_load=True,
             rebalances=True,
             oldest_first=True,
         ),
-        "disaggregated_streaming": Regime(
-            policy=_disaggregated, feed=_bounded, streaming=True, stop_the_world=False, oldest_first=True
+        "disaggregated": Regime(
+            policy=_disaggregated,
+            feed=_bounded,
+            streaming=True,
+            stop_the_world=False,
+            awaits_load=True,
+            oldest_first=True,
         ),
-        "colocated_bounded": Regime(
-            colocated=True, policy=_colocated, feed=_bounded, rebalances=True, oldest_first=True
-        ),
+        "colocated": Regime(colocated=True, policy=_colocated, feed=_bounded, rebalances=True, oldest_first=True),
     }
 )
 
 
-# What `seamless.scheduler.policy` of a live run is here; a simulated run already names its system.
-LIVE_POLICIES: Mapping[str, str] = MappingProxyType(
-    {
-        "disaggregated": "disaggregated_streaming",
-        "colocated": "colocated_bounded",
-        "greedy": "greedy_streaming",
-        "verl_gate": "verl_enable_switch",
-    }
-)
+# A live run's name for verl's rule under our scheduler; the other policies are called the same here.
+LIVE_NAMES: Mapping[str, str] = MappingProxyType({"verl_gate": "verl_enable_switch"})
 
 
 def regime(name: str) -> Regime:
@@ -198,7 +201,6 @@ def regime(name: str) -> Regime:
     Raises:
         ConfigError: unknown; names the nearest known one.
     """
-    if name in REGIMES:
-        return REGIMES[name]
-    near = difflib.get_close_matches(name, REGIMES, n=1, cutoff=0.0)[0]
-    raise ConfigError("scheduler.policy", name, "no such system", f"write {near}; known: {', '.join(REGIMES)}")
+    if name not in REGIMES:
+        raise ConfigError("scheduler.policy", name, "no such system", meant(name, REGIMES))
+    return REGIMES[name]

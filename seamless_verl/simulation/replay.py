@@ -35,12 +35,12 @@ from seamless_verl.simulation.recorded_work import (
     spans_of,
     work_of,
 )
-from seamless_verl.simulation.regimes import LIVE_POLICIES, REGIMES, regime
+from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario
 from seamless_verl.simulation.workload import Replay
 
-_TO_ROLLOUT, _TO_TRAIN = 1.5, 1.0  # a switch that was never seen, in loads of weights; as `published.SEPARATE_COSTS`
+_TO_ROLLOUT, _TO_TRAIN = 1.5, 1.0  # a switch that was never seen, in loads of weights; as `published.COSTS`
 _SWITCHING = (SliceState.WAKING, SliceState.DRAINING, SliceState.SYNCING)
 _UNLIMITED = 1024
 
@@ -141,7 +141,7 @@ def from_recording(
         oldest_first=oldest_first,
     )
     estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
-    lendable = (f"{pool} could only train in the recording; a policy that lends may lend it here" for pool in bound)
+    lendable = (f"{pool} never rolled out in the recording; a policy that lends may lend it here" for pool in bound)
     return Recorded(scenario=scenario, step_s=step_s, notes=(*estimated, *lendable))
 
 
@@ -156,10 +156,11 @@ def _notes(scenario: Scenario, num_requests: int, *, exact: bool, seen: bool) ->
     costs = scenario.costs
     return (
         f"{num_requests} requests, groups of {scenario.attempts}{told}, {scenario.batch} groups per step",
-        f"training {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per token",
+        f"training takes {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per trained token, all phases",
         f"weights are pushed in {costs.push:.2f} s and loaded in {costs.load:.2f} s",
-        f"a switch costs {costs.wake:.2f} + {costs.drain:.2f} s, "
+        f"a switch costs {costs.wake:.2f} s to wake and {costs.drain:.2f} s to take back, "
         + ("as seen" if seen else "assumed from the load (--set costs.wake=… to say better)"),
+        "prefill is part of what decoding takes: a replay books it there",
     )
 
 
@@ -279,4 +280,4 @@ def _switch_costs(recording: Recording) -> tuple[SwitchCosts, bool, bool]:
 
 def _system_of(policy: str) -> str:
     """Of a recorded policy; a simulated run names its system, one without a scheduler keeps its pools apart."""
-    return LIVE_POLICIES.get(policy, policy if policy in REGIMES else "disaggregated_streaming")
+    return LIVE_NAMES.get(policy, policy if policy in REGIMES else "disaggregated")

@@ -142,15 +142,14 @@ class Replica:
         self._admit()
         self._set_timer()
 
-    def close(self, *, keep_cache: bool = False) -> None:
-        """Stop serving. Running requests stay where they are; without ``keep_cache`` all is prefilled again later."""
+    def close(self) -> None:
+        """Stop serving. Running requests stay where they are; all is prefilled again later."""
         self.advance()
         self._serving = False
         self._timer += 1
-        if not keep_cache:
-            self._parked.clear()
-            self._parked_tokens = 0
-            self._prefill, self._prefill_again = 0.0, self.kv * self.physics.prefill_s_per_token
+        self._parked.clear()
+        self._parked_tokens = 0
+        self._prefill, self._prefill_again = 0.0, self.kv * self.physics.prefill_s_per_token
 
     def set_slowdown(self, factor: float) -> None:
         """From now on decode steps take ``factor`` times as long; the past must have been charged."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.patience import Patience
 from seamless_verl.scheduling.policies.verl_gate import VerlGate
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, Tag
@@ -57,7 +59,7 @@ class Simulation:
         self.clock = Clock()
         self.fleet = self._make_fleet()
         self._policy = rules.policy(scenario.batch, self._mini_batch)
-        self.scheduler = Scheduler(self._policy)
+        self.scheduler = Scheduler(self._policy, _patience(scenario))
         recorded = RecordedScheduler(self.scheduler, record, policy=scenario.system) if record else self.scheduler
         self.driver = Driver(
             self.clock,
@@ -66,7 +68,6 @@ class Simulation:
             self.fleet,
             scenario.costs,
             random.Random(rng.random()),
-            keep_cache=rules.keep_cache,
         )
         self.agents = Agents(
             self.clock,
@@ -99,7 +100,7 @@ class Simulation:
     def _make_loop(self) -> TrainLoop:
         scenario, rules = self._scenario, self._regime
         gang = [pool for pool in scenario.pools if pool.trains]
-        slowest = min(pool.train_speed for pool in gang)  # the gang steps together
+        standing = len(gang) < len(scenario.pools)  # else nobody waits for weights: slices take them when they wake
         gate = self._policy
         return TrainLoop(
             self.clock,
@@ -113,13 +114,14 @@ class Simulation:
                 mini_batch=self._mini_batch,
                 release_when_starving=rules.releases,
                 stop_the_world=rules.stop_the_world,
+                awaits_load=rules.awaits_load or scenario.train.awaits_load,
                 barrier=rules.barrier,
                 poll_s=rules.poll_s,
             ),
             gang=sum(pool.slices for pool in gang),
-            gang_gpus=sum(pool.slices * pool.gpus for pool in gang) * slowest,
+            gang_gpus=sum(pool.slices * pool.gpus for pool in gang),
             steps=scenario.steps,
-            push_s=0.0 if rules.colocated or rules.stop_the_world else scenario.costs.push,
+            push_s=0.0 if rules.stop_the_world or not standing else scenario.costs.push,
             on_step=self._step_ended,
             lends_next=lambda: isinstance(gate, VerlGate) and gate.lends_next,
             record=self._record,
@@ -287,6 +289,17 @@ def _lowest_version(request: Request) -> int:
     assert isinstance(attempt, Attempt)
     first = attempt.version if attempt.version is not None else request.version
     return attempt.group.reserved if first is None else first
+
+
+def _patience(scenario: Scenario) -> Patience:
+    """That of a live run, but never so short that a transition as dear as the scenario's would count as a failure."""
+    usual, costs, longest = Patience(), scenario.costs, 1.0 + 10.0 * scenario.costs.spread
+    return replace(
+        usual,
+        wake_s=max(usual.wake_s, 2.0 * longest * max(costs.wake, costs.load)),
+        interrupt_s=max(usual.interrupt_s, 2.0 * longest * costs.drain),
+        restart_s=max(usual.restart_s, 2.0 * costs.repair),
+    )
 
 
 def simulate(scenario: Scenario, rules: Regime | None = None) -> Result:

@@ -21,7 +21,6 @@ class Pool:
         gpus: per slice.
         trains, rolls_out: its tags, as ``seamless.resources`` declares them; whether slices with both are lent is the
             system's affair.
-        train_speed: relative to the model's figure.
     """
 
     name: str
@@ -30,7 +29,6 @@ class Pool:
     trains: bool
     rolls_out: bool = True
     engine: EnginePhysics
-    train_speed: float = 1.0
 
 
 def divisor(whole: int, wanted: int) -> int:
@@ -100,7 +98,7 @@ class Scenario:
             )
             raise ConfigError("scheduler.policy", self.system, "needs pools that all train and roll out", fix)
         standing = any(not pool.trains for pool in self.pools)
-        if not standing and not (both and (rules.lends or rules.colocated)):
+        if not standing and not (both and (rules.lends or rules.colocated) and not rules.needs_standing):
             fix = "add a pool with capabilities: [rollout]"
             raise ConfigError("scheduler.policy", self.system, "needs slices that only generate", fix)
 

@@ -56,7 +56,7 @@ def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Ca
     train, rollout = alike(base, trains=True), alike(base, trains=False)
     for system in systems:
         rules = regime(system)
-        if rules.colocated or rules.lends:
+        if rules.colocated or (rules.lends and not rules.needs_standing):
             together = (replace(train, name="all", slices=slices, trains=True, rolls_out=True),)
             scenario = replace(base, system=system, pools=together)
             yield Candidate(scenario=scenario, label=f"{system}, {slices} slices")
@@ -70,19 +70,17 @@ def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Ca
 
 
 def rank(
-    found: Sequence[Candidate], seeds: int, progress: Callable[[int, int], None]
-) -> list[tuple[Candidate, Result]]:
-    """Fastest first, by the mean over the seeds; the result is that of the seed in the middle."""
+    found: Sequence[Candidate], seeds: int, progress: Callable[[Candidate, float], None]
+) -> list[tuple[Candidate, list[Result]]]:
+    """Fastest first, by the mean over the seeds; of each the results by seed. ``progress`` gets a candidate and the
+    seconds of its mean step."""
     timed = []
-    for done, candidate in enumerate(found, start=1):
-        results = sorted(
-            (simulate(replace(candidate.scenario, seed=candidate.scenario.seed + n)) for n in range(seeds)),
-            key=lambda result: result.step_s,
-        )
-        timed.append((sum(r.step_s for r in results) / seeds, candidate, results[seeds // 2]))
-        progress(done, len(found))
+    for candidate in found:
+        results = [simulate(replace(candidate.scenario, seed=candidate.scenario.seed + n)) for n in range(seeds)]
+        timed.append((sum(result.step_s for result in results) / seeds, candidate, results))
+        progress(candidate, timed[-1][0])
     timed.sort(key=lambda entry: entry[0])
-    return [(candidate, result) for _, candidate, result in timed]
+    return [(candidate, results) for _, candidate, results in timed]
 
 
 def sensitivity(best: Candidate, second: Candidate, progress: Callable[[int, int], None]) -> list[Sensitivity]:

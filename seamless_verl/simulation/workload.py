@@ -90,7 +90,7 @@ class Bimodal:
 
     @property
     def max_context(self) -> int:
-        return self.prompt + round(1.2 * self.long)
+        return self.prompt + round(1.2 * max(self.short, self.long))
 
     def group(self, rng: random.Random, attempts: int) -> list[Trajectory]:
         centers = [self.long if rng.random() < self.long_share else self.short for _ in range(attempts)]

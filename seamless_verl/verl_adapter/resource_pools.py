@@ -45,13 +45,8 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
         return ()
     if seamless.scheduler.policy is not None:
         _refuse_two_schedulers(config)
-    elif not any(Tag.TRAIN not in s.capabilities for s in slices):
-        raise ConfigError(
-            "seamless.scheduler.policy",
-            None,
-            "every entry of seamless.resources can train, and without a policy nobody lends them to rollout",
-            "write colocated (all generate, then all train), or greedy or predictive",
-        )
+    if not any(Tag.TRAIN not in s.capabilities for s in slices):
+        _refuse_that_nobody_generates(seamless.scheduler.policy)
     rollout = config.actor_rollout_ref.rollout
     seats = int(rollout.max_num_seqs * rollout.data_parallel_size) if rollout.max_num_seqs else None
     return tuple(replace(slice_, seats=seats) for slice_ in slices)
@@ -91,6 +86,23 @@ def _refuse_accelerators(resources: Sequence[ResourceConfig]) -> None:
         if problem:
             fix = "leave it out, and let the cluster have only GPUs that will do"
             raise ConfigError(f"seamless.resources[{entry.name}].accelerator", entry.accelerator, problem, fix)
+
+
+def _refuse_that_nobody_generates(policy: str | None) -> None:
+    """Every slice can train, and some policies leave such slices to the trainer until its first step has ended."""
+    reasons = {
+        None: "without a policy nobody lends them to rollout",
+        "disaggregated": "it never lends them to rollout",
+        "verl_gate": "it lends them at the end of a step only, so nobody would generate the first batch",
+    }
+    if policy in reasons:
+        raise ConfigError(
+            "seamless.scheduler.policy",
+            policy,
+            f"all GPUs can train, and {reasons[policy]}",
+            "add an entry with capabilities: [rollout] to seamless.resources, or write colocated (all generate, then "
+            "all train), greedy or predictive",
+        )
 
 
 def _refuse_two_schedulers(config: DictConfig) -> None:

@@ -126,6 +126,16 @@ def test_with_a_policy_all_gpus_may_be_the_trainers():
         ([MIXED, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"], "trainers", "would straddle"),
         ([MIXED.replace("[rollout]}", "[train]}")], "seamless.scheduler.policy", "nobody lends them to rollout"),
         (
+            [MIXED.replace("[rollout]}", "[train]}"), "seamless.scheduler.policy=disaggregated"],
+            "seamless.scheduler.policy",
+            "never lends them to rollout",
+        ),
+        (
+            ["seamless.scheduler.policy=verl_gate", "trainer.n_gpus_per_node=4"],
+            "seamless.scheduler.policy",
+            "nobody would generate the first batch",
+        ),
+        (
             [
                 MIXED,
                 "seamless.scheduler.policy=greedy",

@@ -12,7 +12,7 @@ from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.run import Simulation
-from seamless_verl.simulation.workload import Agentic, Constant
+from seamless_verl.simulation.workload import Agentic, Replay, Turn
 from seamless_verl.staleness.routing import Hold, LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
 from tests.kernel.simulation.build import ENGINE, scenario
 
@@ -73,25 +73,29 @@ def test_a_request_is_withdrawn_wherever_it_is() -> None:
     assert stopped == [("other", "a", False)]  # whoever counts what runs on a slice must be told
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_group_that_is_given_up_leaves_no_request_behind(again: bool) -> None:
+def test_a_group_that_is_given_up_leaves_no_request_behind_and_does_not_come_back() -> None:
+    """One attempt is generating, one is in its tool, one has ended with it."""
     live: list[Request] = []
+    ended: list[object] = []
+    clock = Clock()
+    turns = (Turn(prompt=10, answer=5, tool_s=3.0), Turn(prompt=10, answer=5))
     agents = Agents(
-        Clock(),
-        Constant(answer=100),
+        clock,
+        Replay([[turns, turns, turns[:1]]]),
         random.Random(0),
         attempts=3,
         submit=live.extend,
         withdraw=live.remove,
-        on_session=lambda attempt: None,
-        on_group=lambda group: None,
+        on_session=ended.append,
+        on_group=ended.append,
     )
     group = agents.draw(0)
     agents.start([group])
-    first = list(live)
-    if again:
-        agents.restart(group, 1)
-    else:
-        agents.stop(group)
-    assert len(live) == (3 if again else 0)
-    assert not set(first) & set(live)
+    for request in live[1:]:
+        live.remove(request)
+        request.version = 0
+        agents.finished(request)
+    agents.stop(group)
+    assert not clock.run(lambda: False)  # until nothing is left to happen
+    assert clock.now == 3.0
+    assert (live, ended) == ([], [])

@@ -41,7 +41,7 @@ def test_declared_pools_are_as_fast_as_those_of_their_name_or_role() -> None:
         pools = ", ".join(told % pair for pair in zip(names, ("train, rollout", "rollout"), strict=True))
         made = apply(base, [f"resources=[{pools}]"])
         assert [pool.engine for pool in made.pools] == [pool.engine for pool in base.pools]
-    for candidate in candidates(base, ["greedy_streaming"], 16):
+    for candidate in candidates(base, ["greedy"], 16):
         assert [pool.engine for pool in candidate.scenario.pools] == [
             base.pools[pool.name == "rollouts"].engine for pool in candidate.scenario.pools
         ]

@@ -31,7 +31,7 @@ def recorded(base: Scenario, *, oldest_first: bool | None = None) -> tuple[Recor
     return found, mean(step.ended - step.began for step in result.steps[found.scenario.warm :])
 
 
-@pytest.mark.parametrize("system", ["predictive", "greedy_streaming", "disaggregated_streaming", "colocated_bounded"])
+@pytest.mark.parametrize("system", ["predictive", "greedy", "disaggregated", "colocated"])
 @pytest.mark.parametrize("load_s", [0.2, 6.0])  # the longer ones take a third of a step
 def test_a_replay_takes_as_long_as_what_was_recorded(system: str, load_s: float) -> None:
     base = scenario(system, steps=16)
@@ -45,7 +45,7 @@ def test_a_replay_takes_as_long_as_what_was_recorded(system: str, load_s: float)
 
 def test_a_queue_is_replayed_in_the_order_that_it_was_recorded_in() -> None:
     """Greedy's lent slices interrupt and spread requests again and again; first come, first served takes longer."""
-    base = scenario("greedy_streaming", steps=16)
+    base = scenario("greedy", steps=16)
     pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
     base = replace(base, pools=pools, workload=replace(base.workload, mean=300), oldest_first=False)
     found, step_s = recorded(base, oldest_first=False)
@@ -69,7 +69,7 @@ def test_a_replay_is_the_same_each_time() -> None:
 
 def test_a_trainer_that_awaits_loads_pays_for_them_where_it_holds_everybody_up() -> None:
     train = TrainPhysics(gpu_s_per_token=2e-2, update_s=0.5)
-    base = scenario("disaggregated_streaming", steps=8, train=train, workload=Constant(answer=300))
+    base = scenario("staleflow", steps=8, train=train, workload=Constant(answer=300))
     base = replace(base, costs=replace(base.costs, load=3.0))
     waits = simulate(replace(base, train=replace(train, awaits_load=True)))
     assert waits.step_s - simulate(base).step_s == pytest.approx(3.0, abs=0.1)

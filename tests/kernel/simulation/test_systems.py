@@ -14,11 +14,12 @@ from seamless_verl.observe import flight
 from seamless_verl.scheduling.policies.verl_gate import GateRule
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.fluid import best_limit, fluid_limit, limit_of
+from seamless_verl.simulation.fluid import best_limit, fluid_limit
 from seamless_verl.simulation.loop import TrainPhysics
-from seamless_verl.simulation.published import CALIBRATED, SEPARATE_COSTS
+from seamless_verl.simulation.published import CALIBRATED, COSTS
 from seamless_verl.simulation.published import engine as engine_of_four_h100
 from seamless_verl.simulation.regimes import REGIMES
+from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.run import Simulation, simulate
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
@@ -29,10 +30,10 @@ SYSTEMS = tuple(REGIMES)
 BOUNDED = (
     "staleflow",
     "seamlessflow",
-    "greedy_streaming",
+    "greedy",
     "predictive",
-    "disaggregated_streaming",
-    "colocated_bounded",
+    "disaggregated",
+    "colocated",
 )
 
 
@@ -40,7 +41,7 @@ BOUNDED = (
 def test_the_books_balance_and_the_limit_holds(system: str) -> None:
     result = simulate(scenario(system))
     assert result.books.balance == pytest.approx(1.0, abs=1e-9)
-    assert result.step_s >= 0.98 * limit_of(result.scenario)  # a sampled limit, four steps
+    assert result.step_s >= 0.98 * fluid_limit(result.scenario).work_s  # a sampled limit, four steps
     assert len(result.steps) == 4
     assert result.stalls == 0
 
@@ -62,14 +63,14 @@ def test_the_gang_is_not_called_for_groups_of_which_none_has_come() -> None:
         pools=(trainers, replace(trainers, name="rollouts", slices=1, trains=False)),
         workload=Constant(answer=12_700),
         train=TrainPhysics(gpu_s_per_token=CALIBRATED.train_gpu_s_per_token, update_s=2.0),
-        costs=SEPARATE_COSTS,
+        costs=COSTS,
         batch=32,
         mini_batch=8,
         steps=8,
         warm=2,
         noise=Noise(slowdown=0.03),
     )
-    greedy = simulate(replace(wanted, system="greedy_streaming"))
+    greedy = simulate(replace(wanted, system="greedy"))
     assert simulate(wanted).step_s <= 1.01 * greedy.step_s
 
 
@@ -82,7 +83,7 @@ def of_published_hardware(system: str, trainers: int, rollouts: int, steps: int)
         pools=(train, rollout) if rollouts else (train,),
         workload=LogNormal(mean=12_700, sigma=0.7, cap=32_768),
         train=TrainPhysics(gpu_s_per_token=CALIBRATED.train_gpu_s_per_token, update_s=2.0),
-        costs=SEPARATE_COSTS,
+        costs=COSTS,
         batch=32,
         mini_batch=8,
         steps=steps,
@@ -96,7 +97,7 @@ def test_predictive_comes_near_the_limit_on_the_published_hardware() -> None:
     ours, other = (simulate(replace(wanted, seed=seed)) for seed in range(2))
     assert ours.step_s <= fluid_limit(wanted).paid_s / 0.93
     assert (ours.books.trainable_idle_share + other.books.trainable_idle_share) / 2 < 0.05
-    for rival in ("greedy_streaming", "disaggregated_streaming"):
+    for rival in ("greedy", "disaggregated"):
         assert ours.step_s < simulate(replace(wanted, system=rival)).step_s
 
 
@@ -112,7 +113,7 @@ def test_slow_trainers_are_lent_without_loss() -> None:
         slower = replace(half, name="slow", engine=replace(trainers.engine, decode=slow))
         return simulate(replace(base, pools=(slower, half, rollouts))).step_s
 
-    assert step_s("predictive") <= 1.02 * step_s("disaggregated_streaming")
+    assert step_s("predictive") <= 1.02 * step_s("disaggregated")
 
 
 def test_trainers_do_not_idle_where_lengths_are_skewed() -> None:
@@ -129,10 +130,10 @@ def test_a_gang_of_all_slices_leaves_nobody_to_generate_while_it_trains() -> Non
     limit = fluid_limit(wanted)
     alone_s = 32_768 * wanted.pools[0].engine.decode.step_s(1, 16_000)
     assert limit.bounded_s >= 0.97 * (limit.train_s + alone_s / (wanted.eta + 1))
-    assert simulate(replace(wanted, system="colocated_bounded")).step_s >= 0.95 * limit.bounded_s
+    assert simulate(replace(wanted, system="colocated")).step_s >= 0.95 * limit.bounded_s
 
 
-@pytest.mark.parametrize("system", ["greedy_streaming", "verl_enable_switch"])
+@pytest.mark.parametrize("system", ["greedy", "verl_enable_switch"])
 def test_slices_that_join_with_new_weights_get_their_share_of_what_these_interrupt(system: str) -> None:
     simulation = Simulation(of_published_hardware(system, 2, 2, steps=3))
     fleet, spread = simulation.fleet, simulation.fleet.spread
@@ -158,7 +159,7 @@ def test_tags_decide_what_may_be_lent_and_what_the_limit_is() -> None:
     result = simulate(apart)
     assert result.lends == 0
     assert result.books.trainable_gpu_seconds[Use.GENERATE] == 0
-    never = replace(apart, system="disaggregated_streaming")
+    never = replace(apart, system="disaggregated")
     assert fluid_limit(apart).paid_s == pytest.approx(fluid_limit(never).paid_s, rel=1e-6)
     assert fluid_limit(apart).paid_s > 1.01 * fluid_limit(base).paid_s
     third = replace(trainers, name="third", rolls_out=False)
@@ -168,10 +169,10 @@ def test_tags_decide_what_may_be_lent_and_what_the_limit_is() -> None:
 
 
 def test_the_best_limit_is_that_of_the_slices_whoever_shares_them() -> None:
-    apart, lent = (best_limit(scenario(system)) for system in ("disaggregated_streaming", "predictive"))
+    apart, lent = (best_limit(scenario(system)) for system in ("disaggregated", "predictive"))
     assert apart == lent
     assert apart is not None
-    assert apart <= min(fluid_limit(scenario(s)).paid_s for s in ("disaggregated_streaming", "predictive"))
+    assert apart <= min(fluid_limit(scenario(s)).paid_s for s in ("disaggregated", "predictive"))
     assert best_limit(scenario("verl_separate_async")) is None
     assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=0))
     assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=5))
@@ -213,6 +214,78 @@ def test_verls_gate_is_told_of_every_wait_of_a_trainer_that_nobody_else_uses(mon
     for step, (waited_s, waited_groups) in list(zip(result.steps, told, strict=True))[1:]:
         assert waited_s == pytest.approx(step.ended - step.began - step.trained_s - 1.0, abs=1e-6)
         assert waited_groups > 0
+
+
+@pytest.mark.parametrize("system", ["greedy", "predictive"])
+def test_no_policy_beats_the_limit_where_requests_queue_for_seats(system: str) -> None:
+    """128 in flight have 8 seats; the oldest session is served first, so the longest answer never waits."""
+    flat = DecodeCost(floor_s=4e-3, base_s=4e-3, per_request_s=0.0, attention_base_s=0.0, attention_per_token_s=0.0)
+    seats = EnginePhysics(decode=flat, prefill_s_per_token=0.0, kv_tokens=10**6, max_running=4)
+    answers = [1200, *range(8, 260, 4)]
+    queueing = scenario(
+        system,
+        pools=tuple(replace(pool, slices=1, gpus=1, engine=seats) for pool in scenario(system).pools),
+        workload=Replay([[(Turn(prompt=24, answer=answer),)] for answer in answers]),
+        train=TrainPhysics(gpu_s_per_token=1.2 / (sum(answers) + 24 * len(answers)), update_s=0.0),
+        costs=SwitchCosts(wake=0.2, drain=0.1, load=0.1, push=0.0),
+        batch=64,
+        mini_batch=64,
+        attempts=1,
+        steps=16,
+        warm=4,
+    )
+    assert 0.95 * simulate(queueing).step_s <= fluid_limit(queueing).paid_s <= 1.02 * simulate(queueing).step_s
+
+
+def test_a_switch_is_no_failure_however_dear_it_is() -> None:
+    """The scheduler of a live run gives a drain up after 120 s and has the slice restarted."""
+    events: list[flight.FlightEvent] = []
+    dear = scenario("greedy", costs=SwitchCosts(wake=700.0, drain=300.0, load=1.0, push=0.5, spread=0.1), warm=0)
+    assert Simulation(dear, record=events.append).run().lends > 0
+    told = {event.name for event in events if isinstance(event, flight.SchedulerInput)}
+    assert "SliceDrained" in told
+    assert "SliceReturned" not in told
+
+
+def test_discarding_what_is_too_old_leaves_the_short_answers() -> None:
+    """ROLL's bucket beside the protocol that waits (StaleFlow, section 2)."""
+    skewed = LogNormal(mean=1000, sigma=1.2, cap=8192)
+
+    def trained_length(system: str) -> float:
+        result = simulate(scenario(system, workload=skewed, steps=20))
+        answers = [length for step in result.steps for length in step.answers]
+        return sum(answers) / len(answers)
+
+    assert trained_length("roll") < 0.9 * trained_length("staleflow")
+
+
+def test_staleflow_moves_requests_when_others_end_not_only_when_replicas_join() -> None:
+    lopsided = Bimodal(short=50, long=3000, long_share=0.15)
+    assert simulate(scenario("staleflow", workload=lopsided, warm=0)).migrated > 0
+
+
+def test_who_awaits_the_load_begins_its_step_when_all_replicas_have_it() -> None:
+    events: list[flight.FlightEvent] = []
+    Simulation(scenario("predictive", warm=0), record=events.append).run()
+    begun = [event.at for event in events if isinstance(event, flight.StepBegan)][1:]
+    published = [e.at for e in events if isinstance(e, flight.PhaseEnded) and e.phase is flight.Phase.SYNC_WEIGHTS]
+    assert [at - before for at, before in zip(begun, published, strict=False)] == pytest.approx([1.0] * len(begun))
+
+
+def test_weights_are_handed_over_only_where_somebody_waits_for_them() -> None:
+    """Slices that all train take the weights when they wake."""
+    base = scenario("predictive")
+    together = replace(base, pools=(replace(base.pools[0], slices=4),))
+    dear = replace(base.costs, push=100.0)
+    assert simulate(replace(together, costs=dear)).step_s == simulate(together).step_s
+    assert simulate(replace(base, costs=dear)).step_s > simulate(base).step_s + 50
+
+
+@pytest.mark.parametrize("system", ["verl_enable_switch", "verl_enable_switch_wait", "disaggregated"])
+def test_somebody_must_generate_the_first_batch(system: str) -> None:
+    base = scenario("predictive")
+    with pytest.raises(ConfigError, match=f"scheduler.policy={system}: needs slices that only generate"):
+        replace(base, system=system, pools=base.pools[:1])
 
 
 def test_the_published_bounds() -> None:
