@@ -200,7 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     proxy.add_arguments(command, ray_launcher=_ray_launcher, vllm_parser=_vllm_parser)
     simulation.add_arguments(commands.add_parser("simulate", help="what other tags, splits and policies would bring"))
     parsed = parser.parse_args(arguments)
-    return int(parsed.run(parsed))
+    try:
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough (| head); Python would complain again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ A preset is a published run of verl: Qwen3.5-35B-A3B on H100. For a model of you
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from seamless_verl.simulation.replay import from_run
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.scenario import Result, Scenario
 from seamless_verl.simulation.search import UNCERTAIN, Sensitivity, candidates, rank, sensitivity
+from seamless_verl.simulation.workload import Replay
 
 _SEARCHED = ("predictive", "greedy", "disaggregated", "colocated")
 _SHOWN = 10
@@ -68,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         _check(options)
         return _search(options) if options.search else _what_if(options)
-    except SeamlessError as error:
+    except BrokenPipeError:
+        raise
+    except (SeamlessError, OSError) as error:
         print(f"seamless-verl simulate: {error}", file=sys.stderr)
         return 2
 
@@ -82,10 +86,23 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--seeds", options.seeds, "must be at least 1", "write --seeds 3")
     if options.out is not None and (options.out / FLIGHT).exists():
         raise ConfigError("--out", options.out, "holds a recording already", "name a new folder")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise ConfigError("--out", options.out, "is a file", "name a folder")
     for name in ("json", "parquet"):
         file = getattr(options, name)
+        if file is not None and file.is_dir():
+            raise ConfigError(f"--{name}", file, "is a folder", "name a file")
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"--{name}", file, "lies in a folder that does not exist", f"mkdir -p {file.parent}")
+    for name in ("out", "json", "parquet"):  # now, not after minutes of simulation
+        file = getattr(options, name)
+        if file is not None and not os.access(_existing(file.absolute()), os.W_OK):
+            raise ConfigError(f"--{name}", file, "cannot be written", "name another place")
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    return path if path.exists() else _existing(path.parent)
 
 
 # ---------------------------------------------------------------- what if
@@ -104,6 +121,8 @@ def _what_if(options: argparse.Namespace) -> int:
         print(f"{label:<{width}}  {described(scenario)}")
         for setting in changed:
             print(f"{'':<{width}}  {setting}")
+        if isinstance(scenario.workload, Replay) and scenario.attempts > start.attempts:
+            print(f"{'':<{width}}  ({start.attempts} answers per prompt were recorded; they are repeated)")
     bar = _Bar("steps", sum(scenario.steps for _, scenario, _ in asked))
     rows = []
     replayed: list[float] = []
@@ -139,8 +158,8 @@ def _compared(before: Scenario, after: Scenario, rows: Sequence[Outcome]) -> Ite
     yield f"steps take {rows[1].step_s / rows[0].step_s:.2f} times as long as before{on}"
     ages = [(round(row.mean_staleness, 1), row.max_staleness) for row in rows]
     if ages[0] != ages[1]:
-        told = [f"{mean_age:.1f} on average and at most {oldest}" for mean_age, oldest in ages]
-        yield f"not at equal age: samples are {told[1]} weight versions old, before {told[0]}; older ones save time"
+        told = [f"{mean_age:.1f} on average and {oldest} at most" for mean_age, oldest in ages]
+        yield f"not at equal age: samples are {told[1]} weight versions old, before {told[0]}"
     bounded = f"{before.system}_wait"
     if bounded in REGIMES:
         yield f"{before.system} has no bound on age; with one: --base scheduler.policy={bounded}"
@@ -176,13 +195,16 @@ def _search(options: argparse.Namespace) -> int:
             if text.partition("=")[0] == key:
                 raise ConfigError(key, text.partition("=")[2], "is what --search tries", "write --systems or --gpus")
     base = apply(_start(options)[0], changed)
-    systems = [LIVE_NAMES.get(name, name) for name in (options.systems or ",".join(_SEARCHED)).split(",")]
-    found = list(candidates(base, systems, options.gpus or base.gpus))
+    asked = [name.strip() for name in options.systems.split(",")] if options.systems else _SEARCHED
+    systems = list(dict.fromkeys(LIVE_NAMES.get(name, name) for name in asked))
+    found = list(candidates(base, systems, base.gpus if options.gpus is None else options.gpus))
     bar = _Bar("candidates", len(found))
     ranked = rank(found, seeds, lambda candidate, step_s: bar.advance(f"{candidate.label}: {step_s:.1f} s"))
     bar.end()
     rows = [outcome(candidate.label, results, changed) for candidate, results in ranked]
     print(table(rows[:_SHOWN]))
+    if len({row.max_staleness for row in rows}) > 1:
+        print("not at equal age (column staleness): older samples save time")
     if seeds == 1:
         print("one seed: differences below some 3 % may be chance, --seeds 3 shows the spread")
     moved: list[Sensitivity] = []

@@ -33,7 +33,9 @@ _SIMPLE = {
     "seed": ("seed", int),
 }
 _LEAST = {"eta": 0, "batch": 1, "mini_batch": 1, "attempts": 1, "steps": 1, "seed": 0}
+_MOST = {"eta": 100, "batch": 100_000, "attempts": 10_000, "steps": 100_000}
 _SHARES = ("shared", "long_share")
+_WIDEST = 5.0  # standard deviation of a logarithm: a factor of 150 at one sigma
 _MAY_BE_ZERO = ("prompt", "observation", "answer_sigma", "tool_sigma")
 _RESOURCES = (
     "write resources=[{name: trainers, nodes: 2, gpus_per_node: 8, capabilities: [train, rollout]}, "
@@ -96,6 +98,12 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
     for key, text in sorted(pairs, key=lambda pair: pair[0] != "resources"):  # others change what these declare
         if key != _SLICE_SIZE:
             _assign(base, changes, key, text)
+    noise, costs = (changes.get(group, getattr(base, group)) for group in ("noise", "costs"))
+    if noise.failures_per_hour * costs.repair >= 3600:
+        problem = f"slices would fail faster than they are repaired ({costs.repair:g} s each, costs.repair)"
+        raise ConfigError("noise.failures_per_hour", noise.failures_per_hour, problem, "write e.g. 0.5")
+    if noise.slowdown > _WIDEST:
+        raise ConfigError("noise.slowdown", noise.slowdown, "is no spread of a logarithm", "write e.g. 0.03")
     if "steps" in changes:
         changes["warm"] = min(base.warm, changes["steps"] // 4)
     if "batch" in changes and "mini_batch" not in changes:
@@ -111,6 +119,8 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
             changes[name] = LIVE_NAMES.get(text, text)
         elif name in _LEAST and value < _LEAST[name]:
             raise ConfigError(key, text, "is too small", f"write {_LEAST[name]} or more")
+        elif name in _MOST and value > _MOST[name]:
+            raise ConfigError(key, text, "is more than can be simulated", f"write {_MOST[name]} or less")
     elif key == "resources":
         changes["pools"] = _pools(base, text)
     elif key == "workload":
@@ -119,8 +129,8 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         changes["train"] = replace(base.train, gpu_s_per_token=_read(key, text, float))
     elif key == "decode.slowdown":
         factor = _read(key, text, float)
-        if not factor:
-            raise ConfigError(key, text, "would make decoding free", f"write e.g. {key}=1.2")
+        if not 0.001 <= factor <= 1000:
+            raise ConfigError(key, text, "is no factor between 0.001 and 1000", f"write e.g. {key}=1.2")
         pools = changes.get("pools", base.pools)
         changes["pools"] = tuple(replace(pool, engine=_slower(pool, factor)) for pool in pools)
     elif key in KEYS:
@@ -189,15 +199,15 @@ def _pool(base: Scenario, entry: Mapping[str, Any]) -> Pool:
     if lacking or unknown:
         problem = f"an entry lacks {', '.join(lacking)}" if lacking else f"{', '.join(unknown)} cannot be simulated"
         raise ConfigError("resources", entry, problem, _RESOURCES)
-    if not all(isinstance(entry[name], int) for name in ("nodes", "gpus_per_node")):
-        raise ConfigError("resources", entry, "nodes and gpus_per_node must be whole numbers", _RESOURCES)
+    if not all(type(entry[name]) is int and entry[name] > 0 for name in ("nodes", "gpus_per_node")):
+        raise ConfigError("resources", entry, "nodes and gpus_per_node must be whole numbers above 0", _RESOURCES)
     tags, known = entry["capabilities"], [tag.value for tag in Tag]
     if not isinstance(tags, list) or not tags or any(tag not in known for tag in tags):
         raise ConfigError("resources", entry, "capabilities must be some of train and rollout", _RESOURCES)
     trains, rolls_out = Tag.TRAIN.value in tags, Tag.ROLLOUT.value in tags
     model = alike(base, trains=trains, name=str(entry["name"]))
-    devices = entry["nodes"] * entry["gpus_per_node"]
-    if devices < model.gpus or devices % model.gpus:
+    on_node, devices = entry["gpus_per_node"], entry["nodes"] * entry["gpus_per_node"]
+    if devices % model.gpus or (on_node % model.gpus and model.gpus % on_node):  # as `slices_of` of a live run
         raise ConfigError("resources", entry, f"does not split into slices of {model.gpus} GPUs", _RESOURCES)
     slices = devices // model.gpus
     return replace(model, name=str(entry["name"]), slices=slices, trains=trains, rolls_out=rolls_out)
@@ -217,6 +227,7 @@ def _workload(text: str) -> Any:
         raise ConfigError("workload", text, f"kind must be one of {', '.join(_WORKLOADS)}", fix)
     kind, figures = _WORKLOADS[name], {key: value for key, value in declared.items() if key != "kind"}
     known = {spec.name: spec.default is MISSING for spec in fields(kind)}
+    whole = {spec.name for spec in fields(kind) if spec.type == "int"}
     lacking = [key for key, needed in known.items() if needed and key not in figures]
     unknown = [str(key) for key in figures if key not in known]
     if lacking or unknown:
@@ -225,19 +236,23 @@ def _workload(text: str) -> Any:
     try:
         workload = kind(**figures)
         for key in known:
-            _check_figure(key, getattr(workload, key))
+            _check_figure(key, getattr(workload, key), whole=key in whole)
         workload.group(random.Random(0), 1)
     except ValueError as error:
         raise ConfigError("workload", text, str(error), fix) from None
     return workload
 
 
-def _check_figure(name: str, value: object) -> None:
+def _check_figure(name: str, value: object, *, whole: bool) -> None:
     """Raises:
-    ValueError: no number, a share that is none, or a length, a time or a spread that is not positive.
+    ValueError: no number, a share that is none, or a length, a time or a spread that is not positive or far too large.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name}: {value} is no number")
+        raise ValueError(f"{name}: {value} is no number (in YAML 8e3 is text, write 8000)")
+    if whole and value != int(value):
+        raise ValueError(f"{name}: {value} is no whole number")
+    if name.endswith("sigma") and value > _WIDEST:
+        raise ValueError(f"{name}: {value} is no spread of a logarithm, write e.g. 0.9")
     if name in _SHARES:
         if not 0 <= value <= 1:
             raise ValueError(f"{name}: {value} is no share, it must lie between 0 and 1")

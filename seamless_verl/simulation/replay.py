@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
-from seamless_verl.errors import SeamlessError
+from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.recording import Recording
@@ -72,16 +72,27 @@ def from_run(folder: Path) -> Recorded:
     Raises:
         SeamlessError: there is no recording, it cannot be read, or it holds nothing to replay.
     """
-    file = folder / CONFIG
+    file, recording = folder / CONFIG, load_recording(folder)
     if not file.exists():  # a simulated run
-        return from_recording(load_recording(folder))
-    config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    rollout = (config.get("actor_rollout_ref") or {}).get("rollout") or {}
-    return from_recording(
-        load_recording(folder),
-        max_running=rollout.get("max_num_seqs") or _UNLIMITED,
-        oldest_first=rollout.get("scheduling_policy") == "priority",
-    )
+        return from_recording(recording)
+    rollout = _rollout_settings(file)
+    seats = rollout.get("max_num_seqs") or _UNLIMITED
+    if isinstance(seats, bool) or not isinstance(seats, int) or seats < 1:
+        raise ConfigError(f"{file}: actor_rollout_ref.rollout.max_num_seqs", seats, "is no count", "write e.g. 1024")
+    return from_recording(recording, max_running=seats, oldest_first=rollout.get("scheduling_policy") == "priority")
+
+
+def _rollout_settings(file: Path) -> dict[str, Any]:
+    """``actor_rollout_ref.rollout`` of a run's configuration."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise NothingToReplay(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    for key in ("actor_rollout_ref", "rollout"):
+        found = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise NothingToReplay(f"{file} has no actor_rollout_ref.rollout; is it the configuration of this run?")
+    return found
 
 
 def from_recording(

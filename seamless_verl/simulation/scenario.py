@@ -84,8 +84,9 @@ class Scenario:
             raise ConfigError("warm", self.warm, f"must be below steps={self.steps}", f"write {self.steps // 4}")
         for pool in self.pools:
             if self.workload.max_context > 0.97 * pool.engine.kv_tokens:
-                problem = f"a trajectory may have {self.workload.max_context} tokens, more than the cache of a replica"
-                raise ConfigError(f"pools.{pool.name}.kv_tokens", pool.engine.kv_tokens, problem, "use larger slices")
+                problem = f"a replica of {pool.name} has a cache for {pool.engine.kv_tokens} tokens"
+                fix = "write shorter lengths, fewer turns or a larger rollout.tensor_model_parallel_size"
+                raise ConfigError("workload", f"up to {self.workload.max_context} tokens", problem, fix)
 
     def _check_tags(self) -> None:
         rules, told = regime(self.system), ", ".join(pool.name for pool in self.pools)
