@@ -158,8 +158,11 @@ def _compared(before: Scenario, after: Scenario, rows: Sequence[Outcome]) -> Ite
     yield f"steps take {rows[1].step_s / rows[0].step_s:.2f} times as long as before{on}"
     ages = [(round(row.mean_staleness, 1), row.max_staleness) for row in rows]
     if ages[0] != ages[1]:
-        told = [f"{mean_age:.1f} on average and {oldest} at most" for mean_age, oldest in ages]
-        yield f"not at equal age: samples are {told[1]} weight versions old, before {told[0]}"
+        (mean_before, most_before), (mean_age, most) = ages
+        yield (
+            f"not at equal age: samples are {mean_age:.1f} weight versions old on average and {most} at most, "
+            f"before {mean_before:.1f} and {most_before}"
+        )
     bounded = f"{before.system}_wait"
     if bounded in REGIMES:
         yield f"{before.system} has no bound on age; with one: --base scheduler.policy={bounded}"

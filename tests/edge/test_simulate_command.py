@@ -59,8 +59,8 @@ def test_unlike_ages_of_the_samples_are_said_and_what_has_the_same_bound(
     before, after = json.loads(rows.read_text())["settings"]
     assert before["max_staleness"] > after["max_staleness"] == 1
     told = capsys.readouterr().out
-    ages = [f"{row['mean_staleness']:.1f} on average and {row['max_staleness']} at most" for row in (after, before)]
-    assert f"not at equal age: samples are {ages[0]} weight versions old, before {ages[1]}" in told
+    assert f"samples are {after['mean_staleness']:.1f} weight versions old on average and 1 at most, before" in told
+    assert f"before {before['mean_staleness']:.1f} and {before['max_staleness']}\n" in told
     assert "with one: --base scheduler.policy=verl_separate_async_wait" in told
     assert simulate("--base", "scheduler.policy=verl_separate_async_wait", "--set", "scheduler.policy=predictive") == 0
     assert "not at equal age" not in capsys.readouterr().out

@@ -137,7 +137,8 @@ def _idle_trainer(run: RunDigest, seconds: Mapping[Category, float]) -> str:
         )
     return (
         "Rollout is the bottleneck: more rollout devices, or lending these slices to rollout while they wait "
-        "(seamless.scheduler.policy)."
+        "(seamless.scheduler.policy). What that would bring: seamless-verl simulate --from RUN --set "
+        "scheduler.policy=predictive"
     )
 
 
@@ -169,7 +170,12 @@ def _overheads(run: RunDigest) -> Iterator[Finding]:
     for category, limit, advice in (
         (Category.SYNC, 0.05, "Weights travel too often or too slowly for this step time: larger batches help."),
         (Category.SWITCH, 0.05, "Slices change hands too often: the decisions below say why."),
-        (Category.PREFILL_AGAIN, 0.05, "Interrupted requests are costly: let them finish, or keep their KV cache."),
+        (
+            Category.PREFILL_AGAIN,
+            0.05,
+            "An estimate. Requests that new weights or a reclaim interrupt are prefilled once more: fewer loans "
+            "(seamless.scheduler.max_loans_per_step) and larger batches interrupt less often.",
+        ),
         (Category.OTHER, 0.10, "Time between phases of the trainer: metrics, logging and moving data around."),
     ):
         spent = sum(seconds[category] for seconds in pools.values())

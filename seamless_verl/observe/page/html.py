@@ -34,7 +34,12 @@ def render(run: RunDigest) -> str:
             "At any moment a slice is in exactly one category, so each column adds up to wall time × devices.",
             sections.ledger(run),
         ),
-        _section("steps", "Step by step", "", sections.steps(run)),
+        _section(
+            "steps",
+            "Step by step",
+            "Device time of each step: its wall time times the devices of the pool.",
+            sections.steps(run),
+        ),
         _section("decisions", "Decisions of the scheduler", "", sections.decisions(run)),
         _section("learning", "Learning", "", sections.learning(run)),
         _section("data", "What was generated and trained", "", data_section.data(run)),
