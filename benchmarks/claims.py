@@ -148,13 +148,14 @@ class Claims:
         """2: without the repair step STUCK time rises, safety is unchanged; it has work where groups are filtered."""
         for filtered in (0, 5):
             tag = f"StaleFlow 2, every {filtered}th group filtered" if filtered else "StaleFlow 2, none filtered"
-            stuck = {}
+            stuck, step_s = {}, {}
             for repair in (True, False):
                 scenarios = [
                     replace(cell("staleflow", "skewed"), eta=2, seed=s, steps=self._steps) for s in self._seeds
                 ]
                 found = [self._watched(one, repair=repair, filtered=filtered) for one in scenarios]
                 stuck[repair] = mean(run["stuck"] for run in found)
+                step_s[repair] = mean(run["step_s"] for run in found)
                 worst = max(run["staleness"] for run in found)
                 name = "with" if repair else "without"
                 told = f"{tag}: STUCK with finished groups behind, share of the time, {name} repair"
@@ -162,6 +163,7 @@ class Claims:
                 self.add(f"{tag}: staleness {name} repair, eta 2", worst, "", "<= 2", worst <= 2)
             rise = stuck[False] - stuck[True]
             self.add(f"{tag}: STUCK time rises without repair by", 100 * rise, "points", "> 0", rise > 0)
+            self.add(f"{tag}: step time without repair / with", step_s[False] / step_s[True], "x")
 
     def saturation(self) -> None:
         """3: eta = 0 is the synchronous order; throughput saturates by eta 1 to 3."""

@@ -195,7 +195,7 @@ def _search(options: argparse.Namespace) -> int:
     changed, seeds = [*options.base, *options.set], options.seeds or 1
     for key in ("scheduler.policy", "resources"):
         for text in changed:
-            if text.partition("=")[0] == key:
+            if text.partition("=")[0].removeprefix("seamless.") == key:
                 raise ConfigError(key, text.partition("=")[2], "is what --search tries", "write --systems or --gpus")
     base = apply(_start(options)[0], changed)
     asked = [name.strip() for name in options.systems.split(",")] if options.systems else _SEARCHED
