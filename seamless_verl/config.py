@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.staleness.protocol import check_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class StalenessConfig:
     Attributes:
         eta: bound in weight versions (training steps). 0 is synchronous, 1 the one-step lag of SeamlessFlow; from 2 or
             3 on throughput hardly grows (StaleFlow).
+        in_flight: batches of prompts under way at a time, from 1 to eta + 1; None: eta + 1. With fewer, samples are
+            younger on average (by Little's law in_flight - 1 versions) and only the longest grow as old as ``eta``.
         policy: ``reserve`` holds the bound by admission and drops nothing (StaleFlow). ``verl`` is verl's own replay
             buffer with ``trainer.v1.sampler.max_off_policy_*`` and ``trainer.v1.separate_async.num_warmup_batches``.
         redundancy: prompts in flight per prompt trained, at least 1. Above 1 the slowest groups of a step are given up,
@@ -41,6 +44,7 @@ class StalenessConfig:
     """
 
     eta: int = 1
+    in_flight: float | None = None
     policy: str = "reserve"
     redundancy: float = 1.0
     group_redundancy: float = 1.0
@@ -51,7 +55,11 @@ class StalenessConfig:
     def __post_init__(self) -> None:
         if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 0:
             raise ConfigError("seamless.staleness.eta", self.eta, "must be an integer >= 0", "write 1 (one-step lag)")
+        check_in_flight(self.in_flight, self.eta)
         _one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
+        if self.in_flight is not None and self.policy != "reserve":
+            problem = "verl's own buffer counts its batches by trainer.v1.separate_async.num_warmup_batches"
+            raise ConfigError("seamless.staleness.in_flight", self.in_flight, problem, "write null, or policy=reserve")
         _one_of("seamless.staleness.correction", self.correction, ("token", "a3po", "verl"))
         _one_of("seamless.staleness.stuck", self.stuck, ("wait", "retry", "truncate"))
         for name, surplus in (("redundancy", "prompts"), ("group_redundancy", "rollouts")):

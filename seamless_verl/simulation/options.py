@@ -25,6 +25,7 @@ _WORKLOADS = {"constant": Constant, "lognormal": LogNormal, "bimodal": Bimodal, 
 _SIMPLE = {
     "scheduler.policy": ("system", str),
     "staleness.eta": ("eta", int),
+    "staleness.in_flight": ("in_flight", float),
     "data.train_batch_size": ("batch", int),
     "actor.ppo_mini_batch_size": ("mini_batch", int),
     "rollout.n": ("attempts", int),

@@ -65,6 +65,11 @@ class Regime:
     rebalances: bool = False
     oldest_first: bool = False
 
+    @property
+    def reserves(self) -> bool:
+        """Whether it admits by the reserve / occupy / consume protocol, which can be told how many batches."""
+        return self.feed is _bounded
+
 
 def _bounded(draw: Draw, batch: int, eta: int) -> Feed:
     return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch))

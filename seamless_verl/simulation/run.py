@@ -19,6 +19,7 @@ from seamless_verl.simulation.agents import Agents, Attempt
 from seamless_verl.simulation.books import Account, ledger, snapshot
 from seamless_verl.simulation.clock import Clock, Process
 from seamless_verl.simulation.driver import Driver
+from seamless_verl.simulation.feeds import Bounded
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.loop import LoopRules, StepRecord, TrainLoop
 from seamless_verl.simulation.regimes import Regime, regime
@@ -80,6 +81,8 @@ class Simulation:
             on_group=lambda group: self.loop.group_finished(group),
         )
         self.feed = rules.feed(self.agents.draw, scenario.batch, scenario.eta)
+        if isinstance(self.feed, Bounded):
+            self.feed.protocol.in_flight = scenario.in_flight
         self.loop = self._make_loop()
 
     def _make_fleet(self) -> Fleet:

@@ -11,6 +11,7 @@ from seamless_verl.simulation.loop import StepRecord, TrainPhysics
 from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.workload import Workload
+from seamless_verl.staleness.protocol import check_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class Scenario:
     batch, mini_batch: groups per step and per local update.
     attempts: trajectories per group.
     eta: bound on staleness; for systems without a bound, the batches they keep in advance.
+    in_flight: batches under way, 1 to eta + 1 (`StalenessProtocol`); None: eta + 1.
     warm: first steps that the figures leave out (the pipeline fills).
     oldest_first: engines serve waiting requests of the oldest session first; None: as the system does by itself.
     """
@@ -68,6 +70,7 @@ class Scenario:
     mini_batch: int = 16
     attempts: int = 8
     eta: int = 1
+    in_flight: float | None = None
     steps: int = 20
     warm: int = 3
     seed: int = 0
@@ -76,6 +79,10 @@ class Scenario:
 
     def __post_init__(self) -> None:
         self._check_tags()
+        check_in_flight(self.in_flight, self.eta)
+        if self.in_flight is not None and not regime(self.system).reserves:
+            problem = f"{self.system} admits by its own rule"
+            raise ConfigError("staleness.in_flight", self.in_flight, problem, "leave it out, or choose another policy")
         if self.batch % self.mini_batch:
             problem = f"does not divide data.train_batch_size={self.batch}"
             fix = f"write {divisor(self.batch, self.mini_batch)}"

@@ -13,7 +13,8 @@ Proof. ``reserve`` admits only buffers <= V_traj + eta. ``occupy`` and the promo
 earlier buffer, which keeps the inequality; the repair step moves a reservation later only after testing it; carrying
 a surplus entry into the next step tests it too. Nothing else moves an entry, and the bound does not mention how long
 a generation takes, so it holds for any lengths, interrupts, migrations and aborts. Buffers exist for v … v+eta only,
-so at most (eta+1) * slots groups are in flight.
+so at most (eta+1) * slots groups are in flight; ``in_flight`` admits fewer, and then groups are younger on average than
+the bound allows: by Little's law their mean age is the number of batches in flight less one.
 
 Liveness: when nothing is in flight and every reservation was granted, buffer v has room or is READY, because a free
 slot in it pulls finished groups out of later buffers.
@@ -76,6 +77,17 @@ class Consumption:
     surplus: tuple[str, ...]
 
 
+def check_in_flight(in_flight: float | None, eta: int) -> None:
+    """Raises:
+    ConfigError: it is not between 1 and eta + 1.
+    """
+    if in_flight is None:
+        return
+    if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
+        problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
+        raise ConfigError("seamless.staleness.in_flight", in_flight, problem, "write null, which is the most")
+
+
 class StalenessProtocol:
     """Entries are whole groups (all rollouts of one prompt); a group's version is the lowest of its members.
 
@@ -84,6 +96,8 @@ class StalenessProtocol:
         batch_size: groups that one training step consumes (B).
         version: weight version that the first step starts from.
         redundancy: slots per buffer = ceil(batch_size * redundancy); the step starts when ``batch_size`` are finished.
+        in_flight: batches that `capacity` admits, 1 to eta + 1; None: eta + 1. A matter of admission only: what was
+            reserved beyond it (a checkpoint under another value) stays.
         repair: whether ``occupy`` moves reservations into the hole it leaves; off only to measure what it is worth.
 
     Raises:
@@ -91,7 +105,14 @@ class StalenessProtocol:
     """
 
     def __init__(
-        self, *, eta: int, batch_size: int, version: int = 0, redundancy: float = 1.0, repair: bool = True
+        self,
+        *,
+        eta: int,
+        batch_size: int,
+        version: int = 0,
+        redundancy: float = 1.0,
+        in_flight: float | None = None,
+        repair: bool = True,
     ) -> None:
         if isinstance(eta, bool) or not isinstance(eta, int) or eta < 0:
             raise ConfigError("seamless.staleness.eta", eta, "must be an integer >= 0", "write 1 (one-step lag)")
@@ -101,9 +122,11 @@ class StalenessProtocol:
             raise ConfigError(
                 "seamless.staleness.redundancy", redundancy, "must be a number >= 1", "write 1 (no surplus prompts)"
             )
+        check_in_flight(in_flight, eta)
         self.eta = eta
         self.batch_size = batch_size
         self.redundancy = redundancy
+        self.in_flight = in_flight
         self.repair = repair
         self._slots = math.ceil(batch_size * redundancy)
         self._entries: dict[str, _Entry] = {}
@@ -136,7 +159,12 @@ class StalenessProtocol:
 
     def capacity(self, version: int) -> int:
         """How many more groups that start with weights of ``version`` can be reserved."""
-        return sum(max(0, buffer.num_free) for buffer in self._buffers if buffer.version <= version + self.eta)
+        free = sum(max(0, buffer.num_free) for buffer in self._buffers if buffer.version <= version + self.eta)
+        if self.in_flight is None:
+            return free
+        # What a step has handed out counts until it ends: admitted now, a group would have the old version.
+        held = self.num_in_flight + self._buffers[0].taken
+        return max(0, min(free, math.ceil(self.in_flight * self._slots) - held))
 
     def buffer_states(self) -> dict[int, BufferState]:
         """State per V_buf, earliest first."""

@@ -123,7 +123,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     Args:
         eta: bound in weight versions.
         batch_size: prompts per training step.
-        redundancy: see `StalenessProtocol`.
+        redundancy, in_flight: see `StalenessProtocol`.
         stuck: what is done about stragglers.
         admits: False where rollouts are replayed (`SkipManager`), which brings its own prompts.
         refill_fn: the trainer's; submits that many new prompts, which come back through `reserve`.
@@ -136,6 +136,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         eta: int,
         batch_size: int,
         redundancy: float = 1.0,
+        in_flight: float | None = None,
         stuck: StuckPolicy | None = None,
         admits: bool = True,
         refill_fn: Callable[[int], int],
@@ -153,7 +154,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             refill_fn=refill_fn,
             filter_groups_metric=filter_groups_metric,
         )
-        self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy)
+        self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy, in_flight=in_flight)
         self._admits = admits
         self._stragglers = Stragglers(stuck or StuckPolicy())
         self._look_s = min(_LOOK_S, self._stragglers.look_again_s)
@@ -188,7 +189,11 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             raise ConfigError("seamless.curriculum", "on", problem, "switch it off, or start afresh from the weights")
         protocol = self.protocol
         self.protocol = StalenessProtocol(
-            eta=protocol.eta, batch_size=protocol.batch_size, redundancy=protocol.redundancy, version=version
+            eta=protocol.eta,
+            batch_size=protocol.batch_size,
+            redundancy=protocol.redundancy,
+            in_flight=protocol.in_flight,
+            version=version,
         )
         self._sync_metadata_from_transfer_queue()
         if self.partitions["train"]:

@@ -109,6 +109,7 @@ class SeamlessTrainer(LendingTrainer):
             eta=staleness.eta,
             batch_size=self.config.data.train_batch_size,
             redundancy=staleness.redundancy,
+            in_flight=staleness.in_flight,
             stuck=StuckPolicy(treatment=Treatment(staleness.stuck), patience_s=staleness.stuck_patience_s),
             admits=not self.config.skip.rollout_tq.enable,
             on_progress=self.flight.progress,

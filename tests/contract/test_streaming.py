@@ -258,9 +258,9 @@ def test_validation_prompts_are_verls_business(queue):
 
 def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_lengths(queue):
     rng = random.Random(5)
-    for eta in (0, 1, 2, 3):
+    for eta, in_flight in ((0, None), (1, None), (2, None), (3, None), (3, 2), (2, 1.5)):
         queue.tags.clear()
-        rollout = Rollout(queue, eta=eta, batch_size=4)
+        rollout = Rollout(queue, eta=eta, batch_size=4, in_flight=in_flight)
         trained = []
 
         def happen(rollout=rollout):
@@ -269,7 +269,7 @@ def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_lengths(q
 
         for _ in range(30):
             rollout.buffer.admit(rollout.step)
-            assert len(rollout.running) <= (eta + 1) * 4
+            assert len(rollout.running) <= (in_flight or eta + 1) * 4
             for _ in range(2):
                 rollout.while_waiting = [happen] * 1000
                 uids, batch, metrics = rollout.sample(2)

@@ -272,6 +272,25 @@ def test_who_awaits_the_load_begins_its_step_when_all_replicas_have_it() -> None
     assert [at - before for at, before in zip(begun, published, strict=False)] == pytest.approx([1.0] * len(begun))
 
 
+@pytest.mark.parametrize("system", ["predictive", "staleflow"])
+def test_fewer_batches_in_flight_make_samples_younger_on_average_and_keep_the_bound(system: str) -> None:
+    """And steps shorter than with the same mean age and no sample above it: the longest need not fit into two steps."""
+    skewed = LogNormal(mean=1000, sigma=1.2, cap=8192)
+    few = simulate(scenario(system, workload=skewed, eta=3, in_flight=2, steps=16, warm=4))
+    assert few.max_staleness <= 3
+    assert 0.7 < few.mean_staleness < 1.1  # Little's law: batches in flight less one
+    tight = simulate(scenario(system, workload=skewed, eta=1, steps=16, warm=4))
+    assert tight.mean_staleness == pytest.approx(1.0, abs=0.01)
+    assert few.step_s < tight.step_s
+
+
+def test_systems_with_admission_of_their_own_take_no_number_of_batches() -> None:
+    with pytest.raises(ConfigError, match="verl_separate_async admits by its own rule"):
+        scenario("verl_separate_async", in_flight=2)
+    with pytest.raises(ConfigError, match=r"staleness.in_flight=3: must be a number of batches from 1 to 2"):
+        scenario("predictive", in_flight=3)
+
+
 def test_weights_are_handed_over_only_where_somebody_waits_for_them() -> None:
     """Slices that all train take the weights when they wake."""
     base = scenario("predictive")
@@ -368,7 +387,7 @@ def test_impossible_scenarios_are_refused() -> None:
         scenario("predictive", pools=scenario("predictive").pools[1:])
     with pytest.raises(ConfigError, match="all train and roll out"):
         scenario("verl_sync", pools=scenario("predictive").pools)
-    with pytest.raises(ConfigError, match="more than the cache"):
+    with pytest.raises(ConfigError, match="a cache for 400000 tokens"):
         scenario("predictive", workload=Constant(answer=10_000_000))
 
 

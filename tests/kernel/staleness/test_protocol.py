@@ -23,14 +23,19 @@ class Anything(RuleBasedStateMachine):
         eta=st.integers(0, 3),
         batch_size=st.integers(1, 5),
         redundancy=st.sampled_from([1.0, 1.0, 1.5, 2.0]),
+        fewer=st.sampled_from([None, None, 0.0, 0.4, 1.0]),
         repair=st.booleans(),
         first=st.integers(0, 3),
     )
-    def start(self, eta: int, batch_size: int, redundancy: float, repair: bool, first: int) -> None:
+    def start(
+        self, eta: int, batch_size: int, redundancy: float, fewer: float | None, repair: bool, first: int
+    ) -> None:
+        in_flight = None if fewer is None else max(1.0, eta + 1 - fewer)
         self.protocol = StalenessProtocol(
-            eta=eta, batch_size=batch_size, version=first, redundancy=redundancy, repair=repair
+            eta=eta, batch_size=batch_size, version=first, redundancy=redundancy, in_flight=in_flight, repair=repair
         )
         self.eta, self.batch_size, self.redundancy, self.repair = eta, batch_size, redundancy, repair
+        self.in_flight = eta + 1 if in_flight is None else in_flight
         self.version = first  # of the weights being trained, counted apart from the protocol's own
         self.taken = 0
         self.reserved: dict[str, int] = {}
@@ -42,9 +47,10 @@ class Anything(RuleBasedStateMachine):
     def reserve(self, lag: int) -> None:
         group, version = f"g{self.numbers}", self.version - lag
         self.numbers += 1
-        room = self.protocol.capacity(version)
+        if not self.protocol.capacity(version):
+            return  # nobody submits what is not admitted
         buffer = self.protocol.reserve(group, version)
-        assert (buffer is not None) == (room > 0)
+        assert buffer is not None
         if buffer is not None:
             assert version <= self.version <= buffer <= version + self.eta
             assert self.protocol.reserve(group, version) == buffer
@@ -94,7 +100,11 @@ class Anything(RuleBasedStateMachine):
     def restart(self) -> None:
         """Goes on from a checkpoint; everything that follows must not notice."""
         again = StalenessProtocol(
-            eta=self.eta, batch_size=self.batch_size, redundancy=self.redundancy, repair=self.repair
+            eta=self.eta,
+            batch_size=self.batch_size,
+            redundancy=self.redundancy,
+            in_flight=self.protocol.in_flight,
+            repair=self.repair,
         )
         again.restore(json.loads(json.dumps(self.protocol.state())))
         assert again.state() == self.protocol.state()
@@ -116,7 +126,7 @@ class Anything(RuleBasedStateMachine):
     def no_slot_leaks(self) -> None:
         if not hasattr(self, "protocol"):
             return
-        slots = (self.eta + 1) * math.ceil(self.batch_size * self.redundancy)
+        slots = math.ceil(self.in_flight * math.ceil(self.batch_size * self.redundancy))
         assert self.protocol.num_in_flight + self.taken <= slots
         assert self.protocol.capacity(self.version) == slots - self.taken - self.protocol.num_in_flight
 
@@ -273,11 +283,37 @@ def test_a_state_taken_under_other_settings_or_within_a_step_is_refused() -> Non
         ({"batch_size": 0}, "data.train_batch_size"),
         ({"redundancy": 0.9}, "seamless.staleness.redundancy"),
         ({"redundancy": float("nan")}, "seamless.staleness.redundancy"),
+        ({"in_flight": 0.5}, "seamless.staleness.in_flight"),
+        ({"in_flight": 2.5}, "seamless.staleness.in_flight"),
+        ({"in_flight": float("nan")}, "seamless.staleness.in_flight"),
+        ({"in_flight": True}, "seamless.staleness.in_flight"),
     ],
 )
 def test_bad_arguments_name_the_key(arguments: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         StalenessProtocol(**({"eta": 1, "batch_size": 4} | arguments))  # type: ignore[arg-type]
+
+
+def test_fewer_batches_in_flight_than_the_bound_allows() -> None:
+    """Two of four legal batches: short groups are trained at once, a long one may wait until it is eta versions old."""
+    protocol = StalenessProtocol(eta=3, batch_size=2, in_flight=2)
+    for group in ("long", "a", "b", "c"):
+        protocol.reserve(group, 0)
+    assert protocol.capacity(0) == 0
+    ages = []
+    for version in range(3):
+        for group in [name for name, state in protocol.groups() if state is EntryState.RESERVED and name != "long"][:2]:
+            protocol.occupy(group)
+        ages += [one.staleness for one in protocol.consume(1).groups]
+        assert protocol.capacity(version) == 0  # what is admitted now would have the old version
+        ages += [one.staleness for one in protocol.consume(1).groups]
+        assert protocol.capacity(version + 1) == 2
+        for number in range(2):
+            protocol.reserve(f"{version}/{number}", version + 1)
+    assert list(protocol.awaited()) == ["long"]  # the bound keeps it out of any later step
+    protocol.occupy("long"), protocol.occupy(next(name for name, _ in protocol.groups() if name != "long"))
+    assert max(one.staleness for one in protocol.consume(2).groups) == 3
+    assert sum(ages) / len(ages) <= 1
 
 
 def test_the_longest_of_what_is_finished_is_trained_first_and_nothing_else_changes() -> None:
