@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator --part NAME [--quick] [--json FILE] [--resume FILE --minutes N]
 
-Parts: ``limit``, ``table``, ``idle``, ``scale``, ``large``, ``shards``. The table takes what is known when time is up.
+Parts: ``limit``, ``table``, ``ages``, ``idle``, ``scale``, ``large``, ``shards``; of the table what is known when time is up.
 """
 
 from __future__ import annotations
@@ -61,6 +61,29 @@ def _share(name: str, wanted: Scenario, seeds: int) -> Iterator[Record]:
         bar=">= 0.95",
         holds=share >= 0.95,
     )
+
+
+def ages(options: argparse.Namespace) -> Iterator[Record]:
+    """Two batches in flight, so samples that are one version old on average, under several bounds and under none."""
+    bounds = ({"eta": 1}, {"eta": 2, "in_flight": 2}, {"eta": 3, "in_flight": 2})
+    unbounded = ("verl_separate_async", "verl_enable_switch", "verl_colocate_async")
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (ours, bound) for ours in ("predictive", "disaggregated") for bound in bounds
+    ]
+    ways += [(theirs, {}) for theirs in unbounded]
+    for work in ("lognormal", "skewed", "bimodal"):
+        for split in SPLITS[:1] if options.quick else SPLITS:
+            for system, bound in ways:
+                seeds = range(1 if options.quick else options.seeds)
+                runs = [simulate(cell(system, work, 32, split, steps=18, warm=6, seed=s, **bound)) for s in seeds]
+                told = f"eta {bound['eta']}" if bound else "no bound"
+                age, oldest = mean(run.mean_staleness for run in runs), max(run.max_staleness for run in runs)
+                yield Record(
+                    name=f"ages, {work}, {split:.0%} train: {system}, {told}",
+                    value=mean(run.step_s for run in runs),
+                    unit="s",
+                    bar=f"age {age:.2f}/{oldest}",
+                )
 
 
 def idle(options: argparse.Namespace) -> Iterator[Record]:
@@ -159,7 +182,7 @@ def _waits(agents: int, count: int, turn_s: float, cost_s: float, seconds: float
     return waits
 
 
-_PARTS = {"limit": limit, "table": table, "idle": idle, "scale": scale, "large": large, "shards": shards}
+_PARTS = {"limit": limit, "table": table, "ages": ages, "idle": idle, "scale": scale, "large": large, "shards": shards}
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
