@@ -7,7 +7,6 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from seamless_verl.scheduling.cluster import Cluster, Pending, SliceStatus
 from seamless_verl.scheduling.events import (
@@ -219,19 +218,19 @@ class Forecaster:
             remaining = book.lengths.remaining(made, session.u)
             place = _Place((0, book.place_of(session)), remaining, held, kinds[home] if home is not None else None)
             groups.setdefault(session.group, []).append(place)
-        quantiles = book.next_quantiles()
+        count, size = self._submitted
+        quantiles = enumerate(book.next_quantiles(list(book.unstarted), size))
 
-        def fresh(order: int, count: int) -> list[_Place]:
-            lengths = (book.lengths.remaining(0, u) for u in islice(quantiles, count))
-            return [_Place((1, order), length, book.prompt_tokens) for length in lengths]
+        def fresh() -> list[_Place]:
+            order, group = next(quantiles)
+            return [_Place((1, order), book.lengths.remaining(0, u), book.prompt_tokens) for u in group]
 
-        for order, (group, count) in enumerate(book.unstarted.items()):
-            groups.setdefault(group, []).extend(fresh(order, count))
+        for group in book.unstarted:
+            groups.setdefault(group, []).extend(fresh())
         awaited = self._awaited or frozenset()
         members = [(group in awaited, sessions) for group, sessions in groups.items()]
         if self.between_steps and not self._submitted_since:
-            count, size = self._submitted
-            members += [(False, fresh(len(book.unstarted) + i, size)) for i in range(count)]
+            members += [(False, fresh()) for _ in range(count)]
         return members
 
 

@@ -7,8 +7,9 @@ and waiting is none of the time that decoding took them.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from seamless_verl.scheduling.events import (
@@ -24,10 +25,13 @@ from seamless_verl.scheduling.events import (
 )
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.lengths import LengthModel
+from seamless_verl.scheduling.prediction.likeness import Likeness
 from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import SliceId
 
-_GOLDEN = 0.6180339887498949  # a low-discrepancy sequence: quantiles of successive sessions spread evenly
+# Low-discrepancy sequences: quantiles of successive sessions spread evenly, and those of successive groups.
+_GOLDEN = 0.6180339887498949
+_PLASTIC = 0.7548776662466927
 _PROMPTS = 256
 _MIN_TOKENS = 4  # shorter requests say more about the prompt than about decoding
 
@@ -125,6 +129,7 @@ class SessionBook:
     decode: DecodeModel = field(default_factory=DecodeModel)
     bare: DecodeModel = field(default_factory=DecodeModel)
     lengths: LengthModel = field(default_factory=LengthModel)
+    likeness: Likeness = field(default_factory=Likeness)
     sessions: dict[str, Session] = field(default_factory=dict)
     unstarted: dict[str, int] = field(default_factory=dict)  # group -> sessions that never asked
     open_members: dict[str, int] = field(default_factory=dict)  # group -> sessions that did not finish
@@ -137,6 +142,9 @@ class SessionBook:
     _seats: dict[SliceId, int | None] = field(default_factory=dict)
     _loads: dict[SliceId, _Load] = field(default_factory=dict)
     _seen: int = 0
+    _seen_groups: int = 0
+    _group_u: dict[str, float] = field(default_factory=dict)  # of each open group, see `Likeness.quantile`
+    _closed_members: dict[str, list[int]] = field(default_factory=dict)  # of each open group, tokens
     _published_at: float = -math.inf
     _roofline: Roofline = field(default_factory=Roofline)
 
@@ -149,6 +157,9 @@ class SessionBook:
             for group in event.groups:
                 self.unstarted[group] = event.sessions
                 self.open_members[group] = event.sessions
+                self._group_u[group] = self._spread(self._seen_groups)
+                self._closed_members[group] = []
+                self._seen_groups += 1
             self.crowd = sum(self.open_members.values())
         elif isinstance(event, RequestStarted):
             self._started(event)
@@ -191,12 +202,18 @@ class SessionBook:
         request = self._requests[session.request] if session.request is not None else None
         return request.slice if request is not None and request.seat is not None else None
 
-    def next_quantiles(self) -> Iterator[float]:
-        """Quantiles for sessions that do not exist yet."""
-        index = self._seen
-        while True:
-            index += 1
-            yield (index * _GOLDEN) % 1.0
+    def next_quantiles(self, groups: Sequence[str], size: int) -> Iterator[list[float]]:
+        """Quantiles for sessions that do not exist yet: those that are missing of these groups, then of groups of
+        ``size`` that come after all that were submitted."""
+        index, order = self._seen, self._seen_groups
+        counts = ((self._group_u[group], self.unstarted[group]) for group in groups)
+        for group_u, count in itertools.chain(counts, ((self._spread(order + i), size) for i in itertools.count())):
+            yield [self.likeness.quantile(group_u, ((index + i) * _GOLDEN) % 1.0) for i in range(1, count + 1)]
+            index += count
+
+    @staticmethod
+    def _spread(number: int) -> float:
+        return (number * _PLASTIC) % 1.0
 
     def _move(self, slice_id: SliceId, at: float) -> _Load:
         """Bring a slice's integrals to ``at``; its requests gain tokens in lock-step."""
@@ -211,7 +228,8 @@ class SessionBook:
     def _started(self, event: RequestStarted) -> None:
         if event.session not in self.sessions:
             self._seen += 1
-            self.sessions[event.session] = Session(group=event.group, number=self._seen, u=(self._seen * _GOLDEN) % 1.0)
+            u = self.likeness.quantile(self._group_u.get(event.group, 0.5), (self._seen * _GOLDEN) % 1.0)
+            self.sessions[event.session] = Session(group=event.group, number=self._seen, u=u)
             self.prompt_tokens += (event.context_tokens - self.prompt_tokens) / min(self._seen, _PROMPTS)
             left = self.unstarted.get(event.group, 0) - 1
             if left > 0:
@@ -347,12 +365,15 @@ class SessionBook:
             session.request = None
 
     def _closed(self, event: SessionFinished) -> None:
+        session = self.sessions.pop(event.session, None)
+        if session is not None:
+            self.lengths.observe(session.tokens)
+            self._closed_members.setdefault(event.group, []).append(session.tokens)
         left = self.open_members.get(event.group, 0) - 1
         if left > 0:
             self.open_members[event.group] = left
         else:
             self.open_members.pop(event.group, None)
             self.unstarted.pop(event.group, None)
-        session = self.sessions.pop(event.session, None)
-        if session is not None:
-            self.lengths.observe(session.tokens)
+            self._group_u.pop(event.group, None)
+            self.likeness.observe(self._closed_members.pop(event.group, ()))
