@@ -2,7 +2,8 @@
 
     python -m benchmarks.simulator --part NAME [--quick] [--json FILE] [--resume FILE --minutes N]
 
-Parts: ``limit``, ``table``, ``ages``, ``idle``, ``scale``, ``large``, ``shards``; of the table what is known when time is up.
+Parts: ``limit``, ``table``, ``ages``, ``idle``, ``scale``, ``large``, ``shards``. The table takes what is known when
+time is up.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ have no split: theirs is run once per workload and cluster, and stands beside ev
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ _OURS = "predictive"
 # after two idle ones; and ours knows nothing of lengths and speeds in the beginning.
 _FIRST = 16
 _EVERYTHING = 1.0  # all slices train and roll out
-_NO_BOUND = "its oldest samples are older, no bar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +54,66 @@ class Cell:
         """With as many counted steps for all, after as many that do not count."""
         steps = _FIRST + self.steps
         return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=steps, warm=_FIRST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Step times of a rival over ours.
+
+    Attributes:
+        ratios: by seed.
+        ages: of the samples of both, mean and most, in words.
+        older: their oldest samples are older than ours, so that nothing is judged.
+        step_s: ours.
+        limit_s: fluid limit with costs paid.
+    """
+
+    name: str
+    rival: str
+    ratios: tuple[float, ...]
+    ages: str
+    older: bool
+    step_s: float
+    limit_s: float
+
+    @property
+    def value(self) -> float:
+        return mean(self.ratios)
+
+    @property
+    def ahead(self) -> bool:
+        """Or level."""
+        return self.value >= LEVEL
+
+    @property
+    def surely(self) -> bool:
+        """The whole interval is ahead or level, so there is more than one seed."""
+        return len(self.ratios) > 1 and interval(self.ratios)[0] >= LEVEL
+
+    @property
+    def hopeless(self) -> bool:
+        """What they reach, no policy could with these slices."""
+        return self.value * self.step_s < LEVEL * self.limit_s
+
+    def record(self) -> Record:
+        low, high = interval(self.ratios)
+        told = f"[{low:.2f}, {high:.2f}]" if len(self.ratios) > 1 else "one seed"
+        told = f"{told}, {self.ages}"
+        if self.older:
+            bar = f"its oldest samples are older, no bar {told}"
+            return Record(name=self.name, value=self.value, unit="x", bar=bar)
+        if not self.ahead:
+            told += f"; {self._why(high)}"
+        return Record(name=self.name, value=self.value, unit="x", bar=f"ahead or level {told}", holds=self.ahead)
+
+    def _why(self, high: float) -> str:
+        """What keeps us behind: the split (its limit lies above what they reach), chance, or the policy."""
+        if self.hopeless:
+            theirs_s = self.value * self.step_s
+            return f"no policy is level with this split: limit {self.limit_s:.0f} s, theirs {theirs_s:.0f} s"
+        if high >= LEVEL:
+            return "the interval reaches level"
+        return f"the policy's loss: {self.limit_s / self.step_s:.2f} of the limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,24 +136,21 @@ class Table:
         ]
         return {one.seed: self.known[one] for one in cells if one in self.known}
 
-    def compare(self, rival: str, work: str, gpus: int, split: float) -> Record | None:
-        """Their step time over ours; None where one of them was not run."""
+    def compare(self, rival: str, work: str, gpus: int, split: float) -> Comparison | None:
+        """None where one of them was not run."""
         ours, theirs = self.runs(_OURS, work, gpus, split), self.runs(rival, work, gpus, split)
         seeds = sorted(ours.keys() & theirs.keys())
         if not seeds:
             return None
-        ratios = [theirs[seed]["step_s"] / ours[seed]["step_s"] for seed in seeds]
-        name, value = f"{work}, {gpus} GPUs, {split:.0%} train: {rival}", mean(ratios)
-        low, high = interval(ratios)
-        spread = f"[{low:.2f}, {high:.2f}]" if len(ratios) > 1 else "one seed"
-        told = f"{spread}, age {_age(theirs, seeds)}, ours {_age(ours, seeds)}"
-        if any(theirs[seed]["staleness"] > ours[seed]["staleness"] for seed in seeds):
-            return Record(name=name, value=value, unit="x", bar=f"{_NO_BOUND} {told}")
-        if value >= LEVEL:
-            return Record(name=name, value=value, unit="x", bar=f"ahead or level {told}", holds=True)
-        step_s = mean(ours[seed]["step_s"] for seed in seeds)
-        why = _why(step_s, value * step_s, self._limit_s(work, gpus, split), high)
-        return Record(name=name, value=value, unit="x", bar=f"ahead or level {told}; {why}", holds=False)
+        return Comparison(
+            name=f"{work}, {gpus} GPUs, {split:.0%} train: {rival}",
+            rival=rival,
+            ratios=tuple(theirs[seed]["step_s"] / ours[seed]["step_s"] for seed in seeds),
+            ages=f"age {_age(theirs, seeds)}, ours {_age(ours, seeds)}",
+            older=any(theirs[seed]["staleness"] > ours[seed]["staleness"] for seed in seeds),
+            step_s=mean(ours[seed]["step_s"] for seed in seeds),
+            limit_s=self._limit_s(work, gpus, split),
+        )
 
     def share(self, work: str, gpus: int, split: float) -> Record | None:
         """Of the fluid limit with costs paid, what ours reaches."""
@@ -115,15 +170,6 @@ def _age(runs: Mapping[int, Figures], seeds: Sequence[int]) -> str:
     return f"{mean(runs[seed]['mean_staleness'] for seed in seeds):.1f}/{oldest:.0f}"
 
 
-def _why(ours_s: float, theirs_s: float, limit_s: float, high: float) -> str:
-    """What keeps us behind: the split (its limit lies above what they reach), chance, or the policy."""
-    if theirs_s < LEVEL * limit_s:
-        return f"no policy is level with this split: limit {limit_s:.0f} s, theirs {theirs_s:.0f} s"
-    if high >= LEVEL:
-        return "the interval reaches level"
-    return f"the policy's loss: {limit_s / ours_s:.2f} of the limit"
-
-
 def table(options: argparse.Namespace) -> Iterator[Record]:
     """All cells; those that were not run are left out and counted."""
     seeds, steps = (1, 8) if options.quick else (options.seeds, 10)
@@ -131,45 +177,44 @@ def table(options: argparse.Namespace) -> Iterator[Record]:
     known = _run(Runs(options), places, seeds=seeds, steps=steps)
     found = Table(known=known, seeds=seeds, steps=steps)
     missing = 0
-    compared, shares = [], []
+    compared: list[Comparison] = []
+    shares: list[Record] = []
     for work, gpus in places:
         for split in (*SPLITS, _EVERYTHING):
-            rivals = [rival for rival in RIVALS if split != _EVERYTHING or REGIMES[rival].colocated]
-            for rival in rivals:
-                record = found.compare(rival, work, gpus, split)
-                missing += record is None
-                compared += [record] if record else []
+            for rival in RIVALS:
+                if split == _EVERYTHING and not REGIMES[rival].colocated:
+                    continue
+                comparison = found.compare(rival, work, gpus, split)
+                missing += comparison is None
+                compared += [comparison] if comparison else []
             share = found.share(work, gpus, split)
             shares += [share] if share else []
-    yield from compared
+    yield from (comparison.record() for comparison in compared)
     yield from shares
     for work, gpus in places:
         yield from _best(found, work, gpus)
     for gpus in options.sizes:
         fewest = min(len(found.runs(_OURS, work, gpus, split)) for work in options.workloads for split in SPLITS)
         yield Record(name=f"table, {gpus} GPUs: seeds of every cell", value=fewest, unit="")
-    behind = [record for record in compared if record.holds is False]
-    split_s = sum("no policy" in record.bar for record in behind)
-    yield Record(name="table: comparisons behind", value=len(behind), unit="", bar="0", holds=not behind)
-    yield Record(name="table: of them, where no policy is level with the split", value=split_s, unit="")
-    judged = [record for record in compared if record.holds is not None]
-    sync = sum(record.name.endswith("verl_sync") for record in judged)
-    unsure = [record for record in judged if record.holds and _lowest(record) < LEVEL]
-    older = [record for record in compared if record.bar.startswith(_NO_BOUND)]
-    yield Record(name="table: comparisons that have a bar", value=len(judged), unit="")
-    yield Record(name="table: of them, with verl_sync, whose samples are younger", value=sync, unit="")
-    alone = sum(bool(record.holds) and "one seed" in record.bar for record in judged)
-    yield Record(name="table: ahead or level, with one seed", value=alone, unit="")
-    yield Record(name="table: ahead or level, with an interval that reaches below", value=len(unsure), unit="")
-    yield Record(name="table: comparisons whose oldest samples are older, no bar", value=len(older), unit="")
-    yield Record(name="table: of them, faster than ours", value=sum(r.value < LEVEL for r in older), unit="")
+    yield from _counted(compared)
     yield Record(name="table: comparisons not run", value=missing, unit="")
 
 
-def _lowest(record: Record) -> float:
-    """The lower end of its interval; where there is one seed, its value."""
-    found = re.search(r"\[(-?[\d.]+), ", record.bar)
-    return float(found[1]) if found else record.value
+def _counted(compared: Sequence[Comparison]) -> Iterator[Record]:
+    judged = [one for one in compared if not one.older]
+    behind = [one for one in judged if not one.ahead]
+    older = [one for one in compared if one.older]
+    yield Record(name="table: comparisons behind", value=len(behind), unit="", bar="0", holds=not behind)
+    for name, value in (
+        ("of them, where no policy is level with the split", sum(one.hopeless for one in behind)),
+        ("comparisons that have a bar", len(judged)),
+        ("of them, with verl_sync, whose samples are younger", sum(one.rival == "verl_sync" for one in judged)),
+        ("ahead or level, with one seed", sum(one.ahead and len(one.ratios) == 1 for one in judged)),
+        ("ahead or level, with the whole interval", sum(one.surely for one in judged)),
+        ("comparisons whose oldest samples are older, no bar", len(older)),
+        ("of them, faster than ours", sum(not one.ahead for one in older)),
+    ):
+        yield Record(name=f"table: {name}", value=value, unit="")
 
 
 def _run(runs: Runs, places: Sequence[tuple[str, int]], *, seeds: int, steps: int) -> dict[Cell, Figures]:
