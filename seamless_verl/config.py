@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.staleness.protocol import check_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,6 +392,17 @@ def _value(hint: Any, value: Any, path: str) -> Any:
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def check_in_flight(in_flight: float | None, eta: int) -> None:
+    """Raises:
+    ConfigError: it is not between 1 and eta + 1.
+    """
+    if in_flight is None:
+        return
+    if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
+        problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
+        raise ConfigError("seamless.staleness.in_flight", in_flight, problem, "write null, which is the most")
 
 
 def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:

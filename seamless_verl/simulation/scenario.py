@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from seamless_verl.config import check_in_flight
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.books import Ledger
 from seamless_verl.simulation.driver import SwitchCosts
@@ -11,7 +12,6 @@ from seamless_verl.simulation.loop import StepRecord, TrainPhysics
 from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.workload import Workload
-from seamless_verl.staleness.protocol import check_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

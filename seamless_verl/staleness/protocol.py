@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from seamless_verl.config import check_in_flight
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.buffers import BufferState, StalenessBuffer
 
@@ -75,17 +76,6 @@ class Consumption:
 
     groups: tuple[ConsumedGroup, ...]
     surplus: tuple[str, ...]
-
-
-def check_in_flight(in_flight: float | None, eta: int) -> None:
-    """Raises:
-    ConfigError: it is not between 1 and eta + 1.
-    """
-    if in_flight is None:
-        return
-    if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
-        problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
-        raise ConfigError("seamless.staleness.in_flight", in_flight, problem, "write null, which is the most")
 
 
 class StalenessProtocol:
