@@ -95,9 +95,10 @@ def described(scenario: Scenario) -> str:
     """What is simulated, in one line."""
     sizes = "/".join(str(size) for size in sorted({pool.gpus for pool in scenario.pools}))
     counted = f"steps {scenario.warm + 1} to {scenario.steps} count" if scenario.warm else f"{scenario.steps} steps"
+    fewer = "" if scenario.in_flight is None else f", {scenario.in_flight:g} batches in flight"
     return (
-        f"{scenario.system} on {scenario.gpus} GPUs in slices of {sizes} ({_slices(scenario)}), eta {scenario.eta}, "
-        f"{scenario.batch} x {scenario.attempts} answers a step; {counted}"
+        f"{scenario.system} on {scenario.gpus} GPUs in slices of {sizes} ({_slices(scenario)}), "
+        f"eta {scenario.eta}{fewer}, {scenario.batch} x {scenario.attempts} answers a step; {counted}"
     )
 
 
