@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -26,12 +26,12 @@ from seamless_verl.simulation.published import staleflow_ground
 from seamless_verl.simulation.regimes import REGIMES, Regime
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.scenario import Noise, Scenario
-from seamless_verl.simulation.workload import Constant, LogNormal
+from seamless_verl.simulation.workload import Constant, LogNormal, Workload
 from seamless_verl.staleness.protocol import StalenessProtocol
 
 _STALEFLOW = REGIMES["staleflow"]
 _SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
-_UP_TO_20K = {
+_UP_TO_20K: Mapping[str, Workload] = {
     "skewed": LogNormal(mean=6_000, sigma=1.2, cap=20_000),
     "lognormal": LogNormal(mean=8_000, sigma=0.9, cap=20_000),
     "constant": Constant(answer=6_000),
@@ -49,8 +49,12 @@ class Claims:
         self._steps = steps
         self.records: list[Record] = []
 
-    def runs(self, scenario: Scenario, variant: str = "", rules: Regime | None = None) -> list[Figures]:
-        return [self._runs.get(replace(scenario, seed=seed, steps=self._steps), variant, rules) for seed in self._seeds]
+    def runs(
+        self, scenario: Scenario, variant: str = "", rules: Regime | None = None, *, steps: int = 0
+    ) -> list[Figures]:
+        """``steps``: of a run that is longer or shorter than the others."""
+        scenario = _whole_cycles(replace(scenario, steps=steps or self._steps))
+        return [self._runs.get(replace(scenario, seed=seed), variant, rules) for seed in self._seeds]
 
     def step_s(self, scenario: Scenario, variant: str = "", rules: Regime | None = None) -> float:
         return mean(run["step_s"] for run in self.runs(scenario, variant, rules))
@@ -148,31 +152,35 @@ class Claims:
         """2: without the repair step STUCK time rises, safety is unchanged; it has work where groups are filtered."""
         for filtered in (0, 5):
             tag = f"StaleFlow 2, every {filtered}th group filtered" if filtered else "StaleFlow 2, none filtered"
-            stuck, step_s = {}, {}
-            for repair in (True, False):
-                scenarios = [
-                    replace(cell("staleflow", "skewed"), eta=2, seed=s, steps=self._steps) for s in self._seeds
-                ]
-                found = [self._watched(one, repair=repair, filtered=filtered) for one in scenarios]
-                stuck[repair] = mean(run["stuck"] for run in found)
-                step_s[repair] = mean(run["step_s"] for run in found)
-                worst = max(run["staleness"] for run in found)
-                name = "with" if repair else "without"
-                told = f"{tag}: STUCK with finished groups behind, share of the time, {name} repair"
-                self.add(told, 100 * stuck[repair], "%")
-                self.add(f"{tag}: staleness {name} repair, eta 2", worst, "", "<= 2", worst <= 2)
-            rise = stuck[False] - stuck[True]
-            self.add(f"{tag}: STUCK time rises without repair by", 100 * rise, "points", "> 0", rise > 0)
-            self.add(f"{tag}: step time without repair / with", step_s[False] / step_s[True], "x")
+            with_it, without = (self._repaired(tag, filtered, repair=repair) for repair in (True, False))
+            share = without["stuck"] - with_it["stuck"]
+            self.add(f"{tag}: STUCK share of the time rises without repair by", 100 * share, "points", "> 0", share > 0)
+            time = without["stuck_s"] / with_it["stuck_s"] - 1
+            self.add(f"{tag}: STUCK time of the same steps rises without repair by", 100 * time, "%", "> 0", time > 0)
+            whole = without["wall_s"] / with_it["wall_s"]
+            self.add(f"{tag}: all steps, the first included, without repair / with", whole, "x")
+            self.add(f"{tag}: step time without repair / with", without["step_s"] / with_it["step_s"], "x")
+
+    def _repaired(self, tag: str, filtered: int, *, repair: bool) -> Figures:
+        """Means over the seeds."""
+        scenario = _whole_cycles(replace(cell("staleflow", "skewed"), eta=2, steps=self._steps))
+        runs = [self._watched(replace(scenario, seed=s), repair=repair, filtered=filtered) for s in self._seeds]
+        found = {figure: mean(run[figure] for run in runs) for figure in runs[0]}
+        name = "with" if repair else "without"
+        told = f"{tag}: STUCK with finished groups behind, share of the time, {name} repair"
+        self.add(told, 100 * found["stuck"], "%", f"{found['stuck_s']:.0f} s")
+        worst = max(run["staleness"] for run in runs)
+        self.add(f"{tag}: staleness {name} repair, eta 2", worst, "", "<= 2", worst <= 2)
+        return found
 
     def saturation(self) -> None:
         """3: eta = 0 is the synchronous order; throughput saturates by eta 1 to 3."""
+        # Steps become as uneven as they will be only after some cycles of eta + 1.
+        steps, warm = 2 * self._steps, 3 * self._steps // 5
         for share in (0.25, 0.5):  # trainers hardly wait, or wait half of the time
             tag = f"StaleFlow 3, {share:.0%} train"
-            runs = {
-                eta: self.runs(replace(cell("staleflow", "lognormal", trainers=share), eta=eta))
-                for eta in (0, 1, 2, 3, 4, 6)
-            }
+            base = replace(cell("staleflow", "lognormal", trainers=share), warm=warm)
+            runs = {eta: self.runs(replace(base, eta=eta), steps=steps) for eta in (0, 1, 2, 3, 4, 6)}
             worst = max(run["staleness"] for run in runs[0])
             self.add(f"{tag}: staleness at eta 0", worst, "", "0", worst == 0)
             speeds = {eta: mean(run["tokens_per_s"] for run in found) for eta, found in runs.items()}
@@ -203,20 +211,24 @@ class Claims:
                 )
 
     def _against(self, tag: str, ours: Sequence[Figures], theirs: Sequence[Figures], *, skewed: bool) -> None:
-        """Judged by trained tokens per second, as the paper does: who discards long answers has shorter steps."""
+        """Judged by trained tokens per second, as the paper does, and by step time, which is what a user sees first and
+        is shorter for who discards long answers."""
 
         def ratio(figure: str) -> float:
             return mean(run[figure] for run in theirs) / mean(run[figure] for run in ours)
 
-        speed = 1.0 / ratio("tokens_per_s")
-        bar, holds = "1 +- 0.03 (control)", abs(speed - 1) <= 0.03
-        if skewed and tag.endswith("verl, wait"):  # no bucket: it bounds the same age by waiting
-            bar, holds = "level, >= 0.97", speed >= 0.97
-        elif skewed:
-            bar, holds = "> 1", speed > 1
+        judged = {
+            "protocol's tokens/s over theirs": 1.0 / ratio("tokens_per_s"),
+            "step time over protocol's": ratio("step_s"),
+        }
+        for what, gain in judged.items():
+            bar, holds = "1 +- 0.03 (control)", abs(gain - 1) <= 0.03
+            if skewed and tag.endswith("verl, wait"):  # no bucket: it bounds the same age by waiting
+                bar, holds = "level, >= 0.97", gain >= 0.97
+            elif skewed:
+                bar, holds = "> 1", gain > 1
+            self.add(f"{tag}, {what}", gain, "x", bar, holds)
         ages = [f"{mean(run['mean_staleness'] for run in runs):.2f}" for runs in (theirs, ours)]
-        self.add(f"{tag}, protocol's tokens/s over theirs", speed, "x", bar, holds)
-        self.add(f"{tag}, step time over protocol's", ratio("step_s"), "x")
         self.add(f"{tag}, trained length over protocol's", ratio("mean_answer"), "x")
         oldest = max(run["staleness"] for run in theirs)
         self.add(f"{tag}, oldest sample", oldest, "versions", f"mean {ages[0]}, protocol's {ages[1]}")
@@ -299,7 +311,15 @@ def _watched(scenario: Scenario, *, repair: bool, filtered: int) -> Figures:
         "doubled": watched.doubled,
         "most": watched.most,
         "stuck": watched.stuck_s / watched.now(),
+        "stuck_s": watched.stuck_s,
+        "wall_s": watched.now(),
     }
+
+
+def _whole_cycles(scenario: Scenario) -> Scenario:
+    """With so many warm steps more that what counts is a multiple of eta + 1 steps: batches that started together end
+    together, and one long step is followed by eta short ones."""
+    return replace(scenario, warm=scenario.warm + (scenario.steps - scenario.warm) % (scenario.eta + 1))
 
 
 def _rises(values: Sequence[float]) -> bool:

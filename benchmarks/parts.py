@@ -26,7 +26,7 @@ class Parts:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._file: Path | None = options.resume
-        self._until = time.monotonic() + 60 * options.minutes
+        self._until = time.monotonic() + 60 * float(options.minutes)
         known = self._file is not None and self._file.exists()
         self._taken: dict[str, list[Any]] = json.loads(self._file.read_text()) if known and self._file else {}
 

@@ -142,8 +142,21 @@ def test_what_the_next_batch_waits_for_by_hand() -> None:
     trainer = Trainer(ready=0, minimum=1, batch=1, train_s=20.0)
     # this step takes 50 s, the next one 80 and 20 to train; were it 150 s old by now, both would take as long
     assert bounded_value(out, course, trainer, 0.0, fresh, 50.0) == 150.0
-    assert bounded_value(out, course, trainer, 0.0, fresh, 0.0) == pytest.approx(100.0 + 0.3 * 75.0 / 9)
+    assert bounded_value(out, course, trainer, 0.0, fresh, 0.0) == pytest.approx(100.0 + 75.0 * (0.3 / 9 + 0.5 / 729))
     assert bounded_value(out, course, Trainer(ready=0, minimum=1, batch=4, train_s=1.0), 0.0, fresh, 0.0) == math.inf
+
+
+def test_a_step_is_put_off_for_evenness_only_where_both_batches_are_nearly_in_step() -> None:
+    """Two steps of 120 s, nobody is left over: the border between them moves."""
+    nobody = work([])
+    course = play(nobody, [(0.0, alike(1.0))])
+
+    def worth(first_s: float) -> float:
+        fresh = Fresh(lengths=[], weight=1.0, context=0.0, crew=alike(1.0), train_s=120.0 - first_s)
+        return bounded_value(nobody, course, Trainer(ready=1, minimum=1, batch=1, train_s=0.0), 0.0, fresh, first_s)
+
+    assert worth(10) > worth(15) > worth(20)  # 1 to 11, 7 and 5
+    assert worth(30) < worth(40) < worth(60)  # 1 to 3, 2 and 1
 
 
 def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
