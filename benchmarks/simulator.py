@@ -114,15 +114,18 @@ def idle(options: argparse.Namespace) -> Iterator[Record]:
 def scale(options: argparse.Namespace) -> Iterator[Record]:
     """CPU seconds (one core) of large runs, and how they grow with events."""
     points = []
+    simulate(cell("predictive", "lognormal", 32, steps=2, warm=1))  # imports and first calls are not growth
     for gpus in (32, 64, 128, 256):
         began = time.process_time()
         result = simulate(cell("predictive", "lognormal", gpus, steps=5, warm=2))
         points.append((result.events, time.process_time() - began))
         yield Record(name=f"scale, {gpus} GPUs: events in 5 steps", value=result.events, unit="")
         yield Record(name=f"scale, {gpus} GPUs: time per event", value=1e6 * points[-1][1] / points[-1][0], unit="us")
-    (first, cheap), (last, dear) = points[0], points[-1]
+    # From 64 GPUs on plans are played with a sample of the sessions; below, their cost is shared by fewer events.
+    (first, cheap), (last, dear) = points[1], points[-1]
     growth = (dear / cheap) / ((last * math.log(last)) / (first * math.log(first)))
-    yield Record(name="scale: time over n log n, 256 / 32 GPUs", value=growth, unit="x", bar="<= 2", holds=growth <= 2)
+    holds = growth <= 1.25
+    yield Record(name="scale: time over n log n, 256 / 64 GPUs", value=growth, unit="x", bar="<= 1.25", holds=holds)
     if options.quick:
         return
     began = time.process_time()
