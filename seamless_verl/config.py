@@ -402,7 +402,7 @@ def check_in_flight(in_flight: float | None, eta: int) -> None:
         return
     if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
         problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
-        raise ConfigError("seamless.staleness.in_flight", in_flight, problem, "write null, which is the most")
+        raise ConfigError("seamless.staleness.in_flight", in_flight, problem, f"write {eta + 1}, the most")
 
 
 def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:

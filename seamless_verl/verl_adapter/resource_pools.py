@@ -118,21 +118,22 @@ def _refuse_two_schedulers(config: DictConfig) -> None:
 
 @dataclass
 class TagAwareResourcePoolManager(ResourcePoolManager):
-    """verl's manager that knows which slices its pools hold.
+    """verl's manager that knows which GPUs its pools do not hold.
 
     Attributes:
-        slices: of the whole run; those that can train lie in the trainer's pool, in order.
+        standing_gpus: of the replicas that only roll out; verl makes their placement groups itself and waits for them
+            without a limit.
         accelerator: Ray accelerator type of the trainer's nodes; None: any.
     """
 
-    slices: tuple[Slice, ...] = ()
+    standing_gpus: int = 0
     accelerator: str | None = None
 
     def create_resource_pool(self) -> None:
         """As verl's; the trainer's pool on nodes with its accelerator.
 
         Raises:
-            ConfigError: the Ray cluster has fewer GPUs than all slices together, those of standalone replicas included.
+            ConfigError: the Ray cluster has fewer GPUs than the trainer and the standalone replicas together.
         """
         for name, process_on_nodes in self.resource_pool_spec.items():
             wanted = self.accelerator if name == TRAINER_POOL else None
@@ -147,14 +148,13 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
 
     def _check_resource_available(self) -> None:
         super()._check_resource_available()
-        standing = sum(len(s.gpus) for s in self.slices if Tag.TRAIN not in s.capabilities)
-        needed = self.get_n_gpus() + standing
+        needed = self.get_n_gpus() + self.standing_gpus
         found = int(sum(node.get("Resources", {}).get("GPU", 0) for node in ray.nodes() if node.get("Alive")))
         found = found or int(ray.cluster_resources().get("NPU", 0))
         if found < needed:
             raise ConfigError(
-                "seamless.resources",
-                f"{needed} GPUs",
-                f"the Ray cluster has {found}: {self.get_n_gpus()} are for the trainer, {standing} for rollout alone",
-                "declare fewer nodes, or start more",
+                "actor_rollout_ref.rollout.n_gpus_per_node",
+                f"{self.standing_gpus} GPUs for rollout alone beside {self.get_n_gpus()} for the trainer",
+                f"is more than the Ray cluster has: {found}",
+                "ask for fewer (seamless.resources where that is set), or start more nodes",
             )

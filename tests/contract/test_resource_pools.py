@@ -188,12 +188,11 @@ def test_the_pools_of_the_trainer_want_their_accelerator(monkeypatch):
 
     from seamless_verl.verl_adapter.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
 
-    _, slices = adopted(MIXED)
     nodes = [{"Alive": True, "Resources": {"GPU": 8.0}}] * 3
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: dict(enumerate([{"GPU": 8}] * 3)))
     manager = TagAwareResourcePoolManager(
-        resource_pool_spec={TRAINER_POOL: [8, 8]}, mapping={}, slices=slices, accelerator="H100"
+        resource_pool_spec={TRAINER_POOL: [8, 8]}, mapping={}, standing_gpus=8, accelerator="H100"
     )
     manager.create_resource_pool()
     pool = manager.resource_pool_dict[TRAINER_POOL]
@@ -201,15 +200,14 @@ def test_the_pools_of_the_trainer_want_their_accelerator(monkeypatch):
     assert pool.accelerator_type == "accelerator_type:H100"
 
 
-def test_a_cluster_that_is_too_small_for_all_slices_is_refused(monkeypatch):
+def test_a_cluster_that_is_too_small_for_trainer_and_replicas_is_refused(monkeypatch):
     import ray
 
     from seamless_verl.errors import ConfigError
     from seamless_verl.verl_adapter.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
 
-    _, slices = adopted(MIXED)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 8.0}}] * 2)
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: {0: {"GPU": 8}, 1: {"GPU": 8}})
-    manager = TagAwareResourcePoolManager(resource_pool_spec={TRAINER_POOL: [8, 8]}, mapping={}, slices=slices)
-    with pytest.raises(ConfigError, match="the Ray cluster has 16"):
+    manager = TagAwareResourcePoolManager(resource_pool_spec={TRAINER_POOL: [8, 8]}, mapping={}, standing_gpus=8)
+    with pytest.raises(ConfigError, match="the Ray cluster has: 16"):
         manager.create_resource_pool()
