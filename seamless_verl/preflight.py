@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib
 import importlib.util
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.agents.checks import check_runner
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, port_is_free
@@ -256,17 +257,7 @@ def _top_level_names(file: Path) -> list[str]:
 def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     if seamless.agent.runner is None:
         return
-    module, _, name = seamless.agent.runner.rpartition(".")
-    try:
-        runner = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "seamless.agent.runner",
-            seamless.agent.runner,
-            f"cannot be imported ({error})",
-            "give the full name of an AgentRunner class, for example "
-            "seamless_verl.recipes.swe.tiny.runner.TinySweRunner",
-        ) from error
+    runner = check_runner(seamless.agent, here=_rolls_out_here(config))
     check_task = getattr(runner, "check_task", None)
     if check_task is None:
         return
@@ -275,6 +266,12 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
             continue
         for task in _tasks_of(file):
             check_task(task)
+
+
+def _rolls_out_here(config: Mapping[str, Any]) -> bool:
+    """False where the run joins a cluster: its other nodes may have what this machine lacks."""
+    address = config["ray_kwargs"]["ray_init"].get("address")
+    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
 
 
 def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
