@@ -17,7 +17,7 @@ from typing import Any
 from seamless_verl.agents.checks import check_runner
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.machine import Machine, port_is_free
+from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
 from seamless_verl.scheduling.declaration import slices_of
 
 _GIB = 1 << 30
@@ -257,7 +257,11 @@ def _top_level_names(file: Path) -> list[str]:
 def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     if seamless.agent.runner is None:
         return
-    runner = check_runner(seamless.agent, here=_rolls_out_here(config))
+    here = _rolls_out_here(config)
+    runner = check_runner(seamless.agent, here=here)
+    host, port = seamless.proxy.host, seamless.proxy.port
+    if here and (error := bind_error(host, port)) is not None:
+        raise bind_refused(host, port, error, ("seamless.proxy.host", "seamless.proxy.port"))
     check_task = getattr(runner, "check_task", None)
     if check_task is None:
         return

@@ -14,6 +14,7 @@ from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, count_accelerators, port_is_free
 
 GIB = 1 << 30
+ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 MACHINE = Machine(
     accelerators=0,
     cores=2,
@@ -170,6 +171,23 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
         with pytest.raises(ConfigError, match="in use"):
             check(config(), proxy={"port": port})
     assert port_is_free("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("port", [0, 8123])
+@pytest.mark.parametrize("host", [ELSEWHERE, "no-such-host.invalid", "a..b"])
+def test_a_host_that_cannot_be_bound_is_refused_as_a_host(host, port):
+    agent = {"runner": f"{__name__}.Runner", "kwargs": {"address": "a"}}
+    with pytest.raises(ConfigError, match=f"{host}: is no address that .* can listen on: .") as refused:
+        check(config(), agent=agent, proxy={"host": host, "port": port})
+    assert refused.value.key == "seamless.proxy.host"
+    # Nobody binds it where no agent talks to a proxy, and another machine's may be the right one there.
+    check(config(), proxy={"host": host, "port": port})
+    check(config(ray_kwargs__ray_init__address="auto"), agent=agent, proxy={"host": host, "port": port})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_hosts_that_can_be_bound_are_accepted(host):
+    check(config(), agent={"runner": f"{__name__}.Runner", "kwargs": {"address": "a"}}, proxy={"host": host})
 
 
 def test_an_agent_runner_that_cannot_be_imported_is_refused():
