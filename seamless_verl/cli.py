@@ -106,7 +106,10 @@ def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
             return Finding(what=candidate, found=version)
         return Finding(what=candidate, found=version, fix=f"run by us with {' and '.join(tested)} only")
     return Finding(
-        what=name, found="not installed", fix="pip install 'seamless-verl[gpu]', or `make demo` on a CPU", fatal=True
+        what=name,
+        found="not installed",
+        fix="pip install -e '/path/to/clone[gpu]', or `make demo` on a CPU",
+        fatal=True,
     )
 
 

@@ -50,6 +50,8 @@ def machine(accelerators):
 def test_it_composes_and_its_settings_are_accepted(recipe):
     config, seamless = composed(recipe)
     assert seamless.recipe == recipe
+    assert config["trainer"]["default_local_dir"] == "/runs/x/checkpoints"
+    assert config["trainer"]["rollout_data_dir"] == "/runs/x/rows"
     preflight.check_settings(config, seamless, machine(16 if "qwen" in recipe else 0))
 
 
