@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from seamless_verl import __version__
 from seamless_verl.compose import run_is_alive
 from seamless_verl.errors import SeamlessError
-from seamless_verl.machine import port_is_free, survey
+from seamless_verl.machine import bind_error, survey
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.proxy import command as proxy
@@ -85,7 +85,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         fix="start the container with --shm-size=2g" if tight else "",
         fatal=tight,
     )
-    loopback = port_is_free("127.0.0.1", 0)
+    loopback = bind_error("127.0.0.1", 0) is None
     yield Finding(
         what="loopback",
         found="ports can be bound" if loopback else "no port can be bound",

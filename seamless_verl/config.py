@@ -287,7 +287,8 @@ class ProxyConfig:
     """The trajectory proxy that agents talk to.
 
     Attributes:
-        host: address to bind to; agents on other machines need one that they can reach.
+        host: address to bind in every rollout worker. With ``0.0.0.0`` or ``::`` agents, also those on other machines,
+            are told the IP of the worker's node.
         port: 0 lets the system choose. With several rollout workers on a machine it must be 0.
         tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``;
             ``None``: Hermes-style tool calls, and no reasoning told from content.
@@ -305,6 +306,8 @@ class ProxyConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.journal, bool):
             raise ConfigError("seamless.proxy.journal", self.journal, "is neither true nor false", "write true")
+        if not isinstance(self.host, str) or not self.host:
+            raise ConfigError("seamless.proxy.host", self.host, "is not an address", "write 127.0.0.1 or 0.0.0.0")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
             raise ConfigError("seamless.proxy.port", self.port, "is not a TCP port", "write 0 to let the system choose")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from seamless_verl.config import SeamlessConfig
@@ -15,6 +16,7 @@ from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine
 from seamless_verl.scheduling.declaration import slices_of
 
+ADDRESS = "ray_kwargs.ray_init.address"
 _VERLS_MODES = ("sync", "colocate_async", "separate_async")
 _MODE = "trainer.v1.trainer_mode"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -134,7 +136,7 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
     train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
     nodes = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0)
     rollout = nodes * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0)
-    if device == "cpu" or joins_a_cluster(value_of(config, "ray_kwargs.ray_init.address", None)):
+    if device == "cpu" or joins_a_cluster(value_of(config, ADDRESS, None)):
         return
     if machine.accelerators < train + rollout:
         found = f"this machine has {machine.accelerators or 'none'}"
@@ -142,7 +144,7 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
             "accelerators",
             f"trainer.device={device} asks for {train} to train and {rollout} more for rollout, {found}",
             "ask for fewer (trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_gpus_per_node), join a Ray cluster "
-            "(++ray_kwargs.ray_init.address=auto), or run a CPU recipe (+recipe=swe or +recipe=arithmetic, with "
+            "(ray start, or ++ray_kwargs.ray_init.address=HOST:PORT), or run a CPU recipe (+recipe=swe or +recipe=arithmetic, with "
             "+platform=cpu)",
         )
 
@@ -151,9 +153,13 @@ def joins_a_cluster(address: str | None) -> bool:
     """Whether Ray connects to nodes that run already.
 
     Args:
-        address: ``ray_kwargs.ray_init.address``; Ray reads ``RAY_ADDRESS`` where it is not given.
+        address: `ADDRESS`. Where it is not given Ray reads ``RAY_ADDRESS``, then the file in which ``ray start`` left
+            that of a cluster on this machine (ray 2.60: `get_ray_address_from_environment`).
     """
-    return (address or os.environ.get("RAY_ADDRESS") or "local") != "local"
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address:
+        return address != "local"
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").is_file()
 
 
 def _replica_size(config: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -9,6 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from seamless_verl.errors import ConfigError
+
+BIND_ERRORS = (OSError, OverflowError, UnicodeError)
+"""What binding a socket raises: of the system, of a port above 65535, of a host name that is no name."""
+_OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +60,36 @@ def count_accelerators(devices: Path = Path("/dev")) -> int:
     return nvidia + ascend + amd
 
 
-def port_is_free(host: str, port: int) -> bool:
+def bind_error(host: str, port: int) -> Exception | None:
+    """What speaks against listening on ``host:port`` here; ``None``: nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    except BIND_ERRORS as error:
+        return error
+    return None
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """False where something listens already. A host that cannot be bound says nothing of its ports: `bind_error`."""
+    return getattr(bind_error(host, port), "errno", None) != errno.EADDRINUSE
+
+
+def bind_refused(host: str, port: int, error: Exception, keys: tuple[str, str]) -> ConfigError:
+    """What to tell the user of a `bind_error`: whether the host or the port is wrong.
+
+    Args:
+        keys: what the host and the port are called where the user set them.
+    """
+    if isinstance(error, OverflowError) or getattr(error, "errno", None) in _OF_THE_PORT:
+        return ConfigError(
+            keys[1], port, f"cannot listen on {host}:{port}: {error}", "a port that is free, or 0 to take any"
+        )
+    return ConfigError(
+        keys[0],
+        host,
+        f"is no address that {socket.gethostname()} can listen on: {error}",
+        "127.0.0.1 for agents on the same machine, 0.0.0.0 for agents elsewhere",
+    )

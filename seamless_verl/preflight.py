@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.agents.checks import check_runner
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.devices import check_devices, check_layout, value_of, whole_number
+from seamless_verl.devices import ADDRESS, check_devices, check_layout, joins_a_cluster, value_of, whole_number
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.machine import Machine, port_is_free
+from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
 
 _GIB = 1 << 30
 # A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured; see README).
@@ -204,17 +204,11 @@ def _top_level_names(file: Path) -> list[str]:
 def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     if seamless.agent.runner is None:
         return
-    module, _, name = seamless.agent.runner.rpartition(".")
-    try:
-        runner = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "seamless.agent.runner",
-            seamless.agent.runner,
-            f"cannot be imported ({error})",
-            "give the full name of an AgentRunner class, for example "
-            "seamless_verl.recipes.swe.tiny.runner.TinySweRunner",
-        ) from error
+    here = not joins_a_cluster(value_of(config, ADDRESS, None))
+    runner = check_runner(seamless.agent, here=here)
+    host, port = seamless.proxy.host, seamless.proxy.port
+    if here and (error := bind_error(host, port)) is not None:
+        raise bind_refused(host, port, error, ("seamless.proxy.host", "seamless.proxy.port"))
     check_task = getattr(runner, "check_task", None)
     if check_task is None:
         return
@@ -259,7 +253,7 @@ def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:
                 raise ConfigError(
                     "data.*_files", file, "has a row without extra_info.task", "prepare the data with the recipe's tool"
                 )
-            yield json.loads(task)
+            yield json.loads(task) if isinstance(task, str) else task
         return
 
 

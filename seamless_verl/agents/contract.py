@@ -56,7 +56,18 @@ class AgentReport:
 
 
 class AgentRunner(Protocol):
-    """Starts agents and grades what they leave behind."""
+    """Starts agents and grades what they leave behind.
+
+    The class is called with ``seamless.agent.kwargs``, in every rollout worker, when all replicas have been loaded. So
+    that what cannot work is refused long before that, a class may define any of these static methods; they start
+    nothing, and raise `SeamlessError` (preflight calls them in the user's process, see `seamless_verl.preflight`):
+
+    * ``check_options(options)``: on arguments that the constructor would refuse. Names that its signature does not have
+      are refused without it.
+    * ``check_machine(options)``: on what this machine lacks; called where rollout workers run on the machine that
+      starts the run, not where it joins a cluster.
+    * ``check_task(task)``: on a task of the data that could not be run.
+    """
 
     async def run(self, job: AgentJob) -> AgentReport:
         """Run one job to its end. Raises only when the runner itself is broken, never because an agent failed."""

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.machine import BIND_ERRORS, bind_refused
 
 _HEAD_S = 20.0
 _BACKLOG = 2048  # as uvicorn's
@@ -162,34 +163,48 @@ class ProxyServer:
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A socket that takes connections, for a server that may come later.
+    """A socket that takes connections, for a server that may come later; under the trainer, whose keys errors name.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
-    listener = _bind(host, port)
+    listener = _bind(host, port, ("seamless.proxy.host", "seamless.proxy.port"))
     listener.listen(_BACKLOG)
     return listener
 
 
-def base_url_of(listener: socket.socket) -> str:
-    """``http://host:port`` of a bound socket."""
+def base_url_of(listener: socket.socket, *, node_ip: str = "") -> str:
+    """``http://host:port`` of a bound socket.
+
+    Args:
+        node_ip: stands in for a host that means every address of this machine, and so is none to send an agent to.
+    """
     host, port = listener.getsockname()[:2]
+    return url_of(node_ip if node_ip and is_wide(host) else host, port)
+
+
+def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def is_wide(host: str) -> bool:
+    """True for the address that stands for all of a machine's."""
+    return host in ("0.0.0.0", "::")
+
+
+def _bind(host: str, port: int, keys: tuple[str, str] = ("--host", "--port")) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio switches Nagle's delay (40 ms per answer) off only where it reads TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        # The protocol is named because asyncio switches Nagle's delay (40 ms per answer) off only where it reads TCP.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise bind_refused(host, port, error, keys) from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except BIND_ERRORS as error:
         listener.close()
-        raise ConfigError(
-            "proxy.port", port, f"cannot listen on {host}:{port}: {error}", "a port that is free, or 0 to take any"
-        ) from error
+        raise bind_refused(host, port, error, keys) from error
     return listener
 
 
@@ -201,6 +216,7 @@ def free_port_after(host: str, port: int, offset: int, taken: Iterable[int]) -> 
         try:
             with contextlib.closing(_bind(host, wanted)) as probe:
                 return int(probe.getsockname()[1])
-        except ConfigError:
-            continue
+        except ConfigError as error:
+            if error.key == "--host":
+                raise
     raise ConfigError("--shards", offset, f"no free port on {host}", "free some ports")

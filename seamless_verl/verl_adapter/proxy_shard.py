@@ -49,7 +49,7 @@ class ActorProxy:
 
     def __init__(self, settings: ShardSettings, engine: Engine, host: str, port: int, folder: Path) -> None:
         self._listener = listen_on(host, port)
-        self.base_url = base_url_of(self._listener)
+        self.base_url = base_url_of(self._listener, node_ip=ray.util.get_node_ip_address())
         self._engine = EngineHost(engine, self._listener)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -163,8 +163,11 @@ class ProxyShard:
             await actor.start(admin)
             return cls(seamless, actor, admin, runner)
         app = make_app(settings.deps(engine, renderer, parser, images))
-        server = ProxyServer(app, host, port)
-        return cls(seamless, server, ProxyAdmin(await server.start(), settings.admin_key, app=app), runner)
+        listener = listen_on(host, port)
+        server = ProxyServer(app, listener=listener)
+        await server.start()
+        base_url = base_url_of(listener, node_ip=ray.util.get_node_ip_address())
+        return cls(seamless, server, ProxyAdmin(base_url, settings.admin_key, app=app), runner)
 
 
 def _plain(section: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.proxy.address_book import prefix_of
-from seamless_verl.proxy.server import free_port_after
+from seamless_verl.proxy.server import free_port_after, is_wide, url_of
 from seamless_verl.proxy.shards import RunningShard
 from seamless_verl.proxy.standalone import Ready, StandaloneConfig, serve
 
@@ -44,11 +44,10 @@ class ShardActor:
         Raises:
             RuntimeError: it cannot; in words, since a ConfigError does not survive the way back through Ray.
         """
-        wide = self._config.host in ("0.0.0.0", "::")
-        host = ray.util.get_node_ip_address() if wide else self._config.host
+        host = ray.util.get_node_ip_address() if is_wide(self._config.host) else self._config.host
         if port is None:
             port = free_port_after(self._config.host, 0, 0, ())
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        address = url_of(host, port)
         config = replace(self._config, port=port, base_url=address)
         ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(serve(config, stop=self._stop, ready=ready.set_result))

@@ -116,3 +116,19 @@ async def test_a_proxy_that_cannot_start_says_why(cluster: None, engine: Scripte
     assert "proxy.journal" in str(caught.value.__cause__)
     await admin.close()
     await proxy.close()
+
+
+async def test_bound_to_every_address_agents_are_told_the_nodes(
+    cluster: None, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    proxy = ActorProxy(_settings(engine.tokenizer), engine, "0.0.0.0", 0, tmp_path / "worker_0")
+    assert proxy.base_url.startswith(f"http://{ray.nodes()[0]['NodeManagerAddress']}:")
+    admin = ProxyAdmin(proxy.base_url, "admin")
+    await proxy.start(admin)
+    session = await admin.open_session(SessionSpec(max_tokens=1000))
+    assert session.base_url.startswith(proxy.base_url)
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60) as agent:
+        answer = await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert answer.choices[0].message.content == "answer 1"
+    await admin.close()
+    await proxy.close()

@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 
 from seamless_verl import compose, preflight
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.errors import ConfigError
+from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine
+from seamless_verl.recipes.swe.real import runner as swe_runner
+from seamless_verl.recipes.swe.real.task import AgentView, SweTask
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,17 +50,55 @@ def machine(accelerators):
 def test_it_composes_and_its_settings_are_accepted(recipe):
     config, seamless = composed(recipe)
     assert seamless.recipe == recipe
-    preflight.check_settings(config, seamless, machine(16 if "qwen" in recipe else 0))
+    assert config["trainer"]["default_local_dir"] == "/runs/x/checkpoints"
+    assert config["trainer"]["rollout_data_dir"] == "/runs/x/rows"
+    preflight.check_settings(config, seamless, machine(64 if "qwen" in recipe else 0))
+
+
+TASK = SweTask(
+    view=AgentView(instance_id="a__b-1", repo="a/b", base_commit="c", problem_statement="p"), test_command="pytest"
+)
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
+    """What the recipes on real data find there: rows of SRPO's sources, each with a task for agents."""
     sources = ["math_dapo"] * 300 + ["codecontests"] * 20 + ["apps"] * 20 + ["codeforces"] * 20 + ["taco"] * 20
-    rows = pa.Table.from_pylist([{"data_source": source} for source in sources])
+    rows = [{"data_source": source, "extra_info": {"task": TASK.to_json()}} for source in sources]
     for name in ("train", "val"):
-        parquet.write_table(rows, tmp_path / f"{name}.parquet")
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     monkeypatch.setenv("SRPO_DATA", str(tmp_path))
+    monkeypatch.setenv("SWE_DATA", str(tmp_path))
     return tmp_path
+
+
+# A cluster has the containers that this machine may lack.
+JOINS = "++ray_kwargs.ray_init.address=auto"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_its_files_agent_and_the_arguments_of_its_agent_are_accepted(recipe, data):
+    preflight.check_files(*composed(recipe, *([JOINS] if "qwen" in recipe else [])), pending=Path("/assets"))
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.startswith("swe")])
+def test_a_wrong_argument_of_its_agent_is_refused(recipe, data):
+    config, seamless = composed(recipe, JOINS, "+seamless.agent.kwargs.max_concurent=3")
+    with pytest.raises(ConfigError, match=r"seamless\.agent\.kwargs\.max_concurent=3") as refused:
+        preflight.check_files(config, seamless, pending=Path("/assets"))
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen" in recipe and recipe.startswith("swe")])
+def test_what_its_sandboxes_need_is_missed_on_this_machine_and_not_where_it_joins_a_cluster(recipe, data, monkeypatch):
+    monkeypatch.setattr(swe_runner, "_PACKAGES", {})
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(MachineError, match="docker: not found in PATH"):
+        preflight.check_files(*composed(recipe))
+    preflight.check_files(*composed(recipe, JOINS))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    preflight.check_files(*composed(recipe))
 
 
 def test_srpo_on_real_data_is_checked_down_to_the_sources_of_its_stages(data):

@@ -388,7 +388,7 @@ async def test_health_and_metrics_need_no_key() -> None:
 async def test_a_taken_port_is_named() -> None:
     async with serving() as proxy:
         port = int(proxy.server.base_url.rsplit(":", 1)[1])
-        with pytest.raises(ConfigError, match=f"proxy.port={port}: cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"--port={port}: cannot listen on 127.0.0.1:{port}"):
             await ProxyServer(proxy.server._app, port=port).start()
         await proxy.server.stop()
         await proxy.server.stop()

@@ -72,6 +72,7 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
         ({"curriculum": {"stages": [{"name": "a", "sourcs": []}]}}, "seamless.curriculum.stages[0].sourcs"),
         ({"staleness": 0}, "seamless.staleness"),
         ({"proxy": {"port": "abc"}}, "seamless.proxy.port"),
+        ({"proxy": {"host": None}}, "seamless.proxy.host"),
         ({"staleness": {"eta": True}}, "seamless.staleness.eta"),
         ({"agent": {"deadline_s": 0}}, "seamless.agent.deadline_s"),
         ({"agent": {"max_tokens_per_turn": -5}}, "seamless.agent.max_tokens_per_turn"),

@@ -15,6 +15,12 @@ TRAIN_AND_ROLL_OUT = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+
+
 def machine(accelerators=0):
     return Machine(
         accelerators=accelerators,
@@ -51,28 +57,29 @@ def test_a_policy_with_slices_to_lend_is_not():
     devices.check_layout(config(train=4, rollout=4, hybrid=False), never)
 
 
-def test_trainers_and_standalone_replicas_together_must_fit_on_this_machine(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def test_trainers_and_standalone_replicas_together_must_fit_on_this_machine():
     devices.check_devices(config(train=4, rollout=4), machine(8))
     with pytest.raises(MachineError, match="8 to train and 4 more for rollout, this machine has 8"):
         devices.check_devices(config(train=8, rollout=4), machine(8))
-    with pytest.raises(MachineError, match=r"this machine has none.*\+\+ray_kwargs\.ray_init\.address=auto"):
+    with pytest.raises(MachineError, match=r"this machine has none.*\+\+ray_kwargs\.ray_init\.address=HOST"):
         devices.check_devices(config(train=8), machine())
     devices.check_devices(config(train=8, rollout=4, device="cpu"), machine())
 
 
-def test_a_cluster_that_is_joined_is_asked_later(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def test_a_cluster_that_is_joined_is_asked_later(monkeypatch, tmp_path):
     devices.check_devices(config(train=8, rollout=8, address="auto"), machine())
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     devices.check_devices(config(train=8, rollout=8), machine())
     with pytest.raises(MachineError):  # as Ray does: what is given goes before the environment
         devices.check_devices(config(train=8, rollout=8, address="local"), machine())
+    monkeypatch.delenv("RAY_ADDRESS")
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.5:6379")  # `ray start --head` on this node
+    devices.check_devices(config(train=8, rollout=8), machine())
 
 
 def test_the_platform_is_gpu_where_a_cluster_is_joined(monkeypatch):
     monkeypatch.setattr("seamless_verl.main._vllm", lambda: {"vllm": "0.24.0"})
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert _platform(machine(), []) == "cpu"
     assert _platform(machine(8), []) == "gpu"
     assert _platform(machine(), ["++ray_kwargs.ray_init.address=auto"]) == "gpu"

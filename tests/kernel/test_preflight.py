@@ -14,6 +14,7 @@ from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, count_accelerators, port_is_free
 
 GIB = 1 << 30
+ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 MACHINE = Machine(
     accelerators=0,
     cores=2,
@@ -172,10 +173,85 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
     assert port_is_free("127.0.0.1", 0)
 
 
+@pytest.mark.parametrize("port", [0, 8123])
+@pytest.mark.parametrize("host", [ELSEWHERE, "no-such-host.invalid", "a..b"])
+def test_a_host_that_cannot_be_bound_is_refused_as_a_host(host, port):
+    agent = {"runner": f"{__name__}.Runner", "kwargs": {"address": "a"}}
+    with pytest.raises(ConfigError, match=f"{host}: is no address that .* can listen on: .") as refused:
+        check(config(), agent=agent, proxy={"host": host, "port": port})
+    assert refused.value.key == "seamless.proxy.host"
+    # Nobody binds it where no agent talks to a proxy, and another machine's may be the right one there.
+    check(config(), proxy={"host": host, "port": port})
+    check(config(ray_kwargs__ray_init__address="auto"), agent=agent, proxy={"host": host, "port": port})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_hosts_that_can_be_bound_are_accepted(host):
+    check(config(), agent={"runner": f"{__name__}.Runner", "kwargs": {"address": "a"}}, proxy={"host": host})
+
+
 def test_an_agent_runner_that_cannot_be_imported_is_refused():
     with pytest.raises(ConfigError) as refused:
         check(config(), agent={"runner": "seamless_verl.agents.nowhere.Runner"})
     assert refused.value.key == "seamless.agent.runner"
+
+
+class Runner:
+    """An agent runner of somebody's own; building it would be too early."""
+
+    def __init__(self, address, *, retries=3):
+        raise AssertionError("was built")
+
+
+class CheckedRunner(Runner):
+    def __init__(self, **options):
+        raise AssertionError("was built")
+
+    @staticmethod
+    def check_options(options):
+        if options.get("colour") == "green":
+            raise ConfigError("seamless.agent.kwargs.colour", "green", "is no colour for agents", "write blue")
+
+    @staticmethod
+    def check_machine(options):
+        raise MachineError("brushes", f"none for {options['colour']}", "buy some")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "key", "fix"),
+    [
+        ({"address": "a", "retrys": 4}, "seamless.agent.kwargs.retrys", "write retries"),
+        ({"retries": 4}, "seamless.agent.kwargs.address", "set it"),
+    ],
+)
+def test_arguments_that_a_runner_does_not_take_are_refused_without_building_it(kwargs, key, fix):
+    with pytest.raises(ConfigError) as refused:
+        check(config(), agent={"runner": f"{__name__}.Runner", "kwargs": kwargs})
+    assert refused.value.key == key
+    assert fix in refused.value.fix
+    check(config(), agent={"runner": f"{__name__}.Runner", "kwargs": {"address": "a"}})
+
+
+def test_a_runner_that_is_no_class_is_refused():
+    with pytest.raises(ConfigError, match=r"seamless\.agent\.runner=.*cannot be called"):
+        check(config(), agent={"runner": f"{__name__}.GIB"})
+
+
+def test_a_runner_checks_its_options_and_the_machine_that_will_run_its_attempts(monkeypatch):
+    def named(colour):
+        return {"runner": f"{__name__}.CheckedRunner", "kwargs": {"colour": colour}}
+
+    elsewhere = config(ray_kwargs__ray_init__address="auto")
+    with pytest.raises(ConfigError, match="colour=green.*write blue"):
+        check(elsewhere, agent=named("green"))
+    check(elsewhere, agent=named("blue"))
+    with pytest.raises(MachineError, match="none for blue"):
+        check(config(), agent=named("blue"))
+    # Ray joins the cluster that the environment names, unless the configuration says `local`.
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check(config(ray_kwargs__ray_init__address=None), agent=named("blue"))
+    with pytest.raises(MachineError, match="none for blue"):
+        check(config(), agent=named("blue"))
 
 
 def test_a_task_without_a_test_command_is_refused_before_anything_starts(tmp_path):

@@ -75,7 +75,7 @@ def test_the_harness_is_told_no_test() -> None:
 def test_a_missing_package_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_PACKAGES", {"no_such_package_xyz": "swe-rex"})
 
-    with pytest.raises(MachineError, match=r'swe-rex: not installed. Fix: pip install "seamless-verl\[swe\]"'):
+    with pytest.raises(MachineError, match=r"swe-rex: not installed. Fix: pip install -e '/path/to/clone\[swe\]'"):
         runner.MiniSweRunner()
 
 

@@ -52,10 +52,25 @@ class MiniSweRunner:
 
     def __init__(self, **options: Any) -> None:
         self._settings = RunnerSettings.from_mapping(options)
-        check_machine(self._settings)
+        _check_machine(self._settings)
         self._places = asyncio.Semaphore(self._settings.max_concurrent)
         self._jobs: set[asyncio.Task[AgentReport]] = set()
         self._closed = False
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any]) -> None:
+        """Refuse arguments that cannot work, before anything heavy starts; see `RunnerSettings.from_mapping`."""
+        RunnerSettings.from_mapping(options)
+
+    @staticmethod
+    def check_machine(options: Mapping[str, Any]) -> None:
+        """Refuse a machine that cannot run an attempt.
+
+        Raises:
+            ConfigError: an option that cannot work.
+            MachineError: names what is missing (swe-rex, mini-swe-agent, Docker where sandboxes need it) and its fix.
+        """
+        _check_machine(RunnerSettings.from_mapping(options))
 
     @staticmethod
     def check_task(task: Mapping[str, Any]) -> None:
@@ -156,12 +171,7 @@ class MiniSweRunner:
         return Path(folder).absolute() / f"{task.view.instance_id}-{token}" if folder else None
 
 
-def check_machine(settings: RunnerSettings) -> None:
-    """Fail before anything starts where this machine cannot run an attempt.
-
-    Raises:
-        MachineError: names what is missing and how to get it.
-    """
+def _check_machine(settings: RunnerSettings) -> None:
     for module, package in _PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             raise MachineError(package, "not installed", INSTALL)

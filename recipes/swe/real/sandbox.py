@@ -19,7 +19,7 @@ from seamless_verl.recipes.swe.real.settings import KEY, MAX_COMMAND_S, SandboxS
 
 CONTAINER_LABEL = "seamless-verl-job"
 """Label of every container we start, with the job's token as value."""
-INSTALL = 'pip install "seamless-verl[swe]"'
+INSTALL = "pip install -e '/path/to/clone[swe]'"
 
 # One shell line around every command: a limit that ends the whole process group, and a cap on what is kept of the
 # output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted.
