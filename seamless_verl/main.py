@@ -124,7 +124,11 @@ def _is_installed(distribution: str) -> bool:
 def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes: list[int]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
 
+    compose.register_ours()
+    points: list[int] = []
+
     def task(config: DictConfig) -> None:
+        points.append(len(points))
         if codes and codes[-1] > 128:  # the user has ended the sweep, not just one point of it
             return
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
@@ -137,6 +141,10 @@ def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes
     before, sys.argv = sys.argv, ["seamless_verl", *arguments]
     try:
         hydra.main(config_path=str(compose.verl_config_dir()), config_name="ppo_trainer", version_base=None)(task)()
+    except OSError as error:
+        if points or isinstance(error, HydraException):  # Hydra's "not found" is an OSError as well
+            raise
+        raise compose.folder_refused(arguments, error) from error
     finally:
         sys.argv = before
 
@@ -224,19 +232,19 @@ def _explain_end(code: int, run_dir: Path) -> None:
 
 
 def _known_keys() -> list[str]:
-    """Dotted keys of the plain configuration, to suggest the nearest one for a typo."""
+    """Dotted keys of the values in the plain configuration, to suggest the nearest one for a typo."""
     with hydra.initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
-        overrides = [f"hydra.searchpath=[file://{compose.our_config_dir()}]", "+seamless=default"]
-        config = hydra.compose("ppo_trainer", overrides=overrides)
+        config = hydra.compose("ppo_trainer", overrides=["+seamless=default"])
     return list(_flatten(OmegaConf.to_container(config, resolve=False), ""))  # type: ignore[arg-type]
 
 
 def _flatten(section: Mapping[str, Any], prefix: str) -> list[str]:
     keys: list[str] = []
     for key, value in section.items():
-        keys.append(prefix + str(key))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             keys += _flatten(value, f"{prefix}{key}.")
+        else:
+            keys.append(prefix + str(key))
     return keys
 
 
