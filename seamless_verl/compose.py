@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -79,22 +79,44 @@ def known(group: str) -> list[str]:
     return sorted(path.stem for path in (our_config_dir() / group).glob("*.yaml"))
 
 
+_PROVIDER = "seamless_verl"
+
+
 class OurConfigurations(SearchPathPlugin):
     """Puts our folder behind that of the primary configuration.
 
     A plugin and not ``hydra.searchpath``, of which Hydra reads one only: that of the command line, or else that of the
-    primary configuration. Both are the user's. Folders named there or in ``--config-dir`` come after ours, hence a
-    configuration of the user's needs a name that ours have not taken.
+    primary configuration. Both are the user's. Folders named there or in ``--config-dir`` come after ours
+    (`check_hidden`).
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("seamless_verl", f"file://{our_config_dir()}")
+        search_path.append(_PROVIDER, f"file://{our_config_dir()}")
 
 
 def register_ours() -> None:
     """Make Hydra find our configurations, and our help text what it lists, in this process."""
     Plugins.instance().register(OurConfigurations)
     OmegaConf.register_new_resolver("seamless_known", lambda group: " | ".join(known(group)), replace=True)
+
+
+def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str, str]]) -> None:
+    """Refuse a chosen configuration of ours that hides one of the user's.
+
+    Args:
+        choices: Hydra's; the name chosen in each group.
+        sources: provider and folder of each place where Hydra looks, in its order.
+
+    Raises:
+        ConfigError: a folder behind ours has a configuration of that name.
+    """
+    providers = [provider for provider, _ in sources]
+    for _, folder in sources[providers.index(_PROVIDER) + 1 :]:
+        for group in GROUPS:
+            name = choices.get(group)
+            if name in known(group) and (Path(folder) / group / f"{name}.yaml").is_file():
+                problem = f"is a configuration of ours, which hides that in {folder}"
+                raise ConfigError(f"+{group}", name, problem, "give yours another name")
 
 
 def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now: float, pid: int) -> list[str]:

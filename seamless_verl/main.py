@@ -150,9 +150,12 @@ def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes
 
 
 def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
+    hydra_runtime = HydraConfig.get().runtime
+    sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
+    compose.check_hidden(hydra_runtime.choices, sources)
     section = OmegaConf.to_container(config.seamless, resolve=True)
     seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
-    run_dir = Path(seamless.run_dir or HydraConfig.get().runtime.output_dir).absolute()
+    run_dir = Path(seamless.run_dir or hydra_runtime.output_dir).absolute()
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
     if config.trainer.v1.trainer_mode == "seamless":

@@ -119,6 +119,17 @@ def test_a_recipe_of_the_users_is_found_beside_ours(names_it, tmp_path, command)
     assert err.endswith("Fix: write +recipe=mine.\n")
 
 
+@pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
+def test_a_recipe_of_the_users_that_ours_hides_is_refused(names_it, tmp_path, command):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "swe.yaml").write_text("# @package _global_\nseamless: {recipe: mine}\n")
+    code, _, err = command(names_it.format(tmp_path), "+recipe=swe", "trainer.nnodes=-3")
+    assert code == 2
+    assert f"hides that in {tmp_path}" in err
+    _, _, err = command(names_it.format(tmp_path), "+recipe=arithmetic", "trainer.nnodes=-3")
+    assert err.startswith("error: trainer.nnodes=-3")
+
+
 def test_a_sweep_over_recipes_reaches_each_of_them(tmp_path, command):
     code, _, err = command("-m", "+recipe=arithmetic,srpo", "trainer.nnodes=-3")
     assert code == 2
