@@ -1,1 +1,1 @@
-"""Hydra configurations; found by `seamless_verl.main` through the search path."""
+"""Hydra configurations; `seamless_verl.compose` puts this folder on the search path."""

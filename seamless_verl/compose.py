@@ -11,8 +11,14 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.supervisor import is_alive
@@ -34,6 +40,19 @@ _FLAGS_WITH_VALUE = frozenset(
         "--experimental-rerun",
     ]
 )
+# What Hydra may be asked to do instead of one run; it takes one of them at a time.
+_MODES = {
+    "--run": "--run",
+    "-r": "--run",
+    "--multirun": "--multirun",
+    "-m": "--multirun",
+    "--cfg": "--cfg",
+    "-c": "--cfg",
+    "--info": "--info",
+    "-i": "--info",
+    "--shell-completion": "--shell-completion",
+    "-sc": "--shell-completion",
+}
 GROUPS = ("seamless", "platform", "recipe")
 
 
@@ -60,6 +79,46 @@ def known(group: str) -> list[str]:
     return sorted(path.stem for path in (our_config_dir() / group).glob("*.yaml"))
 
 
+_PROVIDER = "seamless_verl"
+
+
+class OurConfigurations(SearchPathPlugin):
+    """Puts our folder behind that of the primary configuration.
+
+    A plugin and not ``hydra.searchpath``, of which Hydra reads one only: that of the command line, or else that of the
+    primary configuration. Both are the user's. Folders named there or in ``--config-dir`` come after ours
+    (`check_hidden`).
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(_PROVIDER, f"file://{our_config_dir()}")
+
+
+def register_ours() -> None:
+    """Make Hydra find our configurations, and our help text what it lists, in this process."""
+    Plugins.instance().register(OurConfigurations)
+    OmegaConf.register_new_resolver("seamless_known", lambda group: " | ".join(known(group)), replace=True)
+
+
+def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str, str]]) -> None:
+    """Refuse a chosen configuration of ours that hides one of the user's.
+
+    Args:
+        choices: Hydra's; the name chosen in each group.
+        sources: provider and folder of each place where Hydra looks, in its order.
+
+    Raises:
+        ConfigError: a folder behind ours has a configuration of that name.
+    """
+    providers = [provider for provider, _ in sources]
+    for _, folder in sources[providers.index(_PROVIDER) + 1 :]:
+        for group in GROUPS:
+            name = choices.get(group)
+            if name in known(group) and (Path(folder) / group / f"{name}.yaml").is_file():
+                problem = f"is a configuration of ours, which hides that in {folder}"
+                raise ConfigError(f"+{group}", name, problem, "give yours another name")
+
+
 def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now: float, pid: int) -> list[str]:
     """The arguments for Hydra.
 
@@ -69,21 +128,17 @@ def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now:
         runs: folder under which run folders are made; used unless the user set ``hydra.run.dir``.
         now: seconds since the epoch, for the name of the run folder.
         pid: makes the name unique among runs started in the same second.
+
+    Raises:
+        ConfigError: flags that exclude each other.
     """
+    flags, overrides = _split_flags(arguments)
+    _check_flags(flags)
     chosen = {group: _group_choice(arguments, group) for group in GROUPS}
-    own_groups = any(argument.startswith(("--config-dir", "-cd", "hydra.searchpath")) for argument in arguments)
-    recipes = set((chosen["recipe"] or "").split(",")) - {""}
-    if recipes - set(known("recipe")) and not own_groups:
-        names = known("recipe")
-        near = difflib.get_close_matches(str(chosen["recipe"]), names, n=1)
-        raise ConfigError(
-            "+recipe",
-            chosen["recipe"],
-            f"is not a recipe; known: {', '.join(names)}",
-            f"write +recipe={near[0] if near else 'swe'}",
-        )
-    name = f"{chosen['recipe'] or 'run'}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{pid}"
-    ours = [f"hydra.searchpath=[file://{our_config_dir()}]"]
+    # A sweep's choice holds commas, which in `hydra.run.dir` would be a sweep over folders.
+    recipe = re.sub(r"[^\w.]+", "-", chosen["recipe"] or "run").strip("-")
+    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{pid}"
+    ours = []
     if not _sets(arguments, "hydra.run.dir"):
         resumed = _folder_to_resume(arguments, chosen["recipe"], runs)
         ours.append(f"hydra.run.dir={resumed or runs / name}")
@@ -94,20 +149,53 @@ def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now:
         ours.append("+seamless=default")
     if chosen["platform"] is None:
         ours.append(f"+platform={platform}")
-    flags, overrides = _split_flags(arguments)
     return [*flags, *ours, *overrides]
 
 
 def explain(error: Exception, keys: Sequence[str]) -> str:
-    """A refusal of Hydra's or OmegaConf's in our words: the key, the value, the nearest key that exists."""
+    """A refusal of Hydra's or OmegaConf's in our words: the key, the value, the nearest key that exists.
+
+    Args:
+        error: what Hydra or OmegaConf raised.
+        keys: dotted keys of values, without those of sections, which would be near to whatever is typed below them.
+    """
+    if isinstance(error, MissingConfigException):
+        return _explain_missing(error)
     text = str(error).strip()
     match = re.search(r"Could not override '([^']+)'", text)
     if match is None:
         return text
     wrong = match.group(1).lstrip("+~")
-    near = difflib.get_close_matches(wrong, keys, n=1, cutoff=0.6)
-    fix = f"did you mean {near[0]}?" if near else f"write +{wrong}=… if you mean to add a new key"
-    return f"{wrong}: no such key. Fix: {fix}"
+    near = difflib.get_close_matches(wrong, keys, n=1, cutoff=0.75)  # below, what they share is mostly the section
+    adding = f"+{wrong}=VALUE adds a key that the configuration does not have"
+    fix = f"did you mean {near[0]}? {adding}" if near else adding
+    return f"{wrong}: no such key. Fix: {fix}."
+
+
+def _explain_missing(error: MissingConfigException) -> str:
+    """One line for a configuration that Hydra did not find; Hydra's own takes a line per option and folder."""
+    group, _, name = str(error.missing_cfg_file or "").rpartition("/")
+    options = list(error.options or [])
+    if group in GROUPS and options:
+        near = difflib.get_close_matches(name, options, n=1) or options
+        problem = f"is not a configuration of this group; known: {', '.join(options)}"
+        return str(ConfigError(f"+{group}", name, problem, f"write +{group}={near[0]}"))
+    text, _, folders = str(error).partition("\nConfig search path:")
+    text = " ".join(text.split())
+    looked_in = re.findall(r"path=(\S+)", folders)
+    return f"{text} Looked in: {', '.join(looked_in)}" if looked_in and not options else text
+
+
+def folder_refused(arguments: Sequence[str], error: OSError) -> ConfigError:
+    """Why Hydra could not make the folder of a run or a sweep.
+
+    Args:
+        arguments: Hydra's, which name both folders (`hydra_arguments`).
+        error: what the system answered.
+    """
+    key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
+    folder = [argument.partition("=")[2] for argument in arguments if argument.lstrip("+").startswith(f"{key}=")][-1]
+    return ConfigError(key, folder, f"cannot be made a folder ({error})", "name one that you may write to")
 
 
 def _group_choice(arguments: Sequence[str], group: str) -> str | None:
@@ -137,6 +225,17 @@ def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             overrides.append(argument)
     return [_absolute_config_path(flag, flags[i - 1] if i else "") for i, flag in enumerate(flags)], overrides
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    """Refuse what Hydra refuses with a traceback."""
+    names = [flag.partition("=")[0] for flag in flags]
+    modes = list(dict.fromkeys(_MODES[name] for name in names if name in _MODES))
+    if len(modes) > 1:
+        problem = "exclude each other"
+        raise ConfigError("flags", " ".join(modes), problem, f"give one of them; {modes[0]} alone, for example")
+    if "--resolve" in names and not {"--cfg", "--help", "-h"} & {*modes, *names}:
+        raise ConfigError("flags", "--resolve", "says how to print a configuration", "add --cfg job")
 
 
 def _absolute_config_path(flag: str, before: str) -> str:

@@ -128,7 +128,11 @@ def _vllm() -> dict[str, str]:
 def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes: list[int]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
 
+    compose.register_ours()
+    points: list[int] = []
+
     def task(config: DictConfig) -> None:
+        points.append(len(points))
         if codes and codes[-1] > 128:  # the user has ended the sweep, not just one point of it
             return
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
@@ -141,14 +145,21 @@ def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes
     before, sys.argv = sys.argv, ["seamless_verl", *arguments]
     try:
         hydra.main(config_path=str(compose.verl_config_dir()), config_name="ppo_trainer", version_base=None)(task)()
+    except OSError as error:
+        if points or isinstance(error, HydraException):  # Hydra's "not found" is an OSError as well
+            raise
+        raise compose.folder_refused(arguments, error) from error
     finally:
         sys.argv = before
 
 
 def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
+    hydra_runtime = HydraConfig.get().runtime
+    sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
+    compose.check_hidden(hydra_runtime.choices, sources)
     section = OmegaConf.to_container(config.seamless, resolve=True)
     seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
-    run_dir = Path(seamless.run_dir or HydraConfig.get().runtime.output_dir).absolute()
+    run_dir = Path(seamless.run_dir or hydra_runtime.output_dir).absolute()
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
     if config.trainer.v1.trainer_mode == "seamless":
@@ -234,19 +245,19 @@ def _explain_end(code: int, run_dir: Path) -> None:
 
 
 def _known_keys() -> list[str]:
-    """Dotted keys of the plain configuration, to suggest the nearest one for a typo."""
+    """Dotted keys of the values in the plain configuration, to suggest the nearest one for a typo."""
     with hydra.initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
-        overrides = [f"hydra.searchpath=[file://{compose.our_config_dir()}]", "+seamless=default"]
-        config = hydra.compose("ppo_trainer", overrides=overrides)
+        config = hydra.compose("ppo_trainer", overrides=["+seamless=default"])
     return list(_flatten(OmegaConf.to_container(config, resolve=False), ""))  # type: ignore[arg-type]
 
 
 def _flatten(section: Mapping[str, Any], prefix: str) -> list[str]:
     keys: list[str] = []
     for key, value in section.items():
-        keys.append(prefix + str(key))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             keys += _flatten(value, f"{prefix}{key}.")
+        else:
+            keys.append(prefix + str(key))
     return keys
 
 

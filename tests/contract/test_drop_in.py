@@ -9,12 +9,14 @@ from omegaconf import OmegaConf
 
 from seamless_verl import compose
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.main import main
 
 LISTS = sorted((Path(__file__).parent / "overrides").glob("*.txt"))
 OURS = {"trainer.v1.trainer_mode"}
 
 
 def composed(overrides: list[str]) -> dict[str, object]:
+    compose.register_ours()
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose("ppo_trainer", overrides=overrides)
     return flatten(OmegaConf.to_container(config, resolve=False))
@@ -22,7 +24,7 @@ def composed(overrides: list[str]) -> dict[str, object]:
 
 def through_us(overrides: list[str], platform: str = "gpu") -> list[str]:
     made = compose.hydra_arguments(overrides, platform=platform, runs=Path("/runs"), now=0.0, pid=1)
-    return [argument for argument in made if not argument.startswith("hydra.") or "searchpath" in argument]
+    return [argument for argument in made if not argument.startswith("hydra.")]
 
 
 def flatten(section: dict, prefix: str = "") -> dict[str, object]:
@@ -62,6 +64,7 @@ def test_the_user_has_the_last_word_on_the_trainer_mode():
 @pytest.mark.parametrize("recipe", compose.known("recipe"))
 @pytest.mark.parametrize("platform", compose.known("platform"))
 def test_every_recipe_composes_on_every_platform_and_its_section_is_valid(recipe, platform):
+    compose.register_ours()
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose(
             "ppo_trainer", overrides=through_us([f"+recipe={recipe}", "seamless.run_dir=/runs/x"], platform)
@@ -77,3 +80,77 @@ def test_the_note_beside_the_results_states_the_measured_score_of_clean_imitatio
     text = " ".join(OmegaConf.load(compose.our_config_dir() / "recipe" / "swe.yaml").seamless.notes)
     for rate in CLEAN_IMITATION.values():
         assert f"{rate:.3f}" in text
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process, with run folders of its own; gives exit code, output and errors."""
+    monkeypatch.setenv("SEAMLESS_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; so it is taken back afterwards
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.mark.parametrize("folder", [f"file://{compose.verl_config_dir()}", "pkg://verl.trainer.config"])
+def test_a_yaml_on_top_of_verls_composes_as_it_does_there(folder, tmp_path, command):
+    (tmp_path / "my.yaml").write_text(
+        f"hydra: {{searchpath: ['{folder}']}}\ndefaults: [ppo_trainer, _self_]\ntrainer: {{total_epochs: 3}}\n"
+    )
+    code, out, err = command("--config-path", tmp_path, "--config-name=my", "+recipe=arithmetic", "--cfg", "job")
+    assert code == 0, err
+    config = OmegaConf.create(out)
+    assert (config.trainer.v1.trainer_mode, config.seamless.recipe) == ("seamless", "arithmetic")
+    code, out, err = command("--config-path", tmp_path, "--config-name=my", "--cfg", "job", "-p", "trainer")
+    assert OmegaConf.create(out).total_epochs == 3
+
+
+@pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
+def test_a_recipe_of_the_users_is_found_beside_ours(names_it, tmp_path, command):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nseamless: {recipe: mine}\n")
+    found = command(names_it.format(tmp_path), "+recipe=mine", "--cfg", "job", "-p", "seamless.recipe")
+    assert found == (0, "mine\n", "")
+    _, _, err = command(names_it.format(tmp_path), "+recipe=mien", "--cfg", "job")
+    assert err.endswith("Fix: write +recipe=mine.\n")
+
+
+@pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
+def test_a_recipe_of_the_users_that_ours_hides_is_refused(names_it, tmp_path, command):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "swe.yaml").write_text("# @package _global_\nseamless: {recipe: mine}\n")
+    code, _, err = command(names_it.format(tmp_path), "+recipe=swe", "trainer.nnodes=-3")
+    assert code == 2
+    assert f"hides that in {tmp_path}" in err
+    _, _, err = command(names_it.format(tmp_path), "+recipe=arithmetic", "trainer.nnodes=-3")
+    assert err.startswith("error: trainer.nnodes=-3")
+
+
+def test_a_sweep_over_recipes_reaches_each_of_them(tmp_path, command):
+    code, _, err = command("-m", "+recipe=arithmetic,srpo", "trainer.nnodes=-3")
+    assert code == 2
+    assert err.count("error: trainer.nnodes=-3") == 2, err
+    (sweep,) = (tmp_path / "runs").iterdir()
+    assert sweep.name.startswith("arithmetic-srpo-")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(command):
+    code, _, err = command("+recipe=arithmetic", "hydra.run.dir=/proc/foo")
+    assert code == 2
+    assert err.startswith("error: hydra.run.dir=/proc/foo: ")
+    assert err.count("\n") == 1
+
+
+def test_help_lists_every_recipe_and_the_keys_of_staleness_and_resources(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command("--help")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for word in [*compose.known("recipe"), *compose.known("platform")]:
+        assert word in text.replace("=", " ").split()
+    for key in ("seamless.staleness.in_flight=", "seamless.resources="):
+        assert key in text

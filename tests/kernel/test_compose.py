@@ -1,9 +1,11 @@
 """From the user's command line to Hydra's arguments, and Hydra's refusals in our words."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 
 from seamless_verl import compose
 from seamless_verl.errors import ConfigError
@@ -35,13 +37,6 @@ def test_runs_started_in_the_same_second_get_folders_of_their_own():
     assert folder != [argument for argument in two if argument.startswith("hydra.run.dir=")]
 
 
-def test_an_unknown_recipe_names_the_known_ones():
-    with pytest.raises(ConfigError) as refused:
-        arguments("+recipe=sve")
-    assert "arithmetic" in refused.value.problem
-    assert refused.value.fix == "write +recipe=swe"
-
-
 def test_flags_stay_in_front_and_verls_relative_config_path_is_found():
     made = arguments("data.train_batch_size=8", "--config-path=config", "--config-name=ppo_megatron_trainer", "-m")
     assert made[1:3] == ["--config-name=ppo_megatron_trainer", "-m"]
@@ -52,9 +47,30 @@ def test_flags_keep_their_values():
     assert arguments("--cfg", "job", "a=1")[:2] == ["--cfg", "job"]
 
 
-def test_recipes_can_be_swept_over_and_come_from_the_users_own_folder():
-    assert "+recipe=swe,arithmetic" in arguments("-m", "+recipe=swe,arithmetic")
-    assert "+recipe=mine" in arguments("--config-dir=/my/configs", "+recipe=mine")
+def test_the_search_path_is_the_users():
+    assert not any("searchpath" in argument for argument in arguments("+recipe=swe"))
+
+
+@pytest.mark.parametrize("choice", ["swe,arithmetic", "'swe','arithmetic'", "choice(swe, arithmetic)", "glob(*)"])
+def test_a_sweep_over_recipes_gets_one_folder(choice):
+    made = arguments("-m", f"+recipe={choice}")
+    folders = [argument for argument in made if argument.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+    assert len(folders) == 2
+    for folder in folders:
+        name = folder.removeprefix(folder.partition("=")[0] + f"={RUNS}/")
+        assert re.fullmatch(r"[a-z][\w-]+-\d{8}-\d{6}-7", name), name
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job", "-m"], ["--cfg=job", "--multirun"], ["-m", "-c", "job"]])
+def test_flags_that_exclude_each_other_are_refused_before_hydra_raises(flags):
+    with pytest.raises(ConfigError, match="exclude each other"):
+        arguments(*flags)
+
+
+def test_resolve_needs_something_to_print():
+    with pytest.raises(ConfigError, match="--cfg job"):
+        arguments("--resolve")
+    assert "--resolve" in arguments("--cfg", "job", "--resolve")
 
 
 def test_resume_mode_without_a_recipe_is_verls_own_and_adopts_no_folder(tmp_path):
@@ -87,7 +103,37 @@ def test_without_resume_mode_on_the_command_line_a_run_starts_afresh(tmp_path):
 def test_a_typo_is_explained_with_the_nearest_key():
     error = ValueError("Could not override 'actor_rollout_ref.actr.optim.lr'.\nKey 'actr' is not in struct")
     text = compose.explain(error, ["actor_rollout_ref.actor.optim.lr", "data.train_files"])
-    assert text == "actor_rollout_ref.actr.optim.lr: no such key. Fix: did you mean actor_rollout_ref.actor.optim.lr?"
+    assert text.startswith(
+        "actor_rollout_ref.actr.optim.lr: no such key. Fix: did you mean actor_rollout_ref.actor.optim.lr? "
+    )
+
+
+def test_a_key_near_no_other_is_told_how_keys_are_added():
+    text = compose.explain(ValueError("Could not override 'trainer.foo'."), ["trainer.nnodes", "data.train_files"])
+    assert text == "trainer.foo: no such key. Fix: +trainer.foo=VALUE adds a key that the configuration does not have."
+
+
+@pytest.mark.parametrize(("group", "wrong", "right"), [("recipe", "sve", "swe"), ("platform", "gpus", "gpu")])
+def test_an_unknown_choice_of_ours_is_one_line_with_the_known_ones(group, wrong, right):
+    missing = MissingConfigException("a\nb\nConfig search path:\n\tc", f"{group}/{wrong}", compose.known(group))
+    text = compose.explain(missing, [])
+    assert text.startswith(f"+{group}={wrong}: ")
+    assert ", ".join(compose.known(group)) in text
+    assert text.endswith(f"Fix: write +{group}={right}.")
+
+
+def test_another_missing_configuration_is_one_line_with_the_folders():
+    said = "In 'my': Could not load 'x'.\n\nConfig search path:\n\tprovider=main, path=file:///a\n"
+    text = compose.explain(MissingConfigException(said, "x", None), [])
+    assert text == "In 'my': Could not load 'x'. Looked in: file:///a"
+
+
+@pytest.mark.parametrize(("flags", "key"), [([], "hydra.run.dir"), (["-m"], "hydra.sweep.dir")])
+def test_a_folder_that_cannot_be_made_is_named_with_its_key_and_the_systems_answer(flags, key):
+    made = arguments(*flags, f"{key}=/proc/foo")
+    refused = compose.folder_refused(made, FileNotFoundError(2, "No such file or directory", "/proc/foo"))
+    assert (refused.key, refused.value) == (key, "/proc/foo")
+    assert "No such file or directory" in refused.problem
 
 
 def test_other_refusals_keep_their_own_words():
