@@ -30,6 +30,7 @@ class EpochReport:
 
     Attributes:
         groups: prompts that were consumed; ``all_correct``, ``all_wrong`` and ``failed`` of them taught nothing.
+            ``failed``: their groups could not be generated, or were surplus, twice.
         removed, readmitted: rows of the training data (counted from 0) that left the pool or came back.
         pool: prompts of the stage that are left.
     """
