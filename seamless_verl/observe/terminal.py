@@ -28,7 +28,7 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
     ]
     line = "  ".join(parts)
     if report.audit_violations:
-        line += f"  AUDIT: {report.audit_violations} of {report.rows_audited} rows differ from what the engine returned"
+        line += f"  AUDIT: {report.audit_violations} of {report.rows} rows are not what the engine returned"
     return line
 
 
