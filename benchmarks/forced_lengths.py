@@ -36,6 +36,7 @@ class ForcedLengthAgentLoop(SingleTurnAgentLoop):
                 ),
                 violations=int(not whole),
                 version_spans=spans,
+                cut_off=False,  # the length stands for where an answer ends by itself
             )
         return output
 

@@ -119,7 +119,7 @@ class CurriculumConfig:
         pool_floor: prompts that always stay; ``None`` means ``data.train_batch_size``.
         readmit_after_epochs: when a prompt that left comes back; ``None``: never.
         stages: named stages over data sources, in order; none: all data from the start.
-        zero_overlong_advantage: rows that ran into ``data.max_response_length`` teach nothing; works by itself, too.
+        zero_overlong_advantage: rows with an answer that was cut off teach nothing; works by itself, too.
     """
 
     history_resampling: bool = False

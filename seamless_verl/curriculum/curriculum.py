@@ -1,13 +1,13 @@
 """Which prompt comes next: stages choose the sources, History Resampling the pool, a seed the order.
 
-    draw ──► in flight ──► finished | failed (drawn once more) ──► epoch ends when its last prompt is consumed
+    draw ──► in flight ──► finished | failed, surplus (drawn once more) ──► epoch ends when its last prompt is consumed
 
 Prompts are drawn ahead of consumption, so the next epoch begins before the last one has ended. What the last one then
 removes is skipped where it was not drawn yet, and what is already known to be solved is put at the end of the order, so
 running ahead costs few wasted rollouts and never a wait.
 
 Invariant: an epoch hands every prompt of its order out exactly once, except those that left the pool meanwhile; a
-failed prompt is handed out a second time.
+prompt without a group (it failed, or was surplus) is handed out a second time.
 """
 
 from __future__ import annotations
@@ -183,7 +183,11 @@ class Curriculum:
         return self._close_consumed()
 
     def fail(self, draw: Draw) -> list[EpochEnded | StageEntered]:
-        """No group could be generated: it is drawn once more at the end of the epoch, then given up until the next."""
+        """No group came of it: it is drawn once more at the end of the epoch, then given up until the next.
+
+        It could not be generated, or was surplus, which counts alike: the slowest prompts are surplus again and again,
+        and an epoch has to end.
+        """
         epoch = self._in_flight(draw)
         failures = epoch.in_flight.pop(draw.prompt) + 1
         if failures < 2:

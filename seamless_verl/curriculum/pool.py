@@ -24,7 +24,7 @@ class Outcome(Enum):
     ALL_CORRECT = "all_correct"
     MIXED = "mixed"
     ALL_WRONG = "all_wrong"
-    FAILED = "failed"  # no group could be generated
+    FAILED = "failed"  # no group was consumed: twice, it could not be generated or was surplus
 
     @classmethod
     def of(cls, accuracies: Sequence[float]) -> Outcome:

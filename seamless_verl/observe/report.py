@@ -30,6 +30,7 @@ class EpochReport:
 
     Attributes:
         groups: prompts that were consumed; ``all_correct``, ``all_wrong`` and ``failed`` of them taught nothing.
+            ``failed``: their groups could not be generated, or were surplus, twice.
         removed, readmitted: rows of the training data (counted from 0) that left the pool or came back.
         pool: prompts of the stage that are left.
     """
@@ -58,7 +59,8 @@ class StepReport:
         rows, rollouts: rows trained and the rollouts (sessions) that they came from.
         idle_share: by pool, the share of the step in which it had nothing to do; ``None`` where not measurable.
         rows_audited: rows whose tokens, mask and log-probs were compared with the engine's record.
-        audit_violations: rows of those that differed.
+        audit_violations: rows that the audit refused; above 0 only in the record of the step that the run ended in,
+            which then counts as rows what was about to be trained.
         max_logprob_diff: largest |trainer - rollout| log-prob over tokens of the current version; ``None`` if none.
         curriculum: ``None`` where verl's own dataloader chooses the prompts.
     """

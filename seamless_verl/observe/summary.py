@@ -21,7 +21,8 @@ def summarize(
     """Figures of a run.
 
     Args:
-        steps: records of ``steps.jsonl``; where a resumed run repeated a step, the last record counts.
+        steps: records of ``steps.jsonl``; where a resumed run repeated a step, the last record counts, but
+            violations of all do: a step that an audit ended is repeated when the run is resumed.
         validations: records of ``validation.jsonl``.
         wall_s: seconds from the command to now (of this process, if the run was resumed).
         time_to_first_step_s: seconds from the command to the beginning of the first training step.
@@ -34,7 +35,7 @@ def summarize(
         "rows": sum(record["rows"] for record in latest),
         "rollouts": sum(record["rollouts"] for record in latest),
         "rows_audited": sum(record["rows_audited"] for record in latest),
-        "audit_violations": sum(record["audit_violations"] for record in latest),
+        "audit_violations": sum(record["audit_violations"] for record in steps),
         "max_logprob_diff": max(diffs) if diffs else None,
         "max_logprob_diff_steps": len(diffs),
         "staleness_max": max((record["staleness_max"] for record in latest), default=None),

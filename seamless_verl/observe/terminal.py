@@ -28,7 +28,7 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
     ]
     line = "  ".join(parts)
     if report.audit_violations:
-        line += f"  AUDIT: {report.audit_violations} of {report.rows_audited} rows differ from what the engine returned"
+        line += f"  AUDIT: {report.audit_violations} of {report.rows} rows are not what the engine returned"
     return line
 
 
@@ -42,9 +42,10 @@ def validation_line(report: ValidationReport) -> str:
 
 def epoch_line(report: EpochReport) -> str:
     silent = report.all_correct + report.all_wrong
+    lost = f"{report.failed} given up (failed or surplus, twice); " if report.failed else ""
     return (
         f"curriculum: epoch {report.epoch} of stage {report.stage} ended: {report.groups} groups, "
-        f"{silent / report.groups if report.groups else 0:.0%} without advantage; "
+        f"{silent / report.groups if report.groups else 0:.0%} without advantage; {lost}"
         f"{len(report.removed)} prompts left the pool, {len(report.readmitted)} came back, {report.pool} remain"
     )
 

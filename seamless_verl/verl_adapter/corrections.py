@@ -14,21 +14,33 @@ from seamless_verl.verl_adapter.rows import ROW_FIELD
 
 
 def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:
-    """Rows that ran into the length limit teach nothing (SRPO): their advantages become 0.
+    """Rows whose answers were cut off teach nothing (SRPO): their advantages become 0.
+
+    Which these are stands in a row's stamp. Its length does not tell: it counts what tools and users said, which costs
+    no budget, and an answer may be cut off long before by another limit.
 
     Args:
-        limit: tokens of a response at which it was cut off (``data.max_response_length``).
+        limit: tokens of a response (``data.max_response_length``) at which rows without a stamp, of verl's own agent
+            loops, were cut off.
 
     Returns:
         Share of the rows that this concerns.
     """
     real = [(key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    overlong = [key for key, tag in real if tag["response_len"] >= limit]
+    if not real:
+        return 0.0
+    keys = [key for key, _ in real]
+    extra = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])["extra_fields"]
+    overlong = []
+    for (key, tag), stamp in zip(real, _stamps(extra), strict=True):
+        # Rows of a checkpoint may have a stamp from before it said so.
+        if stamp.get("cut_off", tag["response_len"] >= limit):
+            overlong.append(key)
     if overlong:
         data = tq.kv_batch_get(keys=overlong, partition_id=batch.partition_id, select_fields=["advantages"])
         rows = [torch.zeros_like(row) for row in data["advantages"].unbind()]
         _put(batch.partition_id, overlong, "advantages", rows)
-    return len(overlong) / max(1, len(real))
+    return len(overlong) / len(real)
 
 
 def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta:
@@ -42,13 +54,12 @@ def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta
     """
     fields = ["response_mask", "extra_fields"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    extra = data["extra_fields"]
-    rows = []
-    for mask, info, tag in zip(
-        data["response_mask"].unbind(), extra.tolist() if hasattr(extra, "tolist") else extra, batch.tags, strict=True
-    ):
-        spans = ((info or {}).get(ROW_FIELD) or {}).get("version_spans")
-        rows.append(interpolation_weights(mask, tag, spans, version))
+    rows = [
+        interpolation_weights(mask, tag, stamp.get("version_spans"), version)
+        for mask, stamp, tag in zip(
+            data["response_mask"].unbind(), _stamps(data["extra_fields"]), batch.tags, strict=True
+        )
+    ]
     return _put(batch.partition_id, batch.keys, "rollout_is_weights", rows)
 
 
@@ -74,6 +85,12 @@ def interpolation_weights(
         begin += tokens
     weights[policy] = 1.0 / lags.clamp(min=1.0)
     return weights
+
+
+def _stamps(extra_fields: Any) -> list[Mapping[str, Any]]:
+    """The `RowStamp` of every row; empty for rows of verl's own agent loops."""
+    infos = extra_fields.tolist() if hasattr(extra_fields, "tolist") else extra_fields
+    return [(info or {}).get(ROW_FIELD) or {} for info in infos]
 
 
 def _put(partition_id: str, keys: Sequence[str], name: str, rows: Sequence[torch.Tensor]) -> KVBatchMeta:

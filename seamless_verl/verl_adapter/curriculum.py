@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import transfer_queue as tq
@@ -96,7 +96,8 @@ class CurriculumLoader:
             "curriculum/pool_size": float(self.curriculum.pool_size),
         }
 
-    def failed(self, uids: Sequence[str]) -> None:
+    def given_up(self, uids: Sequence[str]) -> None:
+        """See `PromptSource.given_up`; the kernel draws them once more within their epoch."""
         for uid in uids:
             self._tell(self.curriculum.fail(self._draws.pop(uid)))
 
@@ -162,10 +163,11 @@ class CurriculumLoader:
         draws = {uid: [draw.prompt, draw.epoch] for uid, draw in self._draws.items()}
         return {"curriculum": self.curriculum.state(), "draws": draws, "step": self._step}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], in_flight: Collection[str]) -> None:
         self.curriculum.restore(state["curriculum"])
         self._step = state["step"]
         self._draws = {uid: Draw(prompt=prompt, epoch=epoch) for uid, (prompt, epoch) in state["draws"].items()}
+        self.given_up([uid for uid in self._draws if uid not in in_flight])
 
 
 def _column(dataset: Any, name: str) -> list[str]:

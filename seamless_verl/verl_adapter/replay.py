@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import transfer_queue as tq
@@ -46,12 +46,13 @@ class PromptSource(Protocol):
     def consumed(self, keys: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
         """Groups (uid to trajectory keys) were trained on or filtered; returns metrics."""
 
-    def failed(self, uids: Sequence[str]) -> None:
-        """No group could be generated for these."""
+    def given_up(self, uids: Sequence[str]) -> None:
+        """No group of these will be trained: it could not be generated, or was surplus."""
 
     def state(self) -> dict[str, Any]: ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any], in_flight: Collection[str]) -> None:
+        """Continue from ``state``; prompts that it knows and that are not among ``in_flight`` are given up."""
 
 
 class WokenReplayBuffer(ReplayBufferAsync):
@@ -267,6 +268,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         rows = self._rows_by_group()
         consumed = {entry.group: rows[entry.group] for entry in consumption.groups}
         if self._source is not None:
+            self._source.given_up(consumption.surplus)
             metrics |= self._source.consumed(consumed)
         metrics |= self._staleness_metrics(consumption.groups)
         keys = [key for group in consumed.values() for key in group]
@@ -305,7 +307,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         if filtered and self._source is not None:
             self._metrics.update(self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered}))
         if failed and self._source is not None:
-            self._source.failed(sorted(failed))
+            self._source.given_up(sorted(failed))
         for uid in filtered | failed:
             self.protocol.abort(uid)
         if filtered:
@@ -384,7 +386,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             raise ConfigError("seamless.curriculum", now, problem, "use the checkpoint's settings, or start afresh")
         self.protocol.restore(state["protocol"])
         if self._source is not None:
-            self._source.restore(state["source"])
+            self._source.restore(state["source"], {group for group, _ in self.protocol.groups()})
         self._sync_metadata_from_transfer_queue()
         prompts = self.prompt_global_steps["train"]
         lost = [group for group, _ in self.protocol.groups() if group not in prompts]

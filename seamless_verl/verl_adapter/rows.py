@@ -13,6 +13,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.utils.model import compute_position_id_with_mask
 
 from seamless_verl.proxy.vision import open_image
+from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row
 
 ROW_FIELD = "seamless"
@@ -25,11 +26,14 @@ class RowStamp(TypedDict):
         digest: `row_digest` of the row as it left the proxy.
         violations: what the proxy's audit of the session against the engine's record found; 0 is the only good value.
         version_spans: ``(weight version, policy tokens)`` along the row.
+        cut_off: whether an answer that the row trains ended by length: of its turn, its session's budget, or as a
+            straggler that was cut short.
     """
 
     digest: str
     violations: int
     version_spans: list[tuple[int, int]]
+    cut_off: bool
 
 
 def row_digest(prompt_ids: Any, response_ids: Any, response_mask: Any, log_probs: Any) -> str:
@@ -66,6 +70,7 @@ def row_to_output(
         digest=row_digest(prompt_ids, response_ids, mask, log_probs),
         violations=violations,
         version_spans=[(span.version, span.stop - span.start) for span in row.version_spans],
+        cut_off=any(turn.trained and turn.finish_reason is FinishReason.LENGTH for turn in row.turns),
     )
     return AgentLoopOutput(
         prompt_ids=list(prompt_ids),

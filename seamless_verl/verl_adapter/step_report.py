@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ class StepMeter:
     def _clear(self) -> None:
         self._rows = 0
         self._audited = 0
+        self._violations = 0
         self._policy_tokens = 0
         self._logprob_diff: float | None = None
         self._staleness: list[int] = []
@@ -86,6 +87,7 @@ class StepMeter:
         """
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_AUDIT_FIELDS)
         columns = {name: _rows_of(data[name]) for name in _AUDIT_FIELDS if name in data}
+        refused: list[str] = []
         for position, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
             if tag.get("is_padding", False):
                 continue
@@ -100,11 +102,19 @@ class StepMeter:
             self._audited += 1
             found = row_digest(row["prompts"], row["responses"], row["response_mask"], row["rollout_log_probs"])
             if found != stamp["digest"] or stamp["violations"]:
-                raise AuditFailed(
+                refused.append(
                     f"row {key} is not what the engine returned: its digest "
                     f"{'differs' if found != stamp['digest'] else 'agrees'} and the proxy found "
-                    f"{stamp['violations']} violations. Nothing of this batch was trained"
+                    f"{stamp['violations']} violations"
                 )
+        if refused:
+            self._refuse(refused)
+
+    def _refuse(self, stories: Sequence[str]) -> NoReturn:
+        """Count the rows, one story each; their step is to be reported although it is not trained."""
+        self._violations += len(stories)
+        more = f" ({len(stories)} such rows)" if len(stories) > 1 else ""
+        raise AuditFailed(f"{stories[0]}{more}. Nothing of this batch was trained")
 
     def _count_session(self, key: str, row: Mapping[str, Any]) -> None:
         session, _, index = key.rpartition("_")
@@ -122,19 +132,26 @@ class StepMeter:
         Raises:
             AuditFailed: a row names a version that nobody has made yet.
         """
+        refused: list[str] = []
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             if tag.get("is_padding", False):
                 continue
             version = tag["min_global_steps"]
             if version > current_version + 1:
-                raise AuditFailed(
+                refused.append(
                     f"row {key} says that its first token is of version {version}, but the trainer is at version "
-                    f"{current_version}. Nothing of this batch was trained"
+                    f"{current_version}"
                 )
             self._staleness.append(max(0, current_version - version))
+        if refused:
+            self._refuse(refused)
 
     def compare_log_probs(self, batch: KVBatchMeta, current_version: int) -> None:
-        """Largest |trainer - rollout| log-prob over rows generated wholly by the version being trained."""
+        """Largest |trainer - rollout| log-prob over rows generated wholly by the version being trained.
+
+        Raises:
+            AuditFailed: a log-prob is not finite.
+        """
         on_policy = on_policy_keys(batch, current_version)
         if not on_policy:
             return
@@ -142,11 +159,15 @@ class StepMeter:
         data = tq.kv_batch_get(keys=on_policy, partition_id=batch.partition_id, select_fields=fields)
         if "rollout_log_probs" not in data:
             return
-        for trained, sampled, mask in zip(*(_rows_of(data[name]) for name in fields), strict=True):
+        refused: list[str] = []
+        for key, trained, sampled, mask in zip(on_policy, *(_rows_of(data[name]) for name in fields), strict=True):
             difference = (trained - sampled).abs()[mask.bool()].max().item()
-            if not math.isfinite(difference):
-                raise AuditFailed("a log-prob of a token about to be trained is not finite")
-            self._logprob_diff = max(self._logprob_diff or 0.0, difference)
+            if math.isfinite(difference):
+                self._logprob_diff = max(self._logprob_diff or 0.0, difference)
+            else:
+                refused.append(f"row {key} has a log-prob that is not finite")
+        if refused:
+            self._refuse(refused)
 
     def rows_trained(self, at: float, step: int) -> RowsTrained:
         """The rows of the step that is about to be closed, for the flight recorder."""
@@ -167,7 +188,7 @@ class StepMeter:
         timing: Mapping[str, float],
         curriculum: PoolStanding | None = None,
     ) -> StepReport:
-        """Close the step. ``timing`` is verl's ``timing_raw``."""
+        """Close the step, also one that an audit has ended. ``timing`` is verl's ``timing_raw``."""
         step_s = timing["step"]
         passed = [p for _, _, p in self._sessions.values() if p is not None]
         rewards = [reward for _, reward, _ in self._sessions.values()]
@@ -183,7 +204,7 @@ class StepMeter:
             rows=self._rows,
             rollouts=len(self._sessions),
             rows_audited=self._audited,
-            audit_violations=0,  # one would have ended the run
+            audit_violations=self._violations,
             max_logprob_diff=self._logprob_diff,
             idle_share={pool: self._idle_share.get(pool) for pool in (TRAINER, ROLLOUT)},
             curriculum=curriculum,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +40,7 @@ from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.resource_pools import adopt_resources
 from seamless_verl.verl_adapter.router import balancer_class
-from seamless_verl.verl_adapter.step_report import StepMeter, rows_to_compare, validation_report
+from seamless_verl.verl_adapter.step_report import AuditFailed, StepMeter, rows_to_compare, validation_report
 
 _STREAMING_STATE = "streaming.json"
 
@@ -80,6 +80,7 @@ class SeamlessTrainer(LendingTrainer):
         self.reporter = Reporter.for_run(self.seamless.run_dir)
         self.first_step_at: float | None = None
         self._meter = StepMeter()
+        self._step_began_at = 0.0  # of the recorder's clock
         self.standalone_server_manager: LLMServerManager
         self.standalone_checkpoint_manager: CheckpointEngineManager
         self.current_mode = separate_async.HybridEngineMode.TRAINER
@@ -251,16 +252,29 @@ class SeamlessTrainer(LendingTrainer):
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         version = self.global_steps - 1
-        self._meter.audit(batch)
-        self._meter.count_staleness(batch, version)
-        correction = self.config.algorithm.get("rollout_correction")
-        if correction is None or not correction.bypass_mode:
-            batch = super()._compute_old_log_prob(batch, metrics)
-            self._meter.compare_log_probs(batch, version)
-            return batch
-        if self.local_trigger_step == 0:
-            self._compare_a_sample(batch, version, metrics)
-        return super()._compute_old_log_prob(batch, metrics)
+        with self._refusal_reported():
+            self._meter.audit(batch)
+            self._meter.count_staleness(batch, version)
+            correction = self.config.algorithm.get("rollout_correction")
+            if correction is None or not correction.bypass_mode:
+                batch = super()._compute_old_log_prob(batch, metrics)
+                self._meter.compare_log_probs(batch, version)
+                return batch
+            if self.local_trigger_step == 0:
+                self._compare_a_sample(batch, version, metrics)
+            return super()._compute_old_log_prob(batch, metrics)
+
+    @contextmanager
+    def _refusal_reported(self) -> Iterator[None]:
+        """A failed audit ends the run; the record of its step is written first and says how many rows were refused."""
+        try:
+            yield
+        except AuditFailed:
+            self._meter.close_window(self.flight.books(self._server_books()))
+            metrics: dict[str, Any] = {}
+            self._report_step(metrics, {"step": self.flight.recorder.now() - self._step_began_at}, self.global_steps)
+            self.logger.log(data=metrics, step=self.global_steps)
+            raise
 
     def _compare_a_sample(self, batch: KVBatchMeta, version: int, metrics: dict[str, Any]) -> None:
         """verl copies the rollout's log-probs here; a forward pass over a few rows shows whether the trainer agrees."""
@@ -290,8 +304,11 @@ class SeamlessTrainer(LendingTrainer):
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         self.flight.recorder.record(self._meter.rows_trained(self.flight.recorder.now(), global_steps))
+        self._report_step(metrics, timing_raw, global_steps)
+
+    def _report_step(self, metrics: dict[str, Any], timing_raw: Mapping[str, float], step: int) -> None:
         report = self._meter.finish(
-            step=global_steps,
+            step=step,
             total_steps=self.total_training_steps,
             timing=timing_raw,
             curriculum=self.train_dataloader.standing() if self.seamless.curriculum.enabled else None,
@@ -302,6 +319,7 @@ class SeamlessTrainer(LendingTrainer):
     def on_step_begin(self) -> None:
         if self.first_step_at is None:
             self.first_step_at = time.time()
+        self._step_began_at = self.flight.recorder.now()
         self._meter.open_window(self.flight.books(self._server_books()))
         super().on_step_begin()
 

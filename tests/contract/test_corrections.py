@@ -191,6 +191,16 @@ def test_rows_that_were_cut_off_have_zero_advantage(stored):
     assert zero_overlong_advantages(batch(), limit=5) == 0.0
 
 
+def test_the_stamp_says_what_was_cut_off_not_the_length_with_the_words_of_tools(stored):
+    from seamless_verl.verl_adapter.corrections import zero_overlong_advantages
+
+    stored["a"]["extra_fields"] = {"seamless": {"cut_off": True}}  # a turn's limit, two tokens into the answer
+    stored["b"]["extra_fields"] = {"seamless": {"cut_off": False}}  # complete; a tool said most of it
+    assert zero_overlong_advantages(batch(), limit=4) == 0.5
+    assert stored["a"]["advantages"].tolist() == [0.0, 0.0]
+    assert stored["b"]["advantages"].tolist() == [-1.0] * 4
+
+
 def test_interpolation_weights_are_stored_where_verl_passes_them_on(stored):
     from seamless_verl.verl_adapter.corrections import write_interpolation_weights
 

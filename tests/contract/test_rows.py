@@ -10,6 +10,7 @@ import pytest
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopWorker
 
+from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.rows import ROW_FIELD, row_digest, row_to_output, rows_to_dataproto
 from tests.fakes import ScriptedEdge, assistant, small_tokenizer, system, user
@@ -99,6 +100,21 @@ def test_a_sample_carries_its_versions_and_a_stamp_of_what_left_the_proxy(rows: 
     rest = (output.response_mask, output.response_logprobs)
     assert row_digest(output.prompt_ids, output.response_ids, *rest) == stamp["digest"]
     assert row_digest(output.prompt_ids, changed, *rest) != stamp["digest"]
+
+
+def test_the_stamp_says_whether_an_answer_that_the_row_trains_was_cut_off() -> None:
+    edge = ScriptedEdge()
+    start = [user("hi there")]
+    edge.ask(start, "cut", finish=FinishReason.LENGTH)
+    edge.ask([*start, assistant("cut"), user("go on")], "a longer second answer")
+    edge.ask([*start, assistant("cut"), user("or not")], "third")
+    edge.ask([user("alone")], "x")
+    outputs = [
+        row_to_output(row, reward=1.0, metrics=AgentLoopMetrics(), extra_fields={}, violations=0, images={})
+        for row in edge.rows()
+    ]
+    # The first row has most tokens and trains the answer that it shares with the second.
+    assert [output.extra_fields[ROW_FIELD]["cut_off"] for output in outputs] == [True, False, False]
 
 
 def test_what_does_not_fit_is_named(rows: tuple[Row, ...]) -> None:

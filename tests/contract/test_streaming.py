@@ -365,6 +365,49 @@ def test_solved_prompts_leave_the_pool_at_the_epoch_boundary_of_consumption(queu
     assert not {0, 5} & set(later)
 
 
+def redundant_steps(rollout, steps):
+    """Train on the two oldest groups of each step; the third ends when its step is over."""
+    for _ in range(steps):
+        rollout.buffer.admit(rollout.step)
+        oldest = sorted(rollout.running, key=lambda uid: int(uid[1:]))
+        for uid in oldest[:2]:
+            rollout.finish(uid)
+        _, batch, _ = rollout.sample(2)
+        rollout.queue.kv_clear(batch.keys, "train")
+        rollout.end_step()
+        for uid in oldest[2:]:
+            rollout.finish(uid)
+        rollout.buffer.get_sampleable_count(rollout.step, "train")
+
+
+def test_surplus_prompts_are_drawn_again_and_their_epochs_end(queue):
+    rollout = Rollout(queue, eta=0, batch_size=2, redundancy=1.5, dataset=DATASET, curriculum=RESAMPLING)
+    redundant_steps(rollout, 4)
+    assert [uid for uid, prompt in rollout.prompt_of.items() if prompt == 2] == ["u2", "u8"]
+    redundant_steps(rollout, 36)
+    state = rollout.loader.state()
+    assert rollout.loader.curriculum.epochs_ended >= 8, "80 groups were trained and the data has 8 prompts"
+    assert (len(state["draws"]), len(state["curriculum"]["epochs"])) == (0, 1)
+    assert any("given up (failed or surplus, twice)" in line for line in rollout.said)
+
+
+def test_prompts_that_a_checkpoint_has_in_flight_and_nobody_generates_are_drawn_again(queue):
+    """Checkpoints of 0.1.0 before its curriculum heard of surplus groups."""
+    rollout = Rollout(queue, eta=0, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    rollout.buffer.admit(1)
+    for uid in ("u0", "u1"):
+        rollout.finish(uid)
+    saved = rollout.buffer.state()
+    saved["source"]["draws"]["lost"] = [2, 0]
+    (epoch,) = saved["source"]["curriculum"]["epochs"]
+    epoch["queue"].remove(2)
+    epoch["in_flight"].append([2, 0])
+    again = Rollout(queue, eta=0, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    again.buffer.restore(json.loads(json.dumps(saved)))
+    assert sorted(again.loader.state()["draws"]) == ["u0", "u1"]
+    assert sorted(again.loader.curriculum.draw().prompt for _ in range(6)) == [2, 3, 4, 5, 6, 7]
+
+
 def test_a_stage_ends_with_its_step(queue):
     stages = (
         StageConfig(name="math", sources=("math",), until_step=1),

@@ -367,6 +367,47 @@ def test_a_row_that_was_changed_on_the_way_ends_the_run_before_it_is_trained(mon
         _audited(monkeypatch, **tensors)
 
 
+def test_the_step_of_a_refused_batch_is_reported_with_the_number_of_its_rows(monkeypatch, tmp_path):
+    import io
+    from types import SimpleNamespace
+
+    import torch
+    import verl.trainer.ppo.v1  # noqa: F401  (first, as in a run: it loads our trainer)
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.observe.page.html import render
+    from seamless_verl.observe.reporter import STEPS, Reporter, read_records
+    from seamless_verl.observe.run_folder import load_digest
+    from seamless_verl.verl_adapter import step_report
+    from seamless_verl.verl_adapter.recorded_trainer import TrainerFlight
+    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+
+    stamps = [{"digest": "of another row", "violations": 0}, {"digest": "", "violations": 2}, None]
+    column = [torch.tensor([1])] * 3
+    fields = dict.fromkeys(("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"), column)
+    fields["extra_fields"] = [{"seamless": stamp} if stamp else {} for stamp in stamps]
+    monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: fields)
+    terminal, logged = io.StringIO(), []
+    trainer = object.__new__(SeamlessTrainer)
+    trainer._meter, trainer.flight = step_report.StepMeter(), TrainerFlight(str(tmp_path))
+    trainer._step_began_at = trainer.flight.recorder.now() - 2.0
+    trainer._server_books = lambda: ()
+    trainer.reporter = Reporter(tmp_path, terminal)
+    trainer.global_steps, trainer.total_training_steps = 4, 9
+    trainer.seamless = SimpleNamespace(curriculum=SimpleNamespace(enabled=False))
+    trainer.logger = SimpleNamespace(log=lambda data, step: logged.append((step, data["seamless/audit_violations"])))
+    batch = KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0", "c_0_0"], tags=[{}] * 3, extra_info={})
+    with pytest.raises(step_report.AuditFailed, match=r"a_0_0 .*\(2 such rows\)"):
+        trainer._compute_old_log_prob(batch, {})
+    (record,) = read_records(tmp_path / STEPS)
+    assert (record["step"], record["rows"], record["rows_audited"], record["audit_violations"]) == (4, 3, 2, 2)
+    assert record["step_s"] >= 2.0
+    assert "AUDIT: 2 of 3 rows" in terminal.getvalue()
+    assert logged == [(4, 2)]
+    trainer.flight.broke(step_report.AuditFailed("row a_0_0"))
+    assert "2 rows are not what the engine returned" in render(load_digest(tmp_path))
+
+
 def _with_versions(*versions):
     from transfer_queue import KVBatchMeta
 
@@ -387,8 +428,10 @@ def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
 def test_a_row_of_a_version_that_does_not_exist_ends_the_run():
     from seamless_verl.verl_adapter import step_report
 
+    meter = step_report.StepMeter()
     with pytest.raises(step_report.AuditFailed, match="uid_1_0 says that its first token is of version 9"):
-        step_report.StepMeter().count_staleness(_with_versions(7, 9), current_version=7)
+        meter.count_staleness(_with_versions(7, 9), current_version=7)
+    assert meter.finish(step=1, total_steps=1, timing={"step": 1.0}).audit_violations == 1
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 4), (2, 4), (8, 8)])

@@ -138,7 +138,7 @@ def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_inside_is_an_e
 
 
 def test_a_resumed_run_counts_each_step_once_and_takes_the_first_and_last_validation():
-    steps = [step(1), step(2, rows=99), step(2, rows=20), step(3, audit_violations=1, max_logprob_diff=2e-6)]
+    steps = [step(1), step(2, rows=99, audit_violations=1), step(2, rows=20), step(3, max_logprob_diff=2e-6)]
     validations = [
         validation(0, {"a": 0.0, "b": 0.5}),
         validation(2, {"a": 0.9, "b": 0.9}),

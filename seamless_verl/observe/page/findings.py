@@ -79,8 +79,8 @@ def _audit(run: RunDigest) -> Iterator[Finding]:
     if bad:
         yield Finding(
             weight=Weight.BROKEN,
-            title=f"{bad} trained rows differ from what the engine returned",
-            advice="Rewards and gradients of this run are not to be trusted. Look at logs/ for the first violation.",
+            title=f"{bad} rows are not what the engine returned",
+            advice="The run ended before it trained on them. This is a defect: logs/trainer.log names the first row.",
             anchor="learning",
         )
 

@@ -191,7 +191,7 @@ def test_what_is_broken_comes_first():
     found = list(titles(events, [dict(step=1, audit_violations=3)]).items())
     assert [weight for _, weight in found] == [Weight.BROKEN] * 4
     text = " ".join(title for title, _ in found)
-    for part in ("RunBroken", "3 trained rows", "2 versions old; the bound is 1", "5.0 s of device time"):
+    for part in ("RunBroken", "3 rows are not what", "2 versions old; the bound is 1", "5.0 s of device time"):
         assert part in text
 
 
