@@ -279,7 +279,7 @@ class LendingTrainer(RecordedTrainer):
         driver.tell(asked)
         if missing > 0 and not driver.lending:
             self._starved_groups += missing
-        with self.flight.phase(Phase.WAIT_FOR_BATCH) if tag is Tag.TRAIN else nullcontext():
+        with self._waiting_for_batch() if tag is Tag.TRAIN else nullcontext():
             while request not in driver.granted:
                 if request in driver.refused:
                     raise GangRefused(f"{request}: {driver.refused[request]}")
@@ -292,6 +292,14 @@ class LendingTrainer(RecordedTrainer):
                 driver.tick()
         del driver.granted[request]
         self._request = request
+
+    @contextmanager
+    def _waiting_for_batch(self) -> Iterator[None]:
+        buffer = self.replay_buffer
+        streams = isinstance(buffer, StreamingReplayBuffer)
+        patience = buffer.stragglers.waiting(self.global_steps) if streams else nullcontext()
+        with self.flight.phase(Phase.WAIT_FOR_BATCH), patience:
+            yield
 
     def _wait(self, timeout_s: float) -> None:
         if isinstance(self.replay_buffer, WokenReplayBuffer):
