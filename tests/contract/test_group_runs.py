@@ -301,6 +301,26 @@ def test_only_time_in_which_the_trainer_waits_for_a_step_counts_as_patience(queu
         assert stragglers.treat(rollout.buffer.protocol, 2) == {}, "patience begins anew with a step"
 
 
+def test_patience_runs_out_while_the_trainer_waits_for_its_gpus_too(queue):
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from seamless_verl.scheduling.slices import Tag
+    from seamless_verl.verl_adapter.lending import LendingTrainer
+    from tests.contract.test_slice_driver import Run
+
+    rollout, handle = waiting(queue, Treatment.TRUNCATE)
+    rollout.while_waiting = [lambda: None, lambda: None, lambda: [rollout.finish(uid) for uid in ("u0", "u1")]]
+    trainer = object.__new__(LendingTrainer)
+    trainer.driver, trainer.replay_buffer, trainer.global_steps = Run().driver, rollout.buffer, 2
+    trainer._asked = trainer._starved_s = trainer._starved_groups = 0
+    trainer.flight = SimpleNamespace(phase=lambda phase: nullcontext(), progress=lambda ready, needed: None)
+    trainer._wait = lambda timeout_s: rollout.wait("train", 0.0)
+    trainer._acquire(Tag.TRAIN, 1, minimum=2, batch=2)
+    assert handle.told == [("cut", ["u0", "u1"])]
+    assert rollout.while_waiting == []
+
+
 def test_by_default_the_trainer_waits(queue):
     rollout, handle = waiting(queue, Treatment.WAIT)
     rollout.while_waiting = [lambda: None, lambda: [rollout.finish(uid) for uid in ("u0", "u1")]]
