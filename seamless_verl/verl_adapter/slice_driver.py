@@ -34,7 +34,6 @@ class SliceDriver:
 
     Args:
         clock: seconds, the run's own.
-        on_lending: told when the first slice of the trainer serves, and when none does any more.
         fetch: what rollout workers report since the last call, stamped with wall time.
         watch: told which servers are waited for to have no request left.
         warn: a line for the user.
@@ -46,7 +45,6 @@ class SliceDriver:
         replicas: ReplicaSlices,
         *,
         clock: Callable[[], float],
-        on_lending: Callable[[bool], None],
         fetch: Callable[[], Sequence[ev.Event]],
         watch: Callable[[Sequence[str]], None],
         warn: Callable[[str], None],
@@ -54,7 +52,6 @@ class SliceDriver:
         self._scheduler = scheduler
         self._replicas = replicas
         self._clock = clock
-        self._on_lending = on_lending
         self._fetch = fetch
         self._watch = watch
         self._warn = warn
@@ -200,10 +197,7 @@ class SliceDriver:
         told: list[ev.Event] = []
         if failed:
             told += self._failures({s: commands[s] for s in failed}, next(iter(failed.values())))
-        was_lent = bool(self._serving)
         self._serving.difference_update(commands)
-        if was_lent and not self._serving:
-            self._on_lending(False)
         told += self._requests()  # what the interrupted generations were worth belongs to this loan
         return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
 
@@ -245,8 +239,6 @@ class SliceDriver:
             except RayError as error:
                 told += self._failures(hybrid, error)
                 hybrid = {}
-        if hybrid and not self._serving:
-            self._on_lending(True)
         self._serving.update(hybrid)
         return [*told, *self._requests(), *self._ready(hybrid, version)]
 

@@ -96,7 +96,6 @@ class Run:
             self.scheduler,
             self.replicas,
             clock=self.clock,
-            on_lending=lambda lent: None,
             fetch=lambda: [self.reports.pop() for _ in list(self.reports)],
             watch=self.watched.append,
             warn=self.lines.append,
