@@ -17,6 +17,7 @@ from seamless_verl.scheduling.slices import SliceId, Tag
 from seamless_verl.verl_adapter.slices import ReplicaSlices
 
 _ROLLOUT = frozenset({Tag.ROLLOUT})
+_TOLERATED_SKEW_S = 1.0  # of wall clocks, before the user is told
 
 
 class WeightsLost(SeamlessError):
@@ -60,6 +61,7 @@ class SliceDriver:
         self._draining: dict[SliceId, int] = {}  # no new requests; the running ones may finish -> command
         self._running: dict[str, SliceId] = {}
         self._restarts: dict[SliceId, Future[None]] = {}
+        self._clock_doubted = False
         self._out: set[SliceId] = set()  # died and did not return: each of its requests reports that
         self.granted: dict[str, tuple[SliceId, ...]] = {}
         self.refused: dict[str, str] = {}
@@ -117,8 +119,12 @@ class SliceDriver:
         by_address = {address: slice_id for slice_id, address in self._replicas.addresses.items()}
         offset = self._clock() - time.time()
         known: list[ev.Event] = []
-        for event in sorted(self._fetch(), key=lambda event: event.at):
-            self._last = max(self._last, event.at + offset)
+        events = sorted(self._fetch(), key=lambda event: event.at)
+        fetched_at = self._clock()  # nothing was reported that happened later, whatever the clock of its node says
+        if events:
+            self._check_clock(events[-1].at + offset - fetched_at)
+        for event in events:
+            self._last = max(self._last, min(event.at + offset, fetched_at))
             changes: dict[str, Any] = {"at": self._last}
             if isinstance(event, (ev.RequestStarted, ev.SliceFailed)):
                 if event.slice not in by_address:
@@ -134,6 +140,14 @@ class SliceDriver:
                 continue
             known.append(replace(event, **changes))
         return known
+
+    def _check_clock(self, ahead_s: float) -> None:
+        if ahead_s > _TOLERATED_SKEW_S and not self._clock_doubted:
+            self._clock_doubted = True
+            self._warn(
+                f"the clock of a rollout worker's node is {ahead_s:.0f} s ahead of the trainer's: what it reports is "
+                "taken to have happened when it was fetched, and forecasts suffer; synchronize the clocks (NTP)"
+            )
 
     def _finish_drains(self) -> None:
         empty = [s for s in self._draining if s not in self._running.values()]
