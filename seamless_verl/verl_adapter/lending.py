@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
-import verl.trainer.ppo.v1.trainer_separate_async as separate_async
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.utils.debug import marked_timer
@@ -113,7 +112,6 @@ class LendingTrainer(RecordedTrainer):
             recorded,
             self._replicas,
             clock=self.flight.recorder.now,
-            on_lending=self._lending,
             fetch=self._fetch,
             watch=self._watch,
             warn=self.reporter.say,
@@ -137,10 +135,6 @@ class LendingTrainer(RecordedTrainer):
             serves = slice_.id not in only_train
             state = SliceState.ROLLOUT if serves else SliceState.IDLE
             driver.tell(ev.SliceAdded(at=at, slice=slice_, state=state, version=version if serves else None))
-
-    def _lending(self, lent: bool) -> None:
-        mode = separate_async.HybridEngineMode
-        self.current_mode = mode.ROLLOUT if lent else mode.TRAINER
 
     def _fetch(self) -> list[ev.Event]:
         fetched = ray.get([worker.take_request_events.remote() for worker in self._workers])
@@ -279,7 +273,7 @@ class LendingTrainer(RecordedTrainer):
         driver.tell(asked)
         if missing > 0 and not driver.lending:
             self._starved_groups += missing
-        with self.flight.phase(Phase.WAIT_FOR_BATCH) if tag is Tag.TRAIN else nullcontext():
+        with self._waiting_for_batch() if tag is Tag.TRAIN else nullcontext():
             while request not in driver.granted:
                 if request in driver.refused:
                     raise GangRefused(f"{request}: {driver.refused[request]}")
@@ -292,6 +286,14 @@ class LendingTrainer(RecordedTrainer):
                 driver.tick()
         del driver.granted[request]
         self._request = request
+
+    @contextmanager
+    def _waiting_for_batch(self) -> Iterator[None]:
+        buffer = self.replay_buffer
+        streams = isinstance(buffer, StreamingReplayBuffer)
+        patience = buffer.stragglers.waiting(self.global_steps) if streams else nullcontext()
+        with self.flight.phase(Phase.WAIT_FOR_BATCH), patience:
+            yield
 
     def _wait(self, timeout_s: float) -> None:
         if isinstance(self.replay_buffer, WokenReplayBuffer):

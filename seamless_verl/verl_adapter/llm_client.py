@@ -8,6 +8,7 @@ straight back: the replica holds it until its weights are new.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -114,7 +115,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             extra["attempt"] = place.request
         while True:
             try:
-                server_id, handle = await super()._acquire_server(request_id, **extra)
+                server_id, handle = await self._seat(request_id, **extra)
             except RuntimeError as error:
                 if not self._outlives_replicas or "No available servers" not in str(error):
                     raise
@@ -125,6 +126,23 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             if place is not None:
                 place.server = handle
             return server_id, handle
+
+    async def _seat(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        """verl's acquire; where the caller is cancelled meanwhile, the seat is given back as soon as it is granted.
+
+        Cancelling an await on a Ray call does not cancel the call: the balancer would count the seat for ever.
+        """
+        asked = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(functools.partial(self._give_back, request_id))
+            raise
+
+    def _give_back(self, request_id: str, asked: asyncio.Task[tuple[str, Any]]) -> None:
+        if not asked.cancelled() and asked.exception() is None:
+            server_id, _ = asked.result()
+            self._release_server(server_id, request_id=request_id)
 
     async def _someone_serves(self) -> None:
         """One question for all that wait here: each of them would hold one of the 1,000 places that Ray gives the

@@ -157,8 +157,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         )
         self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy, in_flight=in_flight)
         self._admits = admits
-        self._stragglers = Stragglers(stuck or StuckPolicy())
-        self._look_s = min(_LOOK_S, self._stragglers.look_again_s)
+        self.stragglers = Stragglers(stuck or StuckPolicy())
+        self._look_s = min(_LOOK_S, self.stragglers.look_again_s)
         self._source: PromptSource | None = None
         self._on_progress = on_progress
         self._abandoned: set[str] = set()  # surplus groups that are still generated
@@ -169,7 +169,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def listen(self, workers: Sequence[Any]) -> None:
         super().listen(workers)
         if all(hasattr(worker, "restart_groups") for worker in workers):
-            self._stragglers.listen(workers)
+            self.stragglers.listen(workers)
 
     # ---------------------------------------------------------------- admission
 
@@ -246,14 +246,15 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         if partition_id != "train":
             return super().wait_for_sampleable(global_steps, partition_id, target_count)
         last_debug_time = time.time()
-        while True:
-            if self._look(global_steps):
-                self.admit(global_steps)
-            self._on_progress(self.protocol.num_available, target_count)
-            if self.protocol.num_available >= target_count:
-                metrics, self._metrics = dict(self._metrics), defaultdict(float)
-                return self.finished_keys[partition_id] & self._groups(EntryState.OCCUPIED), metrics
-            last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
+        with self.stragglers.waiting(global_steps):
+            while True:
+                if self._look(global_steps):
+                    self.admit(global_steps)
+                self._on_progress(self.protocol.num_available, target_count)
+                if self.protocol.num_available >= target_count:
+                    metrics, self._metrics = dict(self._metrics), defaultdict(float)
+                    return self.finished_keys[partition_id] & self._groups(EntryState.OCCUPIED), metrics
+                last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
 
     @SkipManager.annotate_tq(role="rollout_tq", phase="sample")
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
@@ -261,7 +262,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         if partition_id != "train":
             return super().sample(global_steps, partition_id, batch_size)
         _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
-        self._stragglers.got_some()
+        self.stragglers.got_some()
         consumption = self.protocol.consume(batch_size)
         self._abandoned.update(consumption.surplus)
         self._adopted.difference_update(entry.group for entry in consumption.groups)
@@ -319,9 +320,9 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._clear_groups("train", filtered | failed | abandoned)
         self.count_failures(len(failed), bool(done or filtered))
         if done or filtered or failed:
-            self._stragglers.got_some()
+            self.stragglers.got_some()
         else:
-            for metric, count in self._stragglers.treat(self.protocol, global_steps - 1).items():
+            for metric, count in self.stragglers.treat(self.protocol, global_steps - 1).items():
                 self._metrics[metric] += count
         return bool(filtered or failed)
 

@@ -11,6 +11,7 @@ order in which conversations began. A conversation stays on its replica (prefix 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
 # no release could come through. Beyond this many, requests go where they are served soonest.
 _MOST_HELD = 500
 _UNBOUNDED = 1 << 30
+# A client asks for its next place right after it left the last one; who has not by then had come to its end.
+_ASKS_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         self._rule = MigrationRule() if self.settings.migrate else None
         self._running: dict[tuple[str, str], list[_Attempt]] = {}  # (replica, conversation), in order of arrival
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
+        self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
 
     def require_acquire_fields(self) -> list[str]:
@@ -91,6 +95,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             finally:
                 del self._held[number]
         server_id, handle = super().acquire_server(request_id)
+        self._moving.pop(request_id, None)
         self._running.setdefault((server_id, request_id), []).append(_Attempt(attempt, len(prompt_ids)))
         self._kv[server_id] = self._kv.get(server_id, 0) + len(prompt_ids)
         return server_id, handle
@@ -103,7 +108,9 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             self._kv[server_id] -= running.pop(0).tokens
             if not running:
                 del self._running[key]
-                self._leaving.discard(key)
+                if key in self._leaving:
+                    self._leaving.remove(key)
+                    self._moving[key[1]] = time.monotonic()
         self._route()
         self._migrate()
 
@@ -144,9 +151,11 @@ class MarginalGainBalancer(MeteredLoadBalancer):
     def _migrate(self) -> None:
         """Interrupt conversations where the rule says so, those that came last first: they have the least to lose.
 
-        One round at a time: until those of the last one have left, the loads do not show what it brought.
+        One round at a time: until those of the last one run elsewhere, the loads do not show what it brought.
         """
-        if self._rule is None or self._leaving or self._held or not self._inflight_requests:
+        asks_since = time.monotonic() - _ASKS_AGAIN_S
+        self._moving = {conversation: left for conversation, left in self._moving.items() if left > asks_since}
+        if self._rule is None or self._leaving or self._moving or self._held or not self._inflight_requests:
             return
         loads = self._loads()
         starving = min(loads, key=lambda load: (load.running + load.waiting, load.replica))

@@ -17,6 +17,7 @@ from seamless_verl.scheduling.slices import SliceId, Tag
 from seamless_verl.verl_adapter.slices import ReplicaSlices
 
 _ROLLOUT = frozenset({Tag.ROLLOUT})
+_TOLERATED_SKEW_S = 1.0  # of wall clocks, before the user is told
 
 
 class WeightsLost(SeamlessError):
@@ -34,7 +35,6 @@ class SliceDriver:
 
     Args:
         clock: seconds, the run's own.
-        on_lending: told when the first slice of the trainer serves, and when none does any more.
         fetch: what rollout workers report since the last call, stamped with wall time.
         watch: told which servers are waited for to have no request left.
         warn: a line for the user.
@@ -46,7 +46,6 @@ class SliceDriver:
         replicas: ReplicaSlices,
         *,
         clock: Callable[[], float],
-        on_lending: Callable[[bool], None],
         fetch: Callable[[], Sequence[ev.Event]],
         watch: Callable[[Sequence[str]], None],
         warn: Callable[[str], None],
@@ -54,7 +53,6 @@ class SliceDriver:
         self._scheduler = scheduler
         self._replicas = replicas
         self._clock = clock
-        self._on_lending = on_lending
         self._fetch = fetch
         self._watch = watch
         self._warn = warn
@@ -63,6 +61,7 @@ class SliceDriver:
         self._draining: dict[SliceId, int] = {}  # no new requests; the running ones may finish -> command
         self._running: dict[str, SliceId] = {}
         self._restarts: dict[SliceId, Future[None]] = {}
+        self._clock_doubted = False
         self._out: set[SliceId] = set()  # died and did not return: each of its requests reports that
         self.granted: dict[str, tuple[SliceId, ...]] = {}
         self.refused: dict[str, str] = {}
@@ -120,8 +119,12 @@ class SliceDriver:
         by_address = {address: slice_id for slice_id, address in self._replicas.addresses.items()}
         offset = self._clock() - time.time()
         known: list[ev.Event] = []
-        for event in sorted(self._fetch(), key=lambda event: event.at):
-            self._last = max(self._last, event.at + offset)
+        events = sorted(self._fetch(), key=lambda event: event.at)
+        fetched_at = self._clock()  # nothing was reported that happened later, whatever the clock of its node says
+        if events:
+            self._check_clock(events[-1].at + offset - fetched_at)
+        for event in events:
+            self._last = max(self._last, min(event.at + offset, fetched_at))
             changes: dict[str, Any] = {"at": self._last}
             if isinstance(event, (ev.RequestStarted, ev.SliceFailed)):
                 if event.slice not in by_address:
@@ -137,6 +140,14 @@ class SliceDriver:
                 continue
             known.append(replace(event, **changes))
         return known
+
+    def _check_clock(self, ahead_s: float) -> None:
+        if ahead_s > _TOLERATED_SKEW_S and not self._clock_doubted:
+            self._clock_doubted = True
+            self._warn(
+                f"the clock of a rollout worker's node is {ahead_s:.0f} s ahead of the trainer's: what it reports is "
+                "taken to have happened when it was fetched, and forecasts suffer; synchronize the clocks (NTP)"
+            )
 
     def _finish_drains(self) -> None:
         empty = [s for s in self._draining if s not in self._running.values()]
@@ -200,10 +211,7 @@ class SliceDriver:
         told: list[ev.Event] = []
         if failed:
             told += self._failures({s: commands[s] for s in failed}, next(iter(failed.values())))
-        was_lent = bool(self._serving)
         self._serving.difference_update(commands)
-        if was_lent and not self._serving:
-            self._on_lending(False)
         told += self._requests()  # what the interrupted generations were worth belongs to this loan
         return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
 
@@ -245,8 +253,6 @@ class SliceDriver:
             except RayError as error:
                 told += self._failures(hybrid, error)
                 hybrid = {}
-        if hybrid and not self._serving:
-            self._on_lending(True)
         self._serving.update(hybrid)
         return [*told, *self._requests(), *self._ready(hybrid, version)]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -14,14 +15,18 @@ from seamless_verl.staleness.stuck import Retry, StuckPolicy, Treatment
 
 
 class Stragglers:
-    """Args:
-    clock: seconds; time in which the trainer looks for groups and none comes counts as waiting.
+    """Patience is counted in `waiting` only: a trainer that trains or publishes weights waits for nobody.
+
+    Args:
+        clock: seconds.
     """
 
     def __init__(self, policy: StuckPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy
         self._clock = clock
-        self._since: float | None = None
+        self._step: int | None = None
+        self._waited_s = 0.0  # in the waits of this step that are over, since a group came
+        self._since: float | None = None  # from when on the wait under way counts
         self._workers: Sequence[Any] = ()
 
     @property
@@ -32,12 +37,28 @@ class Stragglers:
     def listen(self, workers: Sequence[Any]) -> None:
         self._workers = workers
 
+    @contextmanager
+    def waiting(self, step: int) -> Iterator[None]:
+        """Within, the trainer waits for groups of ``step``; not to be nested."""
+        if step != self._step:
+            self._step, self._waited_s = step, 0.0
+        self._since = self._clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self._clock() - self._since
+            self._since = None
+
     def got_some(self) -> None:
         """A group came, or the trainer has what it waited for."""
-        self._since = None
+        self._waited_s = 0.0
+        if self._since is not None:
+            self._since = self._clock()
 
     def treat(self, protocol: StalenessProtocol, version: int) -> dict[str, int]:
         """Called at every look that brought nothing; the slots of groups that are started anew move.
+
+        A look outside of `waiting` treats nobody.
 
         Args:
             version: of the weights that a group started now begins with.
@@ -45,13 +66,12 @@ class Stragglers:
         Returns:
             How many groups were started anew and cut short, by metric.
         """
-        now = self._clock()
         if self._since is None:
-            self._since = now
-        commands = self.policy.treat(protocol, now - self._since)
+            return {}
+        commands = self.policy.treat(protocol, self._waited_s + self._clock() - self._since)
         if not commands or not self._workers:
             return {}
-        self._since = now
+        self.got_some()  # those that are treated now are given as much time again
         uids = [command.group for command in commands]
         if isinstance(commands[0], Retry):
             return {"training/stuck/retried": self._restart(protocol, version, uids)}

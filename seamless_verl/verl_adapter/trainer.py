@@ -8,6 +8,7 @@ Everything between the audit and the weights is verl's own code.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -235,20 +236,32 @@ class SeamlessTrainer(LendingTrainer):
     # ---------------------------------------------------------------- a step
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **kwargs: Any) -> KVBatchMeta:
-        """As verl's, then rows of like length side by side within each rank's share: less padding per micro-batch.
+        """As verl's, then rows of like length side by side within each optimizer step: less padding per micro-batch.
 
-        A mini-batch is one optimizer step whose loss does not depend on the order of its rows.
+        Every rank cuts its share in order into mini-batches, one per optimizer step. Which rows a step gets stays as
+        verl has it, or its gradient would depend on their lengths; the order within a step is of no matter to the loss.
         """
         batch = super()._balance_batch(batch, metrics, **kwargs)
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        share = len(batch.keys) // ranks
+        together = self._rows_between_cuts(len(batch.keys))
         order = [
             row
-            for rank in range(ranks)
-            for row in sorted(range(rank * share, (rank + 1) * share), key=lambda row: batch.tags[row]["seq_len"])
+            for first in range(0, len(batch.keys), together)
+            for row in sorted(range(first, first + together), key=lambda row: batch.tags[row]["seq_len"])
         ]
         batch.reorder(order)
         return batch
+
+    def _rows_between_cuts(self, rows: int) -> int:
+        """The batch of ``rows`` may be sorted in pieces of this many: no share of a rank and no mini-batch of actor or
+        critic (verl's ``TrainingWorker.train_mini_batch``) begins or ends within a piece.
+        """
+        config, n = self.config, self.config.actor_rollout_ref.rollout.n
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        lengths = [rows // ranks, config.actor_rollout_ref.actor.ppo_mini_batch_size * n // ranks]
+        if self.use_critic:
+            ranks = max(self.critic_wg._query_dispatch_info("train")) + 1  # of its own: sequence parallelism may differ
+            lengths.append(config.critic.ppo_mini_batch_size * n // ranks)
+        return math.gcd(*lengths)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         version = self.global_steps - 1

@@ -211,15 +211,19 @@ def queue(monkeypatch):
     return ScriptedTransferQueue().install(monkeypatch)
 
 
-def waiting(queue, treatment):
-    """A trainer whose step 2 waits for the stragglers u0 and u1 while the whole batch of step 3 is finished."""
+def waiting(queue, treatment, patience_s=2.0):
+    """A trainer whose step 2 waits for the stragglers u0 and u1 while the whole batch of step 3 is finished.
+
+    Each time that it waits takes a second.
+    """
     import verl.trainer.ppo.v1  # noqa: F401
 
     from tests.contract.test_streaming import Rollout
 
-    rollout = Rollout(queue, eta=1, batch_size=2, stuck=StuckPolicy(treatment=treatment, patience_s=1e-9))
+    rollout = Rollout(queue, eta=1, batch_size=2, stuck=StuckPolicy(treatment=treatment, patience_s=patience_s))
     handle = ScriptedHandle(rollout)
     rollout.buffer.listen([handle])
+    rollout.buffer.stragglers._clock = lambda: -len(rollout.while_waiting)
     rollout.buffer.admit(1)
     for uid in ("u2", "u3"):
         rollout.finish(uid)
@@ -262,6 +266,59 @@ def test_stragglers_are_cut_short_and_trained(queue):
     uids, _, metrics = rollout.sample(2)
     assert (uids, handle.told) == (["u0", "u1"], [("cut", ["u0", "u1"])])
     assert metrics["training/stuck/truncated"] == 2
+
+
+def test_only_time_in_which_the_trainer_waits_for_a_step_counts_as_patience(queue):
+    """It looks for groups before it publishes weights and validates, too; it waits for nobody meanwhile."""
+    rollout, handle = waiting(queue, Treatment.TRUNCATE, patience_s=60)
+    now = 0.0
+
+    def pass_time(seconds):
+        nonlocal now
+        now += seconds
+
+    stragglers = rollout.buffer.stragglers
+    stragglers._clock = lambda: now
+    assert rollout.buffer.take_stock(2) == (0, 2), "at the end of a step"
+    pass_time(300)  # weights, validation, a checkpoint
+    with stragglers.waiting(2):
+        rollout.buffer.take_stock(2)
+        pass_time(30)  # for its GPUs
+        rollout.buffer.take_stock(2)
+    pass_time(300)
+    assert handle.told == []
+    rollout.while_waiting = [
+        lambda: pass_time(29),
+        lambda: [pass_time(1), handle.told.append("a minute")],
+        lambda: [rollout.finish(uid) for uid in ("u0", "u1")],
+    ]
+    rollout.sample(2)
+    assert handle.told == ["a minute", ("cut", ["u0", "u1"])]
+    with stragglers.waiting(2):
+        pass_time(59)
+    with stragglers.waiting(3):
+        pass_time(59)
+        assert stragglers.treat(rollout.buffer.protocol, 2) == {}, "patience begins anew with a step"
+
+
+def test_patience_runs_out_while_the_trainer_waits_for_its_gpus_too(queue):
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from seamless_verl.scheduling.slices import Tag
+    from seamless_verl.verl_adapter.lending import LendingTrainer
+    from tests.contract.test_slice_driver import Run
+
+    rollout, handle = waiting(queue, Treatment.TRUNCATE)
+    rollout.while_waiting = [lambda: None, lambda: None, lambda: [rollout.finish(uid) for uid in ("u0", "u1")]]
+    trainer = object.__new__(LendingTrainer)
+    trainer.driver, trainer.replay_buffer, trainer.global_steps = Run().driver, rollout.buffer, 2
+    trainer._asked = trainer._starved_s = trainer._starved_groups = 0
+    trainer.flight = SimpleNamespace(phase=lambda phase: nullcontext(), progress=lambda ready, needed: None)
+    trainer._wait = lambda timeout_s: rollout.wait("train", 0.0)
+    trainer._acquire(Tag.TRAIN, 1, minimum=2, batch=2)
+    assert handle.told == [("cut", ["u0", "u1"])]
+    assert rollout.while_waiting == []
 
 
 def test_by_default_the_trainer_waits(queue):

@@ -127,6 +127,79 @@ async def test_a_client_that_gives_up_is_forgotten():
     assert not balancer._held
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    import ray
+
+    ray.init("local", num_cpus=1, include_dashboard=False)
+    yield ray
+    ray.shutdown()
+
+
+async def turn():
+    """Everything else that is ready runs once."""
+    await asyncio.sleep(0)
+
+
+def client_of(balancer):
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 400, "name": "vllm"}}})
+    return VersionedLLMClient(config, balancer)
+
+
+async def test_the_seat_of_a_client_that_left_an_actors_queue_goes_to_the_next(cluster):
+    """Cancelling an await on an actor's answer does not cancel the actor's call: it is granted a seat later."""
+    from seamless_verl.verl_adapter.router import balancer_class
+
+    made = balancer_class(RouterConfig(policy="marginal_gain"), 1)
+    balancer = cluster.remote(made).options(num_cpus=0).remote(servers={"a": "handle"}, max_cache_size=100)
+
+    async def looked_up(what):
+        return await balancer.__ray_call__.remote(what)
+
+    client = client_of(balancer)
+    await client._acquire_server("first", prompt_ids=[0] * 7)
+    gone = asyncio.ensure_future(client._acquire_server("gone", prompt_ids=[0] * 5))
+    while not await looked_up(lambda router: len(router._held)):
+        pass
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    client._release_server("a", request_id="first")
+    assert await asyncio.wait_for(client._acquire_server("next", prompt_ids=[0] * 3), 30) == ("a", "handle")
+    client._release_server("a", request_id="next")
+    while await looked_up(lambda router: router.get_total_inflight()):  # a release is not waited for
+        pass
+    assert await looked_up(lambda router: (router._kv, router._running, router._held)) == ({"a": 0}, {}, {})
+
+
+async def test_a_client_cancelled_while_its_seat_is_on_the_way_gives_it_back():
+    balancer = balancer_of({"a": "handle"})
+    client = client_of(Awaitable(balancer))
+    call = asyncio.ensure_future(client._acquire_server("gone", prompt_ids=[0]))
+    while not balancer.get_total_inflight():
+        await turn()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    while balancer.get_total_inflight():
+        await turn()
+
+
+async def test_a_client_that_left_before_it_was_refused_owes_nothing():
+    balancer = balancer_of({})
+    client = client_of(Awaitable(balancer))
+    call = asyncio.ensure_future(client._acquire_server("gone", prompt_ids=[0]))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert balancer.get_total_inflight() == 0
+
+
 async def test_replicas_may_come_and_go():
     balancer = router(servers=("a",), max_running=1)
     await balancer.acquire_server("first", prompt_ids=[0])
@@ -211,14 +284,9 @@ class Awaitable(Remote):
 
 
 async def test_a_replica_that_starves_takes_over_half_of_what_runs_elsewhere_with_its_tokens():
-    from omegaconf import OmegaConf
-
-    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
-
     full, starving = Replica(), Replica()
     balancer = balancer_of({"full": Remote(full)}, migrate=True)
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 400, "name": "vllm"}}})
-    client = VersionedLLMClient(config, Awaitable(balancer))
+    client = client_of(Awaitable(balancer))
     calls = [
         asyncio.ensure_future(client.generate(f"r{n}", prompt_ids=[1000 * n], sampling_params={"max_tokens": 300}))
         for n in range(8)
@@ -227,14 +295,40 @@ async def test_a_replica_that_starves_takes_over_half_of_what_runs_elsewhere_wit
         await asyncio.sleep(0)
     assert len(full.under_way) == 8
     balancer.add_servers({"starving": Remote(starving)})
+    while len(starving.under_way) < 4:
+        await turn()
+    assert (len(full.under_way), len(full.aborted), starving.aborted) == (4, 4, set())
     outputs = await asyncio.wait_for(asyncio.gather(*calls), 60)
     assert [output.token_ids for output in outputs] == [[1000 * n + t for t in range(1, 301)] for n in range(8)]
     assert all(output.extra_fields["version_spans"] == [(3, 300)] for output in outputs)
-    assert len(full.aborted) == len(starving.prompts) == 4
     assert all(prompt == list(range(prompt[0], prompt[-1] + 1)) and len(prompt) > 10 for prompt in starving.prompts)
     assert balancer.get_total_inflight() == 0
     assert not balancer._running
     assert not balancer._leaving
+
+
+async def test_a_round_of_moves_is_over_when_those_that_left_have_asked_again_or_do_not(monkeypatch):
+    from seamless_verl.verl_adapter import router as module
+
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    full = Replica()
+    balancer = balancer_of({"full": Remote(full)}, migrate=True)
+    for number in range(8):
+        await balancer.acquire_server(f"r{number}", prompt_ids=[0], attempt=f"a{number}")
+    balancer.add_servers({"starving": Remote(Replica())})
+    assert full.aborted == {"a4", "a5", "a6", "a7"}
+    for number in range(4, 8):
+        balancer.release_server("full", f"r{number}")
+    assert len(full.aborted) == 4, "the four are on their way"
+    assert [(await balancer.acquire_server(f"r{n}", attempt=f"b{n}"))[0] for n in (4, 5)] == ["starving"] * 2
+    for number in (4, 5):
+        balancer.release_server("starving", f"r{number}")
+    assert len(full.aborted) == 4, "two are"
+    now = 2.0
+    await balancer.acquire_server("r4", attempt="c4")
+    balancer.release_server("starving", "r4")
+    assert len(full.aborted) > 4, "they had ended, and the replica starves again"
 
 
 async def test_without_migration_requests_stay_where_they_are():

@@ -96,7 +96,6 @@ class Run:
             self.scheduler,
             self.replicas,
             clock=self.clock,
-            on_lending=lambda lent: None,
             fetch=lambda: [self.reports.pop() for _ in list(self.reports)],
             watch=self.watched.append,
             warn=self.lines.append,
@@ -296,3 +295,23 @@ def test_a_death_that_requests_report_too_is_one_death():
     run.step()
     assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"]
     assert len([line for line in run.lines if "is out" in line]) == 1
+
+
+def test_a_node_whose_clock_is_ahead_does_not_move_the_run_into_the_future():
+    import time
+
+    run, told = Run(), []
+    handle = run.scheduler.handle
+    run.scheduler.handle = lambda event: (told.append(event), handle(event))[1]
+    for number in range(2):
+        run.reports.append(
+            run.ev.RequestStarted(
+                at=time.time() + 600, request=f"q{number}", session="s", group="g", slice="B", context_tokens=1
+            )
+        )
+        run.driver.tell_requests()
+    assert [event.request for event in told] == ["q0", "q1"]
+    assert all(event.at <= run.time for event in told)
+    assert run.driver.now() <= run.time
+    [line] = run.lines
+    assert "600 s ahead" in line

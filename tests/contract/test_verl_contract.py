@@ -29,6 +29,7 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.step",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
+    "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
@@ -283,21 +284,80 @@ def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch
     assert busy() == {"a": (6.0, 13.0), "b": (0.0, 7.0)}
 
 
-def test_rows_of_like_length_lie_side_by_side_within_each_ranks_share(monkeypatch):
-    from types import SimpleNamespace
+def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1):
+    """A trainer that can only balance; prompts have two rollouts each."""
+    from omegaconf import OmegaConf
 
+    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+
+    config = {
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini_batch}, "rollout": {"n": 2}},
+        "critic": {"ppo_mini_batch_size": critic_mini_batch},
+        "trainer": {"critic_warmup": 0},
+    }
+    trainer = object.__new__(SeamlessTrainer)
+    trainer.config = OmegaConf.create(config)
+    trainer.global_steps = 1
+    trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
+    trainer.actor_rollout_wg = types.SimpleNamespace(_dispatch_info={"actor": list(range(ranks))})
+    trainer.use_critic = critic_mini_batch is not None
+    trainer.critic_wg = types.SimpleNamespace(_query_dispatch_info=lambda mesh: list(range(critic_ranks)))
+    return trainer
+
+
+def _lengths_per_optimizer_step(batch, ranks, mini_batch_rows):
+    """The lengths that each optimizer step of each rank gets, in order, cut by the iterator of verl's workers."""
+    import torch
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    lengths = torch.tensor([tag["seq_len"] for tag in batch.tags])
+    cut = []
+    for share in lengths.chunk(ranks):
+        rows = TensorDict({"length": share}, batch_size=[len(share)])
+        steps = tensordict_utils.make_iterator(
+            rows, mini_batch_size=mini_batch_rows // ranks, epochs=1, seed=42, dataloader_kwargs={"shuffle": False}
+        )
+        cut.append([step["length"].tolist() for step in steps])
+    return cut
+
+
+def _batch_of(lengths):
     from transfer_queue import KVBatchMeta
 
-    from seamless_verl.verl_adapter.trainer import SeamlessTrainer, separate_async
+    keys, tags = [str(row) for row in range(len(lengths))], [{"seq_len": length} for length in lengths]
+    return KVBatchMeta(partition_id="train", keys=keys, tags=tags, extra_info={})
 
-    monkeypatch.setattr(separate_async.PPOTrainerSeparateAsync, "_balance_batch", lambda self, batch, metrics: batch)
-    trainer = object.__new__(SeamlessTrainer)
-    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1]})
-    lengths = [5, 3, 4, 9, 8, 7]
-    batch = KVBatchMeta(
-        partition_id="train", keys=[str(n) for n in lengths], tags=[{"seq_len": n} for n in lengths], extra_info={}
-    )
-    assert trainer._balance_batch(batch, {}).keys == ["3", "4", "5", "7", "8", "9"]
+
+def test_rows_of_like_length_lie_side_by_side_and_every_optimizer_step_keeps_the_rows_that_verl_gives_it():
+    """Two mini-batches: sessions that left a second row make more rows than one mini-batch has."""
+    import random
+
+    from seamless_verl.verl_adapter.trainer import separate_async
+
+    lengths = random.Random(0).sample(range(400, 8000), 32)
+    trainer = _balancing_trainer(ranks=2, mini_batch=8)
+    ours = _lengths_per_optimizer_step(trainer._balance_batch(_batch_of(lengths), {}), 2, 16)
+    verl = separate_async.PPOTrainerSeparateAsync._balance_batch(trainer, _batch_of(lengths), {})
+    verls = _lengths_per_optimizer_step(verl, 2, 16)
+    assert [len(steps) for steps in verls] == [2, 2]
+    assert verls != ours
+    assert ours == [[sorted(step) for step in steps] for steps in verls]
+
+
+@pytest.mark.parametrize(("critic_mini_batch", "critic_ranks"), [(4, 2), (4, 1), (16, 2), (12, 1)])
+def test_a_critic_with_mini_batches_of_another_size_keeps_its_rows_per_step_too(critic_mini_batch, critic_ranks):
+    import random
+
+    from seamless_verl.verl_adapter.trainer import separate_async
+
+    lengths = random.Random(1).sample(range(400, 8000), 96)
+    trainer = _balancing_trainer(2, 8, critic_mini_batch, critic_ranks)
+    ours = trainer._balance_batch(_batch_of(lengths), {})
+    verl = separate_async.PPOTrainerSeparateAsync._balance_batch(trainer, _batch_of(lengths), {})
+    for ranks, mini_batch_rows in [(2, 16), (critic_ranks, 2 * critic_mini_batch)]:
+        kept, given = (_lengths_per_optimizer_step(batch, ranks, mini_batch_rows) for batch in (ours, verl))
+        assert [[set(step) for step in steps] for steps in kept] == [[set(step) for step in steps] for steps in given]
 
 
 def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differs():
