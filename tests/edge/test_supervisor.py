@@ -11,6 +11,7 @@ import threading
 import psutil
 import pytest
 
+from seamless_verl.recipes.swe.real import child
 from seamless_verl.supervisor import GRACE, RUN_ID, _apart, sweep
 
 # Prints its pid and waits for ever.
@@ -84,8 +85,10 @@ def test_a_process_that_nothing_ends_is_named_and_left_at_the_limit(monkeypatch)
     env = {**os.environ, RUN_ID: "undead"}
     with subprocess.Popen([sys.executable, "-c", STUBBORN], env=env, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        swept = sweep("undead", patience_s=0.1, limit_s=0.5)
-        process.kill()
+        try:
+            swept = sweep("undead", patience_s=0.1, limit_s=0.5)
+        finally:
+            process.kill()
     assert [survivor.pid for survivor in swept.survivors] == [process.pid]
 
 
@@ -184,3 +187,8 @@ def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_pa
     assert "still run" in said
     assert run.returncode == 1
     assert not (tmp_path / "pid").exists()
+
+
+def test_the_processes_of_a_real_swe_attempt_ask_the_sweep_for_the_time_that_their_sandbox_needs(tmp_path):
+    attempt = child.Child(module="m", token="t", request=b"", timeout_s=1.0)
+    assert float(child._environment(attempt, tmp_path)[GRACE]) == child.GRACE_S > 10.0
