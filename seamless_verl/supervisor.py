@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,8 +29,15 @@ from seamless_verl import nursery
 
 RUN_ID = "SEAMLESS_RUN_ID"
 INTERPRETER = "SEAMLESS_INTERPRETER"
+GRACE = "SEAMLESS_GRACE_S"
+"""In the environment of a process that needs so many seconds between SIGTERM and SIGKILL to clean up behind it."""
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 45.0
+_KILLED_S = 5.0  # no process that can end needs as long after SIGKILL
+_PATIENCE_S = 3.0
+_SWEEP_S = 60.0  # a GPU's driver may hold a killed process for tens of seconds
+_LEFT_BEHIND = 1
 _LONGEST_BASE = 28
 # Ray's core reads two variables for good when it is loaded, which in the nursery is before Ray has started: the job's
 # id (an embedded run has a cluster of its own, and this is the id of a cluster's first job) and the process that a
@@ -43,13 +51,18 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
     """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
 
     A first Ctrl-C (or SIGTERM, SIGHUP) lets the trainer clean up, a second one ends it at once; what is left after the
-    trainer is swept up in any case.
+    trainer is swept up in any case. An interrupt during the sweep turns to force; one more, or the first if the trainer
+    was interrupted before, leaves at once.
 
     Args:
         run_dir: folder of the run.
         run_id: mark of every process of the run.
         environment: added to this process's own; ``None`` takes a variable away.
         imported: modules that processes of the run find imported already (`seamless_verl.nursery`); none: no nursery.
+
+    Returns:
+        The trainer's exit code, or 128 + the signal that ended it; where processes of the run could not be ended, which
+        stderr names, a code between 1 and 127.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     interrupts: list[int] = []
@@ -75,15 +88,18 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, preexec_fn=_apart)
-        return _wait(trainer, interrupts)
+        code = _wait(trainer, interrupts)
     finally:
-        shared = sweep(run_id, spared)
+        swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
+        if swept.survivors:
+            _say(f"could not be ended and still run: {_named(swept.survivors)}")
         _collect_logs(ray_dir, run_dir / "logs")
         shutil.rmtree(ray_dir, ignore_errors=True)
-        _remove_shared_memory(shared, started)
+        _remove_shared_memory(swept.shared, started)
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
+    return code if not swept.survivors or 0 < code < 128 else _LEFT_BEHIND
 
 
 def identity(pid: int) -> str:
@@ -101,8 +117,12 @@ def is_alive(identified: str) -> bool:
 
 
 def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int]) -> int:
-    """The trainer's exit code, or 128 + the signal that the user sent; an interrupted trainer has ``_GRACE_S``."""
-    deadline = None
+    """The trainer's exit code, or 128 + the signal that the user sent; an interrupted trainer has ``_GRACE_S``.
+
+    One that does not even end by force is left to the sweep, which names it.
+    """
+    deadline: float | None = None
+    code = -signal.SIGKILL
     while True:
         try:
             code = trainer.wait(timeout=1.0)
@@ -110,8 +130,12 @@ def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int]) -> int:
         except subprocess.TimeoutExpired:
             if interrupts and deadline is None:
                 deadline = time.monotonic() + _GRACE_S
+            if deadline is not None and len(interrupts) > 1:
+                deadline = min(deadline, time.monotonic())
             if deadline is not None and time.monotonic() > deadline:
                 trainer.kill()
+                if time.monotonic() > deadline + _KILLED_S:
+                    break
     if interrupts:
         return 128 + interrupts[0]
     return code if code >= 0 else 128 - code
@@ -143,39 +167,108 @@ def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported
     return str(executable)
 
 
-def sweep(run_id: str, spared: frozenset[psutil.Process] | None = None, patience_s: float = 3.0) -> set[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """Attributes:
+    shared: shared-memory files that the run's processes had in use.
+    survivors: processes that did not end, e.g. in uninterruptible sleep on a dead disk.
+    """
+
+    shared: set[str]
+    survivors: tuple[psutil.Process, ...]
+
+
+def sweep(
+    run_id: str,
+    spared: frozenset[psutil.Process] | None = None,
+    *,
+    patience_s: float = _PATIENCE_S,
+    limit_s: float = _SWEEP_S,
+    interrupts: Sequence[int] = (),
+) -> Swept:
     """End every process of a run that is still alive, a request first, then by force until none is left.
 
     Args:
         run_id: the mark that the run's processes carry.
         spared: children of this process that are not the run's; its other children and theirs end, marked or not.
             ``None`` ends what is marked only.
-        patience_s: how long a request is given before force, in seconds.
-
-    Returns:
-        The shared-memory files that they had in use.
+        patience_s: how long a request is given before force, in seconds; a process that carries ``GRACE`` may ask for
+            more.
+        limit_s: what is then left is left.
+        interrupts: signals that the user has sent; grows meanwhile. A new one turns to force, and leaves at once if it
+            is not the first of all.
     """
     shared: set[str] = set()
-    number = signal.SIGTERM
-    empty_looks = 0
-    while empty_looks < 2:
-        left = list(processes_of(run_id))
-        if spared is not None:
-            left = list({*left, *_children_but(spared)})
+    begun, before, empty_looks, asked, told = time.monotonic(), len(interrupts), 0, False, False
+    while True:
+        left = _left(run_id, spared)
         if not left:
             # A process that is just replacing its image has no readable environment: look again.
             empty_looks += 1
+            if empty_looks == 2:
+                return Swept(shared=shared, survivors=())
             time.sleep(_SECOND_LOOK_S)
             continue
         empty_looks = 0
+        seen = len(interrupts)
+        waited_s = time.monotonic() - begun
+        leave = waited_s >= limit_s or seen > max(before, 1)
+        forced = [process for process in left if leave or seen > before or waited_s >= _patience(process, patience_s)]
         for process in left:
             shared |= _mapped_files(process.pid)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        psutil.wait_procs(left, timeout=patience_s)
+        for process in forced if asked else left:
+            _send(process, signal.SIGKILL if process in forced else signal.SIGTERM)
+        asked = True
+        until = begun + limit_s if not leave else 0.0
+        left = _await_end(left, min(until, time.monotonic() + patience_s), interrupts, seen)
         _reap_orphans()
-        number = signal.SIGKILL
-    return shared
+        if leave:
+            return Swept(shared=shared, survivors=tuple(left))
+        stubborn = [process for process in left if process in forced]
+        if stubborn and not told:
+            told = True
+            _say(f"waiting up to {limit_s:.0f} s for what does not end: {_named(stubborn)}; Ctrl-C leaves sooner")
+
+
+def _left(run_id: str, spared: frozenset[psutil.Process] | None) -> list[psutil.Process]:
+    marked = list(processes_of(run_id))
+    return marked if spared is None else list({*marked, *_children_but(spared)})
+
+
+def _send(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+def _await_end(
+    processes: list[psutil.Process], until: float, interrupts: Sequence[int], seen: int
+) -> list[psutil.Process]:
+    """Those that are still there when the time is over or the user interrupts again; one look at least."""
+    while True:
+        _, processes = psutil.wait_procs(processes, timeout=_SECOND_LOOK_S)
+        if not processes or time.monotonic() >= until or len(interrupts) > seen:
+            return processes
+
+
+def _patience(process: psutil.Process, usual_s: float) -> float:
+    try:
+        return max(usual_s, float(process.environ().get(GRACE, 0.0)))
+    except (psutil.Error, ValueError):  # ended meanwhile, or not ours to look into
+        return usual_s
+
+
+def _named(processes: Sequence[psutil.Process]) -> str:
+    names = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # ended meanwhile
+            names.append(f"{process.pid} {process.name()}")
+    return ", ".join(names) or "none any more"
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:

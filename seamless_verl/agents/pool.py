@@ -60,6 +60,7 @@ class _Worker:
         self.jobs: dict[int, asyncio.Future[Any]] = {}
         self.ready = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=_STDERR_LINES)
+        self.unreadable = ""  # what was wrong with what it answered
         self.readers: list[asyncio.Task[None]] = []
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -70,8 +71,9 @@ class _Worker:
         """How it ended, and the last of what it said."""
         status = self.process.returncode
         how = f"killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"status {status}"
+        fault = f"; its answer could not be read: {self.unreadable}" if self.unreadable else ""
         said = " | ".join(self.stderr)
-        return f"worker {self.process.pid} ended ({how})" + (f"; it last wrote: {said}" if said else "")
+        return f"worker {self.process.pid} ended ({how}){fault}" + (f"; it last wrote: {said}" if said else "")
 
 
 class AgentPool:
@@ -156,7 +158,9 @@ class AgentPool:
                     raise SeamlessError("the agent pool is closed")
                 if worker is None:
                     worker = await self._start(slot)
-                if await worker.ready:
+                # Shielded: all jobs of the slot share the future, and one that is given up must not cancel it.
+                ready = await asyncio.shield(worker.ready)
+                if ready and self._workers[slot] is worker:  # else it ended since, and nobody would fail a new job
                     return worker
                 story, worker = worker.story(), None
             raise PoolBroken(f"{' '.join(self._command)}: {_START_ATTEMPTS} workers ended at their start; {story}")
@@ -179,30 +183,27 @@ class AgentPool:
         return worker
 
     async def _read(self, slot: int, worker: _Worker) -> None:
-        """Hand results to their jobs until the worker ends, then fail what is left of them."""
+        """Hand results to their jobs until the worker ends, then fail what is left of them.
+
+        A worker whose answers cannot be read is ended: nobody would hear of its other jobs.
+        """
         assert worker.process.stdout is not None
-        async for line in worker.process.stdout:
-            message: dict[str, Any] = json.loads(line)
-            if "ready" in message:
-                worker.ready.set_result(True)
-                continue
-            future = worker.jobs.get(message["job"])
-            if future is None or future.done():
-                continue
-            if "error" in message:
-                future.set_exception(JobFailed(message["error"]))
-            else:
-                future.set_result(message["result"])
-        _kill(worker)
-        await worker.process.wait()
-        await worker.readers[1]
-        if self._workers[slot] is worker:
-            self._workers[slot] = None
-        if not worker.ready.done():
-            worker.ready.set_result(False)
-        for future in worker.jobs.values():
-            if not future.done():
-                future.set_exception(WorkerDied(worker.story()))
+        try:
+            async for line in worker.process.stdout:
+                _take(worker, json.loads(line))
+        except Exception as error:  # noqa: BLE001 - told by `story`, to every job that it fails
+            worker.unreadable = f"{type(error).__name__}: {error}"
+        finally:
+            _kill(worker)
+            await worker.process.wait()
+            await worker.readers[1]
+            if self._workers[slot] is worker:
+                self._workers[slot] = None
+            if not worker.ready.done():
+                worker.ready.set_result(False)
+            for future in worker.jobs.values():
+                if not future.done():
+                    future.set_exception(WorkerDied(worker.story()))
 
     async def close(self) -> None:
         """End every worker and what it started; jobs in progress fail with ``WorkerDied``. Idempotent."""
@@ -210,6 +211,25 @@ class AgentPool:
         for worker in [worker for worker in self._workers if worker is not None]:
             _kill(worker)
             await asyncio.gather(*worker.readers)
+
+
+def _take(worker: _Worker, message: dict[str, Any]) -> None:
+    """What a worker says: that it is ready, or how a job ended.
+
+    Raises:
+        LookupError, TypeError: it is neither.
+    """
+    if "ready" in message:
+        if not worker.ready.done():
+            worker.ready.set_result(True)
+        return
+    future = worker.jobs.get(message["job"])
+    if future is None or future.done():
+        return
+    if "error" in message:
+        future.set_exception(JobFailed(message["error"]))
+    else:
+        future.set_result(message["result"])
 
 
 def _kill(worker: _Worker) -> None:
@@ -220,7 +240,13 @@ def _kill(worker: _Worker) -> None:
 
 async def _keep_stderr(worker: _Worker) -> None:
     assert worker.process.stderr is not None
-    async for line in worker.process.stderr:
+    while True:
+        try:
+            line = await worker.process.stderr.readline()
+        except ValueError:  # longer than _MAX_LINE_BYTES, and thrown away; the next one may be what it dies of
+            continue
+        if not line:
+            return
         worker.stderr.append(line.decode("utf-8", "replace").rstrip())
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import itertools
+import logging
 import os
 import secrets
 import socket
@@ -24,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.engine import (
     Engine,
     EngineRefused,
@@ -33,7 +36,12 @@ from seamless_verl.proxy.engine import (
 )
 from seamless_verl.trajectory.paths import TokenPath
 
+_log = logging.getLogger(__name__)
 _LENGTH_BYTES = 4
+_ACCEPT_PAUSE_S = 1.0
+_DIAL_S = 60.0  # for the owner's loop to turn, which takes milliseconds unless it is held up
+# What ends by itself, when files are closed or memory is freed; a connection that broke off is the next one's business.
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO}
 
 
 class _Ask(msgspec.Struct, array_like=True):
@@ -91,10 +99,19 @@ class EngineHost:
         self._socket.listen()
         self._socket.setblocking(False)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Take connections from now on."""
-        self._keep(asyncio.create_task(self._accept()))
+        self._accepting = asyncio.create_task(self._accept())
+        self._accepting.add_done_callback(_report)
+        self._keep(self._accepting)
+
+    def check(self) -> None:
+        """Raise when connections are taken no more, so that a proxy that dies could not come back."""
+        if self._accepting is not None and self._accepting.done():
+            story = "the engine's owner takes connections of its proxy no more"
+            raise SeamlessError(story) from (None if self._accepting.cancelled() else self._accepting.exception())
 
     async def close(self) -> None:
         """Take no more, and cancel what is generated."""
@@ -111,12 +128,27 @@ class EngineHost:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._socket)
-            if _user_of(connection) != os.geteuid():
-                connection.close()
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                _log.warning("no connection of a proxy can be taken (%s); again in %.0f s", error, _ACCEPT_PAUSE_S)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            socket.send_fds(connection, [b"\0"], [self._listener.fileno()])
-            self._keep(asyncio.create_task(self._serve(connection)))
+            if self._handed_over(connection):
+                self._keep(asyncio.create_task(self._serve(connection)))
+
+    def _handed_over(self, connection: socket.socket) -> bool:
+        """Whether the other end is ours and has the listening socket now; else the connection is closed."""
+        try:
+            if _user_of(connection) == os.geteuid():
+                socket.send_fds(connection, [b"\0"], [self._listener.fileno()])
+                return True
+        except OSError as error:  # e.g. it was killed meanwhile; the next one is to be served
+            _log.warning("a proxy connected and did not take the listening socket: %s", error)
+        connection.close()
+        return False
 
     async def _serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=connection)
@@ -168,7 +200,11 @@ class RemoteEngine:
 
     @classmethod
     async def connect(cls, address: str) -> tuple[RemoteEngine, socket.socket]:
-        """The engine, and the listening socket to serve on."""
+        """The engine, and the listening socket to serve on.
+
+        Raises:
+            OSError: its owner is gone, or does not hand the socket over (a TimeoutError after ``_DIAL_S``).
+        """
         connection, listener = await asyncio.to_thread(_dial, address)
         return cls(*await asyncio.open_unix_connection(sock=connection)), listener
 
@@ -228,6 +264,11 @@ def _ended(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[
     del running[number]
 
 
+def _report(accepting: asyncio.Task[None]) -> None:
+    if not accepting.cancelled():
+        _log.error("connections of the proxy are taken no more", exc_info=accepting.exception())
+
+
 def _user_of(connection: socket.socket) -> int:
     """Effective user id of the process at the other end."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -237,8 +278,15 @@ def _user_of(connection: socket.socket) -> int:
 def _dial(address: str) -> tuple[socket.socket, socket.socket]:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        connection.settimeout(_DIAL_S)  # until asyncio takes the connection over
         connection.connect(address)
         _, handles, _, _ = socket.recv_fds(connection, 1, 1)
+        if not handles:
+            raise ConnectionError("the engine's owner closed the connection instead of handing its socket over")
+    except TimeoutError:
+        connection.close()
+        story = "its loop is held up, or it takes no connections; see its log"
+        raise TimeoutError(f"the engine's owner handed no socket over within {_DIAL_S:.0f} s: {story}") from None
     except OSError:
         connection.close()
         raise

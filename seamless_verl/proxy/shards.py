@@ -13,12 +13,14 @@ address.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +34,7 @@ from seamless_verl.proxy.standalone import stopped_by_signal
 
 _log = logging.getLogger(__name__)
 _RESTART_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 15.0
 
 
 class RunningShard(Protocol):
@@ -94,7 +97,7 @@ class Shards:
         self._watchers: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, RunningShard] = {}
         self._adding = asyncio.Lock()
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def book(self) -> AddressBook:
@@ -119,40 +122,61 @@ class Shards:
 
     async def stop(self) -> None:
         """Let every shard finish what is under way."""
-        self._stopping = True
+        self._stopping.set()
         await asyncio.gather(*(shard.stop() for shard in self._running.values()), return_exceptions=True)
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
     async def _start_one(self, shard: int) -> None:
         await self._launch(shard)
         self._watchers[shard] = asyncio.create_task(self._watch(shard))
+        self._watchers[shard].add_done_callback(functools.partial(self._report, shard))
 
     async def _launch(self, shard: int) -> None:
         taken = [place for other, place in self._places.items() if other != shard]
         running = await self._launcher.launch(shard, self._places.get(shard), taken)
+        places = self._places | {shard: running.address.partition("://")[2]}
+        if places != self._places:
+            try:
+                _write_places(self._file, places)
+            except ConfigError:
+                await running.stop()  # the folder would not know it: its sessions could not be found again
+                raise
+            self._places = places
         self._running[shard] = running
-        place = running.address.partition("://")[2]
-        if self._places.get(shard) != place:
-            self._places[shard] = place
-            self._file.write_text(json.dumps({str(number): where for number, where in self._places.items()}))
         if self._book.addresses.get(shard) != running.address:  # one that retired and is started again stays retired
             self._book = self._book.with_shard(shard, running.address)
 
     async def _watch(self, shard: int) -> None:
         """Start a shard again whenever it ends by itself: its journal has every answered turn."""
-        while True:
-            how = await self._running[shard].ended()
-            while not self._stopping:
-                _log.error("shard %d ended (%s); starting it again", shard, how)
-                await asyncio.sleep(_RESTART_PAUSE_S)
-                try:
-                    await self._launch(shard)
-                    break
-                except ConfigError as error:
-                    how = str(error)
-            if self._stopping:
-                await self._running[shard].stop()
+        while not self._stopping.is_set():
+            try:
+                how = await self._running[shard].ended()
+            except Exception as error:  # noqa: BLE001 - whoever could tell of it is out of reach, and so is the shard
+                how = _told(error)
+            if not self._stopping.is_set():
+                await self._start_again(shard, how)
+
+    async def _start_again(self, shard: int, how: str) -> None:
+        """Until it runs or the front stops; whatever keeps it from starting may pass (memory, a disk, a cluster)."""
+        pause_s = _RESTART_PAUSE_S
+        while not self._stopping.is_set():
+            _log.error("shard %d ended (%s); starting it again in %.1f s", shard, how, pause_s)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
                 return
+            try:
+                await self._launch(shard)
+                break
+            except Exception as error:  # noqa: BLE001 - logged by the next round
+                how = _told(error)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if self._stopping.is_set():
+            await self._running[shard].stop()  # it may have come too late to be stopped with the others
+
+    def _report(self, shard: int, watching: asyncio.Task[None]) -> None:
+        if not self._stopping.is_set():
+            error = None if watching.cancelled() else watching.exception()
+            _log.error("shard %d is watched no more, and not started again when it ends", shard, exc_info=error)
 
 
 class LocalShards:
@@ -203,6 +227,10 @@ class _LocalShard:
         await self._process.wait()
 
 
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+
+
 async def serve_shards(config: ShardsConfig, launcher: Launcher, *, ready: Callable[[str, int], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -240,3 +268,18 @@ def _known_places(file: Path) -> dict[int, str]:
     except (OSError, ValueError, AttributeError) as error:
         fix = 'mend it by hand: {"0": "HOST:PORT", …}, the addresses that agents of open sessions use'
         raise ConfigError("--record", file, f"is no table of shards: {error}", fix) from error
+
+
+def _write_places(file: Path, places: Mapping[int, str]) -> None:
+    """Replace the table as a whole: half of one would make the next start refuse the folder.
+
+    Raises:
+        ConfigError: the table cannot be written.
+    """
+    part = file.with_name(f"{file.name}.part")
+    try:
+        part.write_text(json.dumps({str(shard): place for shard, place in places.items()}))
+        part.replace(file)
+    except OSError as error:
+        fix = "make room, or let this user write there"
+        raise ConfigError("--record", file, f"the table of shards cannot be written: {error}", fix) from error

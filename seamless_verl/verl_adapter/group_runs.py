@@ -15,6 +15,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.staleness.groups import GroupProgress, GroupState
 
 
@@ -98,14 +99,25 @@ async def _attempt(
     while pending:
         ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in sorted(ended, key=run.tasks.__getitem__):
-            member, error = run.tasks[task], None if task.cancelled() else task.exception()
+            member = run.tasks[task]
             if member in stopped or run.restarted:
                 continue
+            error = _error_of(task, member)
             if error is not None:
                 errors.append(error)
-            verdict = progress.fail(member) if error is not None or task.cancelled() else progress.finish(member)
+            verdict = progress.fail(member) if error is not None else progress.finish(member)
             if verdict.state is not GroupState.GENERATING:
                 state = verdict.state
             stopped.update(verdict.stop)
             run.stop(verdict.stop)
     return state, errors
+
+
+def _error_of(task: asyncio.Task[None], member: int) -> BaseException | None:
+    """What a rollout that was not stopped failed with; a cancellation that comes out of it nobody here asked for."""
+    try:
+        return task.exception()
+    except asyncio.CancelledError as cancelled:
+        error = SeamlessError(f"rollout {member} of its group was cancelled, and not by its group")
+        error.__cause__ = cancelled
+        return error

@@ -83,9 +83,10 @@ class ActorProxy:
             _log.error("the proxy on %s has ended", self.base_url, exc_info=serving.exception())
 
     def check(self) -> None:
-        """Raise when it ended for good."""
+        """Raise when it ended for good, or could not come back if it died."""
         if self._serving is not None and self._serving.done():
             raise SeamlessError(f"the proxy on {self.base_url} has ended") from self._serving.exception()
+        self._engine.check()
 
     async def close(self) -> None:
         if self._serving is not None:

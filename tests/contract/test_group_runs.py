@@ -96,6 +96,17 @@ async def test_a_group_that_cannot_be_completed_fails_and_stops():
     assert members.cancelled == [1]
 
 
+async def test_a_cancellation_that_nobody_asked_for_is_an_error_of_the_group():
+    members = Members(redundancy=1)
+    group = members.start(needed=2)
+    await until(lambda: len(members.ends) == 2)
+    members.ends[1].cancel()
+    complete, errors = await group
+    assert complete is False
+    assert [str(error) for error in errors] == ["rollout 1 of its group was cancelled, and not by its group"]
+    assert isinstance(errors[0].__cause__, asyncio.CancelledError)
+
+
 async def test_a_group_started_anew_begins_with_its_prompt_and_keeps_no_row_of_before():
     members = Members(redundancy=1)
     group = members.start(needed=2)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from seamless_verl.agents import pool as module
 from seamless_verl.agents.pool import AgentPool, JobFailed, JobTimedOut, PoolBroken, WorkerDied
 from seamless_verl.errors import SeamlessError
 
@@ -149,6 +150,93 @@ async def test_worker_that_cannot_start_is_a_clear_error(tmp_path: Path) -> None
     try:
         with pytest.raises(PoolBroken, match=r"3 workers ended at their start.*no licence for this agent"):
             await pool.run({}, 60)
+    finally:
+        await pool.close()
+
+
+# Says that it is ready when a file appears, not before.
+SLOW_START = """
+import os, sys, time
+open(sys.argv[2], "w").close()
+while not os.path.exists(sys.argv[3]):
+    time.sleep(0.01)
+exec(open(sys.argv[1]).read())
+"""
+
+
+async def test_a_job_given_up_while_its_worker_starts_leaves_the_worker_to_the_next(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    pool = AgentPool((sys.executable, "-c", SLOW_START, command[1], str(begun), str(go)), processes=1)
+    try:
+        given_up = asyncio.ensure_future(pool.run({"kind": "echo", "text": "no"}, 60))
+        await appears(begun)
+        (pid,) = pool.pids
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        go.touch()
+        for text in ("one", "two"):
+            assert await pool.run({"kind": "echo", "text": text}, 60) == {"echo": text, "pid": pid}
+    finally:
+        await pool.close()
+
+
+# Answers its first job with a line that cannot be read and lives on; the worker after it answers well.
+BABBLER = """
+import json, os, sys
+sys.stdin.readline()
+print(json.dumps({"ready": 1}), flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    if os.path.exists(sys.argv[1]):
+        print(json.dumps({"job": job["job"], "result": "well"}), flush=True)
+    else:
+        open(sys.argv[1], "w").close()
+        print(eval(sys.argv[2]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "story"),
+    [
+        ("'no JSON'", "JSONDecodeError"),
+        ("'[]'", "TypeError"),
+        ("{}", "KeyError: 'job'"),
+        ("json.dumps({'job': job['job']})", "KeyError: 'result'"),
+        ("'x' * 300_000", "ValueError"),
+    ],
+)
+async def test_a_worker_that_cannot_be_understood_fails_its_jobs_and_is_replaced(
+    said: str, story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_LINE_BYTES", 100_000)
+    pool = AgentPool((sys.executable, "-c", BABBLER, str(tmp_path / "said"), said), processes=1)
+    try:
+        with pytest.raises(WorkerDied, match=f"could not be read: {story}"):
+            await pool.run({}, 30)
+        assert await pool.run({}, 30) == "well"
+    finally:
+        await pool.close()
+
+
+async def test_a_line_for_people_may_be_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_LINE_BYTES", 100_000)
+    script = tmp_path / "loud.py"
+    script.write_text(
+        "import os, sys\n"
+        "from seamless_verl.agents.pool import serve\n"
+        "def handle(payload, forgotten):\n"
+        "    print('x' * 1_000_000, file=sys.stderr, flush=True)\n"
+        "    print('my last words', file=sys.stderr, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "serve(handle)\n"
+    )
+    pool = AgentPool((sys.executable, str(script)), processes=1)
+    try:
+        with pytest.raises(WorkerDied, match="my last words"):
+            await pool.run({}, 30)
     finally:
         await pool.close()
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from seamless_verl.errors import SeamlessError
+from seamless_verl.proxy import remote_engine as module
 from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, GenerationRequest
 from seamless_verl.proxy.remote_engine import EngineHost, RemoteEngine
 from seamless_verl.proxy.server import base_url_of, listen_on
@@ -127,6 +132,73 @@ async def test_when_the_owner_is_gone_every_request_says_so() -> None:
             await asking
         with pytest.raises(EngineUnavailable, match="owner is gone"):
             await remote.generate(_request())
+
+
+async def test_a_proxy_killed_before_its_owner_looked_does_not_keep_the_next_one_out() -> None:
+    async with linked(_Echo()) as (_, host):
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.connect(host.address)
+        again, handed = await asyncio.wait_for(RemoteEngine.connect(host.address), 30)
+        assert (await again.generate(_request())).token_ids
+        host.check()
+        handed.close()
+        await again.close()
+
+
+async def test_an_owner_without_a_free_file_takes_the_next_proxy_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ACCEPT_PAUSE_S", 0.0)
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
+    _accept_fails(monkeypatch, failures)
+    async with linked(_Echo()) as (remote, host):
+        assert (await remote.generate(_request())).token_ids
+        assert failures == []
+        host.check()
+
+
+async def test_an_owner_that_takes_no_more_proxies_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _accept_fails(monkeypatch, [OSError(errno.EINVAL, "it listens no more")])
+    with listen_on("127.0.0.1", 0) as listener:
+        host = EngineHost(_Echo(), listener)
+        host.check()
+        host.start()
+        await _until(lambda: "taken no more" in caplog.text)
+        with pytest.raises(SeamlessError, match="takes connections of its proxy no more") as raised:
+            host.check()
+        assert "it listens no more" in str(raised.value.__cause__)
+        await host.close()
+
+
+async def test_a_proxy_gives_up_on_an_owner_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DIAL_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0seamless-test-{os.getpid()}")
+        silent.listen()
+        with pytest.raises(TimeoutError, match="handed no socket over within"):
+            await asyncio.wait_for(RemoteEngine.connect(silent.getsockname().decode()), 30)
+
+
+async def test_an_owner_that_refuses_a_proxy_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_user_of", lambda connection: -1)
+    with listen_on("127.0.0.1", 0) as listener:
+        host = EngineHost(_Echo(), listener)
+        host.start()
+        with pytest.raises(ConnectionError, match="instead of handing its socket over"):
+            await RemoteEngine.connect(host.address)
+        await host.close()
+
+
+def _accept_fails(monkeypatch: pytest.MonkeyPatch, failures: list[OSError]) -> None:
+    loop = asyncio.get_running_loop()
+    accept = loop.sock_accept
+
+    async def scripted(listening: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", scripted)
 
 
 async def _until(holds: Any) -> None:

@@ -19,9 +19,12 @@ class ScriptedShard:
     def __init__(self, address: str) -> None:
         self.address = address
         self.over = asyncio.Event()
+        self.ends_with: BaseException | None = None
 
     async def ended(self) -> str:
         await self.over.wait()
+        if self.ends_with is not None:
+            raise self.ends_with
         return "told to"
 
     async def stop(self) -> None:
@@ -35,13 +38,14 @@ class ScriptedLauncher:
         self.launched: list[tuple[int, str | None]] = []
         self.running: dict[int, ScriptedShard] = {}
         self.failures = 0
+        self.error: Exception = ConfigError("--shards", 0, "did not start", "mend it")
         self.again = asyncio.Event()
 
     async def launch(self, shard: int, place: str | None, taken: Collection[str]) -> ScriptedShard:
         self.launched.append((shard, place))
         if self.failures:
             self.failures -= 1
-            raise ConfigError("--shards", shard, "did not start", "mend it")
+            raise self.error
         self.running[shard] = ScriptedShard(f"http://{place or f'10.0.0.{shard}:{7000 + shard}'}")
         self.again.set()
         return self.running[shard]
@@ -104,3 +108,98 @@ async def test_a_shard_that_does_not_start_is_an_error_at_the_start(tmp_path: Pa
     with pytest.raises(ConfigError, match="did not start"):
         await shards.start()
     assert not (tmp_path / "shards.json").exists()
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(11, "no process can be made"), RuntimeError("no answer of Ray's")])
+async def test_a_shard_is_started_again_whatever_keeps_it_from_it(
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards, launcher = _shards(tmp_path, 1)
+    await shards.start()
+    launcher.failures, launcher.error = 3, error
+    launcher.again.clear()
+    launcher.running[0].ends_with = ConnectionError("Ray is out of reach")
+    launcher.running[0].over.set()
+    await asyncio.wait_for(launcher.again.wait(), 30)
+    assert len(launcher.launched) == 5
+    assert [record.args[1] for record in caplog.records] == [
+        "ConnectionError: Ray is out of reach",
+        *[f"{type(error).__name__}: {error}"] * 3,
+    ]
+    await shards.stop()
+
+
+async def test_pauses_between_starts_grow_and_a_stop_does_not_wait_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.003)
+    shards, launcher = _shards(tmp_path, 1)
+    await shards.start()
+    launcher.failures = 3
+    launcher.again.clear()
+    launcher.running[0].over.set()
+    await asyncio.wait_for(launcher.again.wait(), 30)
+    assert [record.args[2] for record in caplog.records] == [0.001, 0.002, 0.003, 0.003]
+    caplog.clear()
+    monkeypatch.setattr(module, "_RESTART_PAUSE_S", 1000.0)
+    launcher.running[0].over.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert caplog.records, "it waits to start the shard again"
+    await asyncio.wait_for(shards.stop(), 30)
+
+
+async def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_shard_that_it_does_not_name(
+    tmp_path: Path,
+) -> None:
+    shards, launcher = _shards(tmp_path, 1)
+    await shards.start()
+    before = (tmp_path / "shards.json").read_text()
+    (tmp_path / "shards.json.part").mkdir()  # stands in the way
+    with pytest.raises(ConfigError, match="cannot be written"):
+        await shards.add()
+    assert launcher.running[1].over.is_set()
+    assert (tmp_path / "shards.json").read_text() == before
+    (tmp_path / "shards.json.part").rmdir()
+    assert await shards.add() == 1
+    assert len(json.loads((tmp_path / "shards.json").read_text())) == 2
+    await shards.stop()
+
+
+async def test_a_crash_while_the_table_is_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, _ = _shards(tmp_path, 1)
+    await shards.start()
+    write_text = Path.write_text
+
+    def half(path: Path, text: str) -> int:
+        write_text(path, text[: len(text) // 2])
+        raise RuntimeError("killed here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(RuntimeError, match="killed here"):
+            await shards.add()
+    await shards.stop()
+    again, launcher = _shards(tmp_path, 1)
+    await again.start()
+    assert launcher.launched == [(0, "10.0.0.0:7000")]
+    await again.stop()
+
+
+async def test_a_shard_that_nobody_watches_any_more_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards, launcher = _shards(tmp_path, 1)
+    await shards.start()
+    launcher.running[0].ends_with = asyncio.CancelledError()  # nobody asked for it
+    launcher.running[0].over.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert "shard 0 is watched no more" in caplog.text
+    assert len(launcher.launched) == 1
+    caplog.clear()
+    await shards.stop()
+    assert caplog.text == ""

@@ -1,13 +1,18 @@
 """The sweep finds a run's processes whatever they did to their names and environments."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import psutil
+import pytest
 
-from seamless_verl.supervisor import RUN_ID, _apart, sweep
+from seamless_verl.recipes.swe.real import child
+from seamless_verl.supervisor import GRACE, RUN_ID, _apart, sweep
 
 # Prints its pid and waits for ever.
 NAMELESS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
@@ -62,3 +67,128 @@ def test_what_is_started_is_out_of_reach_of_the_terminals_signals_and_shares_our
         [sys.executable, "-c", program], preexec_fn=_apart, capture_output=True, text=True, check=True
     )
     assert ended.stdout.split() == ["True", str(os.getsid(0))]
+
+
+# Tells when it is asked to end, and does not.
+STUBBORN = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_process_that_nothing_ends_is_named_and_left_at_the_limit(monkeypatch):
+    """As one in uninterruptible sleep on a dead disk: no signal does anything."""
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda process, number: None)
+    env = {**os.environ, RUN_ID: "undead"}
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], env=env, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            swept = sweep("undead", patience_s=0.1, limit_s=0.5)
+        finally:
+            process.kill()
+    assert [survivor.pid for survivor in swept.survivors] == [process.pid]
+
+
+def test_a_process_that_asks_for_more_time_cleans_up_while_others_end_by_force():
+    cleaning = """
+import os, signal, sys
+def clean(*_):
+    print("cleaning", flush=True)
+    sys.stdin.readline()
+    print("clean", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, clean)
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+    env = {**os.environ, RUN_ID: "graceful"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen([sys.executable, "-c", cleaning], env={**env, GRACE: "1000"}, **pipes) as slow,
+        subprocess.Popen([sys.executable, "-c", STUBBORN], env=env, **pipes) as stubborn,
+    ):
+        slow.stdout.readline()
+        stubborn.stdout.readline()
+        swept = []
+        sweeping = threading.Thread(target=lambda: swept.append(sweep("graceful", patience_s=0.3)))
+        sweeping.start()
+        assert stubborn.stdout.read() == "asked\n"  # to its end
+        assert slow.stdout.readline() == "cleaning\n"
+        slow.stdin.write("go on\n")
+        slow.stdin.flush()
+        assert slow.stdout.readline() == "clean\n"
+        sweeping.join(30)
+    assert [one.survivors for one in swept] == [()]
+
+
+# A run whose trainer ends at once and leaves a process that no signal ends.
+RUN = """
+import sys
+from pathlib import Path
+import psutil
+from seamless_verl import supervisor
+
+def send_signal(process, number):
+    print(int(number), flush=True)
+
+psutil.Process.send_signal = send_signal
+folder = Path(sys.argv[1])
+(folder / "stubborn.py").write_text(sys.argv[2])
+trainer = folder / "trainer"
+trainer.write_text(f"#!/bin/sh\\n{sys.executable} {folder}/stubborn.py > {folder}/said 2>&1 &\\nexit 0\\n")
+trainer.chmod(0o755)
+supervisor.sys.executable = str(trainer)
+supervisor._SWEEP_S = float(sys.argv[3])
+supervisor._PATIENCE_S = float(sys.argv[4])
+sys.exit(supervisor.run_trainer(folder, "a-run", {}))
+"""
+
+
+@pytest.fixture
+def undead_run(tmp_path):
+    started = []
+
+    def start(limit_s, patience_s):
+        command = [sys.executable, "-c", RUN, str(tmp_path), STUBBORN, str(limit_s), str(patience_s)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[0]
+
+    yield start
+    with started[0] as run:
+        run.kill()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(tmp_path / "stubborn.py") in process.cmdline():
+                process.kill()
+
+
+def test_a_run_that_leaves_a_process_behind_names_it_cleans_up_and_fails(undead_run, tmp_path):
+    run = undead_run(1.0, 0.1)
+    _, said = run.communicate(timeout=60)
+    (left,) = [line for line in said.splitlines() if "still run" in line]
+    pid, name = left.partition(": ")[2].split()
+    assert psutil.Process(int(pid)).name() == name
+    assert "waiting up to 1 s for what does not end" in said
+    assert run.returncode == 1
+    assert not (tmp_path / "pid").exists()
+
+
+def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_path):
+    run = undead_run(10_000, 10_000)
+    assert run.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+    run.send_signal(signal.SIGINT)
+    assert run.stdout.readline() == f"{int(signal.SIGKILL)}\n"
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert "still run" in said
+    assert run.returncode == 1
+    assert not (tmp_path / "pid").exists()
+
+
+def test_the_processes_of_a_real_swe_attempt_ask_the_sweep_for_the_time_that_their_sandbox_needs(tmp_path):
+    attempt = child.Child(module="m", token="t", request=b"", timeout_s=1.0)
+    assert float(child._environment(attempt, tmp_path)[GRACE]) == child.GRACE_S > 10.0

@@ -29,6 +29,7 @@ import psutil
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
+from seamless_verl.supervisor import GRACE
 
 GRACE_S = 20.0
 """From SIGTERM to SIGKILL: swe-rex may take ten seconds to end a container."""
@@ -188,6 +189,7 @@ def _environment(child: Child, folder: str) -> dict[str, str]:
         "MSWEA_COST_TRACKING": "ignore_errors",
         # A retry is a new sample. What may be repeated (429, a lost connection) the OpenAI client repeats itself.
         "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+        GRACE: str(GRACE_S),  # also from the supervisor, which ends what a killed runner leaves
     }
 
 
