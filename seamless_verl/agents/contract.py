@@ -56,7 +56,11 @@ class AgentReport:
 
 
 class AgentRunner(Protocol):
-    """Starts agents and grades what they leave behind."""
+    """Starts agents and grades what they leave behind.
+
+    A runner that cannot take any number of jobs at a time says so in an attribute ``max_concurrent`` (see `places_of`)
+    and never lets a job wait itself: the deadline of a job runs as soon as `run` is called.
+    """
 
     async def run(self, job: AgentJob) -> AgentReport:
         """Run one job to its end. Raises only when the runner itself is broken, never because an agent failed."""
@@ -65,3 +69,11 @@ class AgentRunner(Protocol):
     async def close(self) -> None:
         """End every process that the runner started; idempotent."""
         ...
+
+
+def places_of(runner: AgentRunner, limit: int) -> int:
+    """Jobs that ``runner`` may have under way in this process: ``limit``, or its own ``max_concurrent`` if smaller.
+
+    Whoever calls `AgentRunner.run` lets the others wait, and their deadlines with them.
+    """
+    return min(limit, getattr(runner, "max_concurrent", limit))

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from seamless_verl.agents.contract import AgentRunner
+from seamless_verl.agents.contract import AgentRunner, places_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.proxy.app import make_app
@@ -111,7 +111,7 @@ class ProxyShard:
         self._proxy = proxy
         self.admin = admin
         self.runner: AgentRunner = runner
-        self.places = asyncio.Semaphore(seamless.agent.max_concurrent)
+        self.places = asyncio.Semaphore(places_of(self.runner, seamless.agent.max_concurrent))
 
     @classmethod
     async def get(cls, loop: AgentLoopBase) -> ProxyShard:
