@@ -67,7 +67,11 @@ class AgentRunner(Protocol):
         ...
 
     async def close(self) -> None:
-        """End every process that the runner started; idempotent."""
+        """End every process that the runner started; idempotent.
+
+        Called at the end of a run, however it ends, when the jobs under way have been cancelled; 30 s later the
+        process is killed.
+        """
         ...
 
 

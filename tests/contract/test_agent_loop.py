@@ -1,8 +1,9 @@
-"""The agent loop over a shard with a scripted runner and no proxy: who waits for whom, and until when."""
+"""The agent loop over a shard with a scripted runner and no proxy: who waits for whom, and what a run's end ends."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -18,12 +19,16 @@ from seamless_verl.trajectory.audit import AuditReport
 from seamless_verl.verl_adapter.agent_loop import ProxyAgentLoop
 from seamless_verl.verl_adapter.proxy_shard import ProxyShard
 
+# verl warns of engines that are not installed when its trainer is imported, which the tests do that need it.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
 
 class Admin:
     """Sessions in which nothing is ever asked."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
+        self.closed = False
 
     async def open_session(self, spec: SessionSpec) -> SessionHandle:
         self.open.append(spec.group)
@@ -38,7 +43,20 @@ class Admin:
         )  # fmt: skip
 
     async def delete_session(self, session_id: str) -> None:
+        await asyncio.sleep(0)
+        assert not self.closed, "the proxy is there until the last attempt has ended"
         self.open.remove(session_id)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Proxy:
+    def __init__(self) -> None:
+        self.stopped = False
+
+    async def stop(self) -> None:
+        self.stopped = True
 
 
 class Runner:
@@ -47,6 +65,7 @@ class Runner:
     def __init__(self, **limits: int) -> None:
         self.jobs: list[AgentJob] = []
         self.may_end = asyncio.Event()
+        self.closed = 0
         self.__dict__.update(limits)
 
     async def run(self, job: AgentJob) -> AgentReport:
@@ -55,11 +74,11 @@ class Runner:
         return AgentReport(status=AgentStatus.FINISHED, reward=0.0)
 
     async def close(self) -> None:
-        self.may_end.set()
+        self.closed += 1
 
 
 def shard_of(runner: Runner, **agent: Any) -> ProxyShard:
-    proxy: Any = None
+    proxy: Any = Proxy()
     admin: Any = Admin()
     return ProxyShard(SeamlessConfig(agent=AgentConfig(**agent)), proxy, admin, runner)
 
@@ -96,3 +115,48 @@ async def test_attempts_wait_for_the_runner_before_their_session_and_deadline_be
         f"session g{number} has no generated token: finished, " for number in range(5)
     ]
     assert [job.deadline_s for job in runner.jobs] == [5.0] * 5
+
+
+async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seamless_verl.verl_adapter import arrivals, proxy_shard
+
+    runner = Runner(max_concurrent=2)
+    shard = shard_of(runner)
+
+    async def started(_: ProxyAgentLoop) -> ProxyShard:
+        return shard
+
+    lasting = AsyncExitStack()
+    monkeypatch.setattr(proxy_shard, "lasting", lasting)
+    monkeypatch.setattr(arrivals, "lasting", lasting)
+    monkeypatch.setattr(ProxyShard, "_start", started)
+    monkeypatch.setattr(ProxyShard, "_current", None)
+    attempts = [start(f"g{number}") for number in range(3)]
+    prompt = asyncio.ensure_future(gathered(attempts))  # as verl runs a prompt
+    await settle()
+    worker = object.__new__(arrivals.NotifyingWorker)
+    worker.background_tasks = {prompt}
+
+    await worker.close()
+
+    assert all(attempt.cancelled() for attempt in attempts), "also the one that waited for a place"
+    assert prompt.cancelled()
+    assert len(runner.jobs) == 2
+    assert shard.admin.open == []
+    assert runner.closed == 1
+    assert shard.admin.closed
+    assert shard._proxy.stopped
+
+
+async def test_a_worker_without_agents_closes_what_it_generates() -> None:
+    from seamless_verl.verl_adapter import arrivals
+
+    prompt = asyncio.ensure_future(asyncio.Event().wait())
+    worker = object.__new__(arrivals.NotifyingWorker)
+    worker.background_tasks = {prompt}
+    await worker.close()
+    assert prompt.cancelled()
+
+
+async def gathered(attempts: list[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*attempts, return_exceptions=True)
