@@ -264,7 +264,8 @@ class AgentConfig:
         deadline_s: seconds one attempt may take, test runs included.
         max_turns: model calls one attempt may make.
         max_tokens_per_turn: tokens one model call may generate.
-        max_concurrent: attempts under way at a time in each rollout worker; others wait, and their deadline with them.
+        max_concurrent: attempts under way at a time in each rollout worker, or fewer where the runner takes fewer;
+            others wait, and their deadline with them.
     """
 
     runner: str | None = None

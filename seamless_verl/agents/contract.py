@@ -67,6 +67,9 @@ class AgentRunner(Protocol):
     * ``check_machine(options)``: on what this machine lacks; called where rollout workers run on the machine that
       starts the run, not where it joins a cluster.
     * ``check_task(task)``: on a task of the data that could not be run.
+
+    A runner that cannot take any number of jobs at a time says so in an attribute ``max_concurrent`` (see `places_of`)
+    and never lets a job wait itself: the deadline of a job runs as soon as `run` is called.
     """
 
     async def run(self, job: AgentJob) -> AgentReport:
@@ -74,5 +77,17 @@ class AgentRunner(Protocol):
         ...
 
     async def close(self) -> None:
-        """End every process that the runner started; idempotent."""
+        """End every process that the runner started; idempotent.
+
+        Called at the end of a run, however it ends, when the jobs under way have been cancelled; 30 s later the
+        process is killed.
+        """
         ...
+
+
+def places_of(runner: AgentRunner, limit: int) -> int:
+    """Jobs that ``runner`` may have under way in this process: ``limit``, or its own ``max_concurrent`` if smaller.
+
+    Whoever calls `AgentRunner.run` lets the others wait, and their deadlines with them.
+    """
+    return min(limit, getattr(runner, "max_concurrent", limit))

@@ -39,7 +39,7 @@ class ProxyAgentLoop(AgentLoopBase):
         task = extra_info.get("task")
         task = json.loads(task) if isinstance(task, str) else dict(task or {})
         timing: dict[str, float] = {}
-        async with shard.places:
+        async with shard.place():
             result, report = await self._attempt(
                 shard, task, self._spec(shard.seamless, sampling_params, kwargs), timing
             )

@@ -22,6 +22,7 @@ from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.scheduling.events import Event
 from seamless_verl.verl_adapter.cutting import cutting
 from seamless_verl.verl_adapter.group_runs import GroupRuns
+from seamless_verl.verl_adapter.lasting import lasting
 from seamless_verl.verl_adapter.request_log import request_log
 
 _log = logging.getLogger(__name__)
@@ -89,6 +90,18 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # verl decorates 
     async def cut_groups(self, uids: Sequence[str]) -> None:
         """End what is generated for these prompts where it is."""
         cutting.cut(uids)
+
+    async def close(self) -> None:
+        """End what is generated here and every process that was started for it; for the end of the run.
+
+        The trainer always asks for more than its last step needs, so there are attempts under way at every end.
+        """
+        prompts = set(self.background_tasks)
+        for prompt in prompts:
+            prompt.cancel()
+        await lasting.aclose()  # before waiting: agents end even where an attempt does not heed its cancellation
+        if prompts:
+            await asyncio.wait(prompts)
 
     def _ring(self) -> None:
         self._news += 1

@@ -7,19 +7,25 @@ Everything that verl, Ray and vLLM print goes to ``logs/``; the terminal shows t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.supervisor import INTERPRETER
 
+_log = logging.getLogger(__name__)
+
 _LOG = "trainer.log"
+_CLOSE_S = 30.0  # more than a runner's child may take to end its container, less than an interrupted trainer has
 
 
 class RunBroken(SeamlessError):
@@ -94,9 +100,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
             trainer.reporter = reporter
         trainer.init()
         start_up.lap("start_workers_and_replicas")
-        manager = _agent_loops(config, trainer)
-        start_up.lap("start_agent_loops")
-        with Watchdog(_actors(trainer, manager)) as watchdog:
+        with _agent_loops(config, trainer) as manager, Watchdog(_actors(trainer, manager)) as watchdog:
+            start_up.lap("start_agent_loops")
             if isinstance(trainer, SeamlessTrainer):
                 trainer.flight.blame = watchdog.cause_of
             try:
@@ -117,19 +122,47 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
         )
 
 
-def _agent_loops(config: Any, trainer: Any) -> Any:
-    """As verl's entry point makes them."""
+@contextmanager
+def _agent_loops(config: Any, trainer: Any) -> Iterator[Any]:
+    """As verl's entry point makes them; their workers are closed however the body ends."""
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ
     from verl.utils.import_utils import load_class_from_fqn
 
     name = config.actor_rollout_ref.rollout.get("agent", {}).get("agent_loop_manager_class")
     manager_cls = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
-    return manager_cls.create(
+    manager = manager_cls.create(
         config=config,
         llm_client=trainer.get_llm_client(),
         teacher_client=trainer.get_teacher_client(),
         reward_loop_worker_handles=trainer.get_reward_handles(),
     )
+    try:
+        yield manager
+    finally:
+        _close_workers(getattr(manager, "agent_loop_workers", []))
+
+
+def _close_workers(workers: Sequence[Any]) -> None:
+    """Let rollout workers end their agents, with processes and containers; Ray would only kill the workers."""
+    import ray
+    from ray.exceptions import RayError
+
+    problems = {}
+    try:
+        # A manager of the user's may have workers that know nothing of this.
+        calls = {w.close.remote(): f"rollout worker {rank}" for rank, w in enumerate(workers) if hasattr(w, "close")}
+        ended = ray.wait(list(calls), num_returns=len(calls), timeout=_CLOSE_S)[0] if calls else []
+        problems = {calls[call]: f"no answer within {_CLOSE_S:.0f} s" for call in calls.keys() - set(ended)}
+        for call in ended:
+            try:
+                ray.get(call)
+            except RayError as error:
+                problems[calls[call]] = f"{type(error).__name__}: {_first_lines(error, most=1)}"
+    except RayError as error:  # the cluster itself is gone; what ended the run is what people should read
+        problems["Ray"] = f"{type(error).__name__}: {_first_lines(error, most=1)}"
+    if problems:
+        story = "; ".join(f"{name}: {problem}" for name, problem in sorted(problems.items()))
+        _log.warning("agents may be left, not all rollout workers could be closed (%s)", story)
 
 
 def _actors(trainer: Any, manager: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from seamless_verl.agents.contract import AgentRunner
+from seamless_verl.agents.contract import AgentRunner, places_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.proxy.app import make_app
@@ -31,6 +33,7 @@ from seamless_verl.proxy.engine import Engine
 from seamless_verl.proxy.remote_engine import EngineHost
 from seamless_verl.proxy.server import ProxyServer, base_url_of, listen_on
 from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
+from seamless_verl.verl_adapter.lasting import lasting
 from seamless_verl.verl_adapter.proxy_actor import ProxyActor, ShardSettings
 
 _log = logging.getLogger(__name__)
@@ -112,7 +115,28 @@ class ProxyShard:
         self._proxy = proxy
         self.admin = admin
         self.runner: AgentRunner = runner
-        self.places = asyncio.Semaphore(seamless.agent.max_concurrent)
+        self._places = asyncio.Semaphore(places_of(self.runner, seamless.agent.max_concurrent))
+        self._attempts: set[asyncio.Task[Any]] = set()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Stands around one attempt, in a task of its own; waits until the runner can take it."""
+        async with self._places:
+            attempt = asyncio.current_task()
+            assert attempt is not None
+            self._attempts.add(attempt)
+            attempt.add_done_callback(self._attempts.discard)
+            yield
+
+    async def close(self) -> None:
+        """End the agents, then the proxy. Attempts need it until they have ended: they delete their sessions."""
+        try:
+            await self.runner.close()
+            if self._attempts:
+                await asyncio.wait(self._attempts)
+        finally:
+            await self.admin.close()
+            await (self._proxy.close() if isinstance(self._proxy, ActorProxy) else self._proxy.stop())
 
     @classmethod
     async def get(cls, loop: AgentLoopBase) -> ProxyShard:
@@ -123,10 +147,16 @@ class ProxyShard:
         """
         task = cls._current
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):  # a failed start too
-            cls._current = asyncio.ensure_future(cls._start(loop))
+            cls._current = asyncio.ensure_future(cls._start_lasting(loop))
         shard = await asyncio.shield(cls._current)
         if isinstance(shard._proxy, ActorProxy):
             shard._proxy.check()
+        return shard
+
+    @classmethod
+    async def _start_lasting(cls, loop: AgentLoopBase) -> ProxyShard:
+        shard = await cls._start(loop)
+        lasting.push_async_callback(shard.close)
         return shard
 
     @classmethod

@@ -7,7 +7,9 @@ does, and copies the "image's" repository afresh for every container.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -23,6 +25,7 @@ import pytest
 from seamless_verl.agents.contract import AgentJob
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real.child import ChildError
+from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.runner import MiniSweRunner
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 from tests.edge.test_swe_real_support import (
@@ -174,6 +177,32 @@ async def test_a_killed_harness_leaves_no_container(serve: Serve, docker: Path, 
 
     await swe.close()
     assert "rm --force --volumes" in (docker / "calls").read_text()
+
+
+RUNNER = """
+import asyncio, json, sys
+from seamless_verl.agents.contract import AgentJob
+from seamless_verl.recipes.swe.real.runner import MiniSweRunner
+
+swe = MiniSweRunner(sandbox={"env": {"BASH_ENV": ""}, "start_attempts": 1}, grade_timeout_s=60)
+asyncio.run(swe.run(AgentJob(**json.loads(sys.argv[1]))))
+"""
+
+
+async def test_a_killed_rollout_worker_leaves_no_container(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    server = serve(["sleep 60"])
+    job = json.dumps(dataclasses.asdict(task(tmp_path, server)))
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", RUNNER, job, env=env)
+    await first_request(server)
+    (harness,) = psutil.Process(worker.pid).children()
+    scratch = f"/tmp/seamless-swe-{harness.environ()[TOKEN_VARIABLE]}"  # "inside" the container
+    assert len(containers(docker)) == 1
+    worker.kill()
+    await worker.wait()
+    left = psutil.wait_procs([harness], timeout=60)[1]
+    shutil.rmtree(scratch)
+    assert not left, "the harness outlives its owner"
 
 
 async def test_a_task_without_an_image_says_so(serve: Serve, docker: Path, tmp_path: Path) -> None:

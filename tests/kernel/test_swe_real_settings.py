@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from seamless_verl.agents.contract import AgentJob
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real import protocol, runner
+from seamless_verl.recipes.swe.real.child import Child
 from seamless_verl.recipes.swe.real.patches import split_patch
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, HarnessRequest
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
@@ -87,6 +90,27 @@ def test_docker_that_is_not_there_is_told_at_the_start(monkeypatch: pytest.Monke
         runner.MiniSweRunner()
     with pytest.raises(MachineError, match="podman: not found in PATH"):
         runner.MiniSweRunner(sandbox={"options": {"container_runtime": "podman"}})
+
+
+async def test_a_job_never_waits_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_PACKAGES", {})
+    limits: list[float] = []
+
+    async def run_child(child: Child) -> dict[str, Any]:
+        limits.append(child.timeout_s)
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(runner, "run_child", run_child)
+    swe = runner.MiniSweRunner(sandbox={"kind": "modal"}, grade_timeout_s=60, max_concurrent=1)
+    assert swe.max_concurrent == 1, "who admits jobs is told"
+    task = json.loads(TASK.to_json())
+    job = AgentJob(task=task, base_url="http://h/v1", api_key="k", model="m", deadline_s=100.0)
+    jobs = [asyncio.ensure_future(swe.run(job)) for _ in range(3)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert limits == [40.0] * 3
+    await swe.close()
+    await asyncio.wait(jobs)
 
 
 def test_images_activate_their_environment_and_shared_machines_do_not() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
+from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 from seamless_verl.supervisor import GRACE
 
@@ -182,6 +182,7 @@ def _environment(child: Child, folder: str) -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if name in wanted},
         TOKEN_VARIABLE: child.token,
+        OWNER_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else every import fetches a price list
         "MSWEA_SILENT_STARTUP": "1",

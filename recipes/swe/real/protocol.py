@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import json
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +26,11 @@ from seamless_verl.recipes.swe.real.task import AgentView, SweTask
 TOKEN_VARIABLE = "SEAMLESS_SWE_JOB"
 """Set in every process of an attempt: what the runner looks for when it cleans up behind one."""
 
+OWNER_VARIABLE = "SEAMLESS_SWE_OWNER"
+"""Process id of the runner, whose death ends the processes of its attempts as SIGTERM does."""
+
 _UNCLEAN = 3
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +138,11 @@ def load_grade_request(raw: bytes) -> GradeRequest:
 def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> int:
     """Entry point of an attempt's process: request from stdin, result to the file named on the command line.
 
-    SIGTERM cancels ``main``, so that its ``finally`` blocks end the sandbox. An error that we raise on purpose goes
-    into the result; anything else ends the process with its traceback in the log. The exit code is 0 only when the
-    sandbox is gone.
+    SIGTERM, and on Linux the end of the runner's process as well, cancels ``main``, so that its ``finally`` blocks end
+    the sandbox. An error that we raise on purpose goes into the result; anything else ends the process with its
+    traceback in the log. The exit code is 0 only when the sandbox is gone.
     """
+    _end_with_owner()
     target = Path(sys.argv[1])
     raw = sys.stdin.buffer.read()
     code = 0
@@ -149,6 +156,16 @@ def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> in
     partial.write_text(json.dumps(answer), encoding="utf-8")
     partial.replace(target)
     return code
+
+
+def _end_with_owner() -> None:
+    """SIGTERM when the runner's process ends; a process started by hand has no owner and goes on."""
+    owner = os.environ.pop(OWNER_VARIABLE, None)
+    if owner is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != int(owner):  # it died before it could be said
+        sys.exit(1)
 
 
 async def _until_signal(main: Awaitable[HarnessResult | GradeResult]) -> HarnessResult | GradeResult:

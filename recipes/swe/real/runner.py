@@ -45,6 +45,9 @@ class MiniSweRunner:
     Args:
         options: fields of `RunnerSettings`, as plain data.
 
+    Attributes:
+        max_concurrent: attempts that this process may have under way; see `AgentRunner`.
+
     Raises:
         ConfigError: an option that cannot work.
         MachineError: a package is missing, or Docker is not reachable.
@@ -53,7 +56,7 @@ class MiniSweRunner:
     def __init__(self, **options: Any) -> None:
         self._settings = RunnerSettings.from_mapping(options)
         _check_machine(self._settings)
-        self._places = asyncio.Semaphore(self._settings.max_concurrent)
+        self.max_concurrent = self._settings.max_concurrent
         self._jobs: set[asyncio.Task[AgentReport]] = set()
         self._closed = False
 
@@ -118,13 +121,9 @@ class MiniSweRunner:
                 f"leaves the agent no time beside {KEY}.grade_timeout_s={settings.grade_timeout_s:g}",
                 "raise the one or lower the other",
             )
-        async with self._places:
-            agent_s = ends_at - loop.time() - settings.grade_timeout_s
-            if agent_s <= 0:
-                return _report(AgentStatus.TIMED_OUT, None, settings, f"no place free; raise {KEY}.max_concurrent")
-            token = secrets.token_hex(8)
-            left = await self._run_agent(job, task, token, agent_s)
-            grade = await self._grade(task, left.patch, token, ends_at - loop.time())
+        token = secrets.token_hex(8)
+        left = await self._run_agent(job, task, token, job.deadline_s - settings.grade_timeout_s)
+        grade = await self._grade(task, left.patch, token, ends_at - loop.time())
         return _report(_status(left), grade, settings, _detail(left, grade))
 
     async def _run_agent(self, job: AgentJob, task: SweTask, token: str, limit_s: float) -> HarnessResult:
@@ -208,8 +207,8 @@ def _status(left: HarnessResult) -> AgentStatus:
     return AgentStatus.FINISHED if left.ended in _ORDERLY else AgentStatus.FAILED
 
 
-def _report(status: AgentStatus, grade: GradeResult | None, settings: RunnerSettings, detail: str) -> AgentReport:
-    share = grade.num_passed / grade.num_tests if grade and grade.num_tests else 0.0
+def _report(status: AgentStatus, grade: GradeResult, settings: RunnerSettings, detail: str) -> AgentReport:
+    share = grade.num_passed / grade.num_tests if grade.num_tests else 0.0
     passed = float(share == 1.0)
     reward = passed if settings.reward == "all" else share
     return AgentReport(status=status, reward=reward, rewards={"passed": passed, "share": share}, detail=detail)

@@ -1,0 +1,162 @@
+"""The agent loop over a shard with a scripted runner and no proxy: who waits for whom, and what a run's end ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+from omegaconf import OmegaConf
+
+from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
+from seamless_verl.config import AgentConfig, SeamlessConfig
+from seamless_verl.proxy.client import SessionHandle, SessionResult
+from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.trajectory.audit import AuditReport
+from seamless_verl.verl_adapter.agent_loop import ProxyAgentLoop
+from seamless_verl.verl_adapter.proxy_shard import ProxyShard
+
+# verl warns of engines that are not installed when its trainer is imported, which the tests do that need it.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+class Admin:
+    """Sessions in which nothing is ever asked."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.closed = False
+
+    async def open_session(self, spec: SessionSpec) -> SessionHandle:
+        self.open.append(spec.group)
+        return SessionHandle(id=spec.group, api_key="k", base_url="http://proxy/v1")
+
+    async def close_session(self, session_id: str, reward: float, rewards: Any) -> SessionResult:
+        self.open.remove(session_id)
+        audit = AuditReport(num_rows=0, num_generations=0, num_tokens=0, violations=())
+        return SessionResult(
+            id=session_id, group=session_id, index=0, metadata={}, reward=reward, rewards=rewards,
+            rows=(), images={}, audit=audit, kinds={}, drift={},
+        )  # fmt: skip
+
+    async def delete_session(self, session_id: str) -> None:
+        await asyncio.sleep(0)
+        assert not self.closed, "the proxy is there until the last attempt has ended"
+        self.open.remove(session_id)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Proxy:
+    def __init__(self) -> None:
+        self.stopped = False
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class Runner:
+    """Jobs that end when the test says so; takes ``max_concurrent`` at a time where that is given."""
+
+    def __init__(self, **limits: int) -> None:
+        self.jobs: list[AgentJob] = []
+        self.may_end = asyncio.Event()
+        self.closed = 0
+        self.__dict__.update(limits)
+
+    async def run(self, job: AgentJob) -> AgentReport:
+        self.jobs.append(job)
+        await self.may_end.wait()
+        return AgentReport(status=AgentStatus.FINISHED, reward=0.0)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def shard_of(runner: Runner, **agent: Any) -> ProxyShard:
+    proxy: Any = Proxy()
+    admin: Any = Admin()
+    return ProxyShard(SeamlessConfig(agent=AgentConfig(**agent)), proxy, admin, runner)
+
+
+def start(group: str) -> asyncio.Task[Any]:
+    loop = object.__new__(ProxyAgentLoop)
+    loop.config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": "m"}, "rollout": {"response_length": 8}}})
+    loop.rollout_config = loop.config.actor_rollout_ref.rollout
+    return asyncio.ensure_future(loop.run({}, uid=group, session_id=0))
+
+
+async def settle() -> None:
+    """Until nothing goes on without the test."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "at_a_time"), [({}, 3), ({"max_concurrent": 2}, 2), ({"max_concurrent": 9}, 3)], ids=str
+)
+async def test_attempts_wait_for_the_runner_before_their_session_and_deadline_begin(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], at_a_time: int
+) -> None:
+    runner = Runner(**limits)
+    shard = shard_of(runner, max_concurrent=3, deadline_s=5.0)
+    monkeypatch.setattr(ProxyShard, "_current", asyncio.ensure_future(asyncio.sleep(0, shard)))
+    attempts = [start(f"g{number}") for number in range(5)]
+    await settle()
+    assert len(runner.jobs) == at_a_time
+    assert len(shard.admin.open) == at_a_time, "a session has a deadline as well"
+    runner.may_end.set()
+    ended = await asyncio.gather(*attempts, return_exceptions=True)
+    assert [str(error) for error in ended] == [
+        f"session g{number} has no generated token: finished, " for number in range(5)
+    ]
+    assert [job.deadline_s for job in runner.jobs] == [5.0] * 5
+
+
+async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seamless_verl.verl_adapter import arrivals, proxy_shard
+
+    runner = Runner(max_concurrent=2)
+    shard = shard_of(runner)
+
+    async def started(_: ProxyAgentLoop) -> ProxyShard:
+        return shard
+
+    lasting = AsyncExitStack()
+    monkeypatch.setattr(proxy_shard, "lasting", lasting)
+    monkeypatch.setattr(arrivals, "lasting", lasting)
+    monkeypatch.setattr(ProxyShard, "_start", started)
+    monkeypatch.setattr(ProxyShard, "_current", None)
+    attempts = [start(f"g{number}") for number in range(3)]
+    prompt = asyncio.ensure_future(gathered(attempts))  # as verl runs a prompt
+    await settle()
+    worker = object.__new__(arrivals.NotifyingWorker)
+    worker.background_tasks = {prompt}
+
+    await worker.close()
+
+    assert all(attempt.cancelled() for attempt in attempts), "also the one that waited for a place"
+    assert prompt.cancelled()
+    assert len(runner.jobs) == 2
+    assert shard.admin.open == []
+    assert runner.closed == 1
+    assert shard.admin.closed
+    assert shard._proxy.stopped
+
+
+async def test_a_worker_without_agents_closes_what_it_generates() -> None:
+    from seamless_verl.verl_adapter import arrivals
+
+    prompt = asyncio.ensure_future(asyncio.Event().wait())
+    worker = object.__new__(arrivals.NotifyingWorker)
+    worker.background_tasks = {prompt}
+    await worker.close()
+    assert prompt.cancelled()
+
+
+async def gathered(attempts: list[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*attempts, return_exceptions=True)

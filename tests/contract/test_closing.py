@@ -1,0 +1,80 @@
+"""The end of a run closes its rollout workers, with real Ray actors: some answer, some cannot."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+import ray
+from omegaconf import OmegaConf
+
+from seamless_verl.verl_adapter import job
+
+# verl warns of engines that are not installed when its trainer is imported.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Any]:
+    class Worker:  # defined here, Ray sends it by value and its processes need not import verl
+        def __init__(self, told: str, ends: bool = True) -> None:
+            self._told = told
+            self._ends = ends
+
+        def close(self) -> None:
+            if not self._ends:
+                threading.Event().wait()
+            with open(self._told, "a") as file:
+                file.write("closed\n")
+
+    ray.init("local", num_cpus=2, include_dashboard=False)
+    yield ray.remote(num_cpus=0)(Worker)
+    ray.shutdown()
+
+
+def loops(monkeypatch: pytest.MonkeyPatch, workers: list[Any]) -> Any:
+    """`job._agent_loops` with a manager of these workers."""
+    made = SimpleNamespace(create=lambda **_: SimpleNamespace(agent_loop_workers=workers))
+    monkeypatch.setattr("verl.utils.import_utils.load_class_from_fqn", lambda *_: made)
+    asked = ("get_llm_client", "get_teacher_client", "get_reward_handles")
+    trainer = SimpleNamespace(**dict.fromkeys(asked, lambda: None))
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"agent": {"agent_loop_manager_class": "m.M"}}}})
+    return job._agent_loops(config, trainer)
+
+
+def test_workers_are_closed_however_the_run_ends(worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "told"
+    workers = [worker.remote(str(told)) for _ in range(2)]
+    with loops(monkeypatch, workers) as manager:
+        assert manager.agent_loop_workers == workers
+        assert not told.exists()
+    assert told.read_text() == "closed\n" * 2
+    with pytest.raises(ValueError, match="no rows"), loops(monkeypatch, workers):
+        raise ValueError("no rows")
+    assert told.read_text() == "closed\n" * 4
+
+
+def test_a_worker_that_does_not_answer_costs_a_line_and_not_the_others(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(job, "_CLOSE_S", 1.0)
+    told = tmp_path / "told"
+    dead, stuck, well = (worker.remote(str(told), ends) for ends in (True, False, True))
+    ray.get([one.__ray_ready__.remote() for one in (dead, stuck, well)])
+    ray.kill(dead)
+    foreign = SimpleNamespace()  # of a manager of the user's
+    with caplog.at_level(logging.WARNING), loops(monkeypatch, [dead, stuck, well, foreign]):
+        pass
+    assert told.read_text() == "closed\n"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == job.__name__]
+    assert "rollout worker 0: " in line
+    assert "rollout worker 1: no answer within 1 s" in line
+    assert "rollout worker 2" not in line
+    ray.kill(stuck)
