@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,11 +66,3 @@ class GroupProgress:
         members = tuple(self._generating)
         self._generating.clear()
         return members
-
-
-def has_no_signal(rewards: Sequence[float]) -> bool:
-    """Whether every rollout earned the same, so that group-relative advantages are all zero (DAPO's filter).
-
-    A group of one has no relative advantage to lose and is kept, as verl keeps it.
-    """
-    return len(rewards) > 1 and max(rewards) == min(rewards)

@@ -166,9 +166,6 @@ class Template:
         """Roles of the template's variables, in order of first appearance."""
         return tuple(dict.fromkeys(re.findall(r"\$([a-z]+)", " ".join((self.parameters, *self.body)))))
 
-    def uses_constant(self) -> bool:
-        return any("#" in line for line in self.body)
-
 
 def _template(name: str, verbs: str, parameters: str, doc: str, body: str, draw: DrawArguments) -> Template:
     """``body`` holds the lines, separated by `` / ``; each leading ``>`` is one level of indentation."""

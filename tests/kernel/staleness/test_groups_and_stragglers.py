@@ -1,4 +1,4 @@
-"""Groups with surplus rollouts, groups without signal, and steps that wait for stragglers."""
+"""Groups with surplus rollouts, and steps that wait for stragglers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.staleness.groups import GroupProgress, GroupState, has_no_signal
+from seamless_verl.staleness.groups import GroupProgress, GroupState
 from seamless_verl.staleness.protocol import StalenessProtocol
 from seamless_verl.staleness.stuck import Retry, StuckPolicy, Treatment, Truncate
 
@@ -39,13 +39,6 @@ def test_a_group_is_complete_with_the_first_n_and_everybody_else_is_stopped_once
 def test_a_group_smaller_than_asked_for_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"group_redundancy=0\.5.*2 rollouts for a group of 4"):
         GroupProgress(needed=4, launched=2)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "nothing"), [([1.0, 1.0], True), ([0.0] * 8, True), ([0.0, 1e-9], False), ([1.0], False), ([], False)]
-)
-def test_equal_rewards_teach_nothing(rewards: list[float], nothing: bool) -> None:
-    assert has_no_signal(rewards) is nothing
 
 
 def stuck() -> StalenessProtocol:
