@@ -1,4 +1,4 @@
-"""A group is all rollouts of one prompt: when it is complete, whom to stop, and whether it teaches anything."""
+"""A group is all rollouts of one prompt: when it is complete, and whom to stop."""
 
 from __future__ import annotations
 
