@@ -69,6 +69,8 @@ def test_a_worker_that_does_not_answer_costs_a_line_and_not_the_others(
     dead, stuck, well = (worker.remote(str(told), ends) for ends in (True, False, True))
     ray.get([one.__ray_ready__.remote() for one in (dead, stuck, well)])
     ray.kill(dead)
+    with pytest.raises(ray.exceptions.RayActorError):  # to kill is not to wait for the end
+        ray.get(dead.__ray_ready__.remote())
     foreign = SimpleNamespace()  # of a manager of the user's
     with caplog.at_level(logging.WARNING), loops(monkeypatch, [dead, stuck, well, foreign]):
         pass
