@@ -172,12 +172,12 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
         mode = config.trainer.v1.trainer_mode
         _say(f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}")
     device = config.trainer.device
-    devices.check_platform(HydraConfig.get().runtime.choices.get("platform"), device, _vllm())
     if device == "cpu":
         _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
     else:
         _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
     preflight.check_settings(_plain(config), seamless, machine)
+    devices.check_platform(HydraConfig.get().runtime.choices.get("platform"), device, _vllm())
     pending = None
     if seamless.assets.module is not None and seamless.assets.dir is None:
         folder: Path = importlib.import_module(seamless.assets.module).folder(seamless.assets.cache)
