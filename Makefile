@@ -1,12 +1,21 @@
 # `make demo` and `make test` set up a fresh machine by themselves; everything lands in .venv and runs/.
 PYTHON ?= python3.11
-VENV ?= .venv
+# STACK=verl: verl's own pins, which GPU users have. STACK=newest: the newest set that was tested (docs/versions.md).
+STACK ?= verl
+LOCK_verl := requirements-cpu.lock
+LOCK_newest := requirements-cpu-newest.lock
+VENV_verl := .venv
+VENV_newest := .venv-newest
+ifndef LOCK_$(STACK)
+$(error STACK=$(STACK) is unknown: write STACK=verl or STACK=newest)
+endif
+VENV ?= $(VENV_$(STACK))
 BIN := $(VENV)/bin
-LOCKS := requirements-cpu.lock requirements-dev.lock
+LOCKS := $(LOCK_$(STACK)) requirements-dev.lock
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernel test-edge test-e2e lint types doctor clean
+.PHONY: help demo test test-newest test-kernel test-edge test-contract test-lending test-e2e lint types doctor clean
 
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,13 +23,22 @@ help: ## what can be made
 demo: $(READY) ## install what is pinned, then run the main job on the CPU (about 15 minutes on two cores)
 	$(BIN)/python -m seamless_verl.main +recipe=swe
 
-test: $(READY) lint types test-kernel test-edge test-e2e ## every check and every test tier
+test: $(READY) lint types test-kernel test-edge test-e2e ## every check and every test tier (STACK=newest: on the newest set)
+
+test-newest: ## on the newest set: pure tests, contracts, one run that lends
+	$(MAKE) STACK=newest test-kernel test-contract test-lending
 
 test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
 	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
 
 test-edge: $(READY) ## proxy over real HTTP, agents, sandbox, contracts with the installed verl
 	$(BIN)/python -m pytest tests/edge tests/contract -q -n 2 --dist loadfile
+
+test-contract: $(READY) ## contracts with the installed verl, vLLM and Ray
+	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile
+
+test-lending: $(READY) ## one real run in which a slice is lent and reclaimed in every step
+	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k in_every_step
 
 test-e2e: $(READY) ## real verl, Ray and vLLM on the CPU
 	$(BIN)/python -m pytest tests/e2e -q
@@ -36,8 +54,8 @@ types: $(READY) ## mypy --strict on everything but the verl adapter
 doctor: $(READY) ## check this machine and the installation
 	$(BIN)/seamless-verl doctor
 
-clean: ## remove the environment; runs/ stays
-	rm -rf $(VENV)
+clean: ## remove the environments; runs/ stays
+	rm -rf $(VENV_verl) $(VENV_newest)
 
 $(READY): $(LOCKS) setup.cfg pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name one with make PYTHON=…"; exit 1; }

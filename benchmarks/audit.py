@@ -1,11 +1,14 @@
 """Agents that do everything agents do, at random, over HTTP: are the rows what the engine said, each answer once?
 
-Each session makes sixteen moves on any conversation that it knows: go on, go on in parallel, rewind, ask the same
-again, repeat a request as an SDK does, leave in the middle of an answer, start a sub-agent, compact the context,
-respell or rewrite the history. The engine keeps a book of its own. At the end of a session:
+Each session makes sixteen moves on any conversation that it knows: go on (whole, as a stream, with several samples), go
+on in parallel, rewind, ask the same again, repeat a request as an SDK does, leave in the middle of an answer, start a
+sub-agent, compact the context, respell or rewrite the history. Meanwhile the weights change, again and again, behind
+the proxy's gate. Engine and agents keep books of their own, outside the proxy. At the end of a session:
 
 * violations   what the proxy's own audit found between its rows and its record of the engine
 * changed      an answer in a row that the engine never gave to the tokens before it
+* misread      tokens before an answer that are not what its agent said in the request
+* misdated     an answer with another weight version than it was given under
 * lost         an answer that the agent got, and that no row trains
 * doubled      an answer that is trained twice
 * unasked      an answer in a row that the agent never got, and not the one to a request that it left for good
@@ -47,8 +50,8 @@ from seamless_verl.proxy.tokenizer import FolderTokenizer
 _AGENTS = 16
 _MOVES = 16
 _CHUNK = 5_000  # turns on one folder
-_QUESTION = 200  # tokens at the end of a prompt in which the whole of its question stands
-_GIVEN = ("extend", "extend", "extend", "parallel", "rewind", "again", "retry", "leave")
+_PUBLISH_S = 0.3  # between two versions of the weights
+_GIVEN = ("extend", "extend", "stream", "samples", "parallel", "rewind", "again", "retry", "leave")
 _NEW = ("sub_agent", "compact", "respell", "rewrite")
 
 
@@ -65,10 +68,24 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Delta(msgspec.Struct):
+    content: str = ""
+
+
+class _Piece(msgspec.Struct):
+    delta: _Delta
+
+
+class _Chunk(msgspec.Struct):
+    id: str
+    choices: list[_Piece]
+
+
 class _Row(msgspec.Struct):
     token_ids: list[int]
     mask: list[int]
     turns: list[tuple[str, int, int, bool, str, int]]
+    version_spans: list[tuple[int, int, int]]
 
 
 class _Audit(msgspec.Struct):
@@ -82,6 +99,7 @@ class _Closed(msgspec.Struct):
 
 
 _answers = msgspec.json.Decoder(_Answer)
+_chunks = msgspec.json.Decoder(_Chunk)
 _closed = msgspec.json.Decoder(_Closed)
 
 
@@ -92,6 +110,9 @@ class Found:
     turns: int = 0
     violations: int = 0
     changed: int = 0
+    misread: int = 0
+    misdated: int = 0
+    versions: int = 0
     lost: int = 0
     doubled: int = 0
     unasked: int = 0
@@ -114,7 +135,8 @@ class WildAgent:
         self._writer, self._rng, self._found = writer, rng, found
         self._known: list[list[tuple[str, str]]] = []
         self._asked: list[list[tuple[str, str]]] = []
-        self.got: set[str] = set()
+        self.got: dict[str, list[tuple[str, str]]] = {}  # requests by the names of their (first) answers
+        self.more: Counter[str] = Counter()  # answers by question that came without a name: further samples
         self.left: list[str] = []  # questions cut off and never repeated: whether they were answered nobody knows
 
     async def run(self) -> None:
@@ -135,6 +157,10 @@ class WildAgent:
             await asyncio.gather(*(self._ask([*base, self._question()]) for _ in range(self._rng.randint(2, 3))))
         elif move == "leave":
             await self._leave([*self._rng.choice(self._known), self._question()])
+        elif move in ("stream", "samples"):
+            n = self._rng.randint(2, 4) if move == "samples" else 1
+            request = [*self._rng.choice(self._known), self._question()]
+            await self._ask(request, n=n, stream=move == "stream")
         else:
             await self._ask([*self._history(move), self._question()])
 
@@ -155,8 +181,11 @@ class WildAgent:
         content = f"{known[at][1]}\n" if move == "respell" else "I never said this"
         return [*known[:at], ("assistant", content), *known[at + 1 :]]
 
-    async def _ask(self, request: list[tuple[str, str]], pool: HttpPool | None = None) -> None:
-        body = body_of([message(role, content) for role, content in request])
+    async def _ask(
+        self, request: list[tuple[str, str]], pool: HttpPool | None = None, *, n: int = 1, stream: bool = False
+    ) -> None:
+        wishes = b'"stream":true,' if stream else b'"n":%d,' % n
+        body = b"{" + wishes + body_of([message(role, content) for role, content in request])[1:]
         try:
             answer = await (pool or self._pool).request("POST", "/v1/chat/completions", body, timeout_s=60.0)
         except HttpFailed:  # an idle connection that the server was about to close: SDKs repeat the request
@@ -166,10 +195,11 @@ class WildAgent:
             self._found.refused += 1
             self._found.stories.append(f"{answer.status}: {answer.body[:200]!r}")
             return
-        said = _answers.decode(answer.body)
-        self.got.add(said.id.removeprefix("chatcmpl-"))
+        name, texts = _streamed(answer.body) if stream else _whole(answer.body)
+        self.got[name.removeprefix("chatcmpl-")] = request
+        self.more[request[-1][1]] += len(texts) - 1
         self._asked.append(request)
-        self._known.append([*request, ("assistant", said.choices[0].message.content)])
+        self._known.append([*request, ("assistant", self._rng.choice(texts))])
 
     async def _leave(self, request: list[tuple[str, str]]) -> None:
         """Cut the connection somewhere between sending and the answer; often come back with the same request."""
@@ -181,6 +211,25 @@ class WildAgent:
             await self._ask(request, self._retries)
         elif isinstance(end, asyncio.CancelledError):
             self.left.append(request[-1][1])
+
+
+def _whole(body: bytes) -> tuple[str, list[str]]:
+    said = _answers.decode(body)
+    return said.id, [choice.message.content for choice in said.choices]
+
+
+def _streamed(body: bytes) -> tuple[str, list[str]]:
+    lines = [line[6:] for line in body.splitlines() if line.startswith(b"data: ")]
+    if lines[-1:] != [b"[DONE]"] or b'"error"' in body:
+        raise RuntimeError(f"a stream that ends with {body[-300:]!r}")
+    chunks = [_chunks.decode(line) for line in lines[:-1]]
+    return chunks[0].id, ["".join(choice.delta.content for chunk in chunks for choice in chunk.choices)]
+
+
+def _read(prompt: str) -> list[tuple[str, str]]:
+    """The messages of a prompt's text; white space around them is the template's or a spelling."""
+    parts = [part.partition("\n") for part in prompt.split("<|im_start|>")[1:]]
+    return [(role, content.partition("<|im_end|>")[0].strip()) for role, _, content in parts]
 
 
 def judge(body: bytes, agent: WildAgent, book: Book, tokenizer: FolderTokenizer, found: Found) -> int:
@@ -198,20 +247,45 @@ def judge(body: bytes, agent: WildAgent, book: Book, tokenizer: FolderTokenizer,
             found.changed += not same or set(row.mask[start:stop]) != {int(is_trained)}
             trained[name] += is_trained
             asked[name] = row.token_ids[:start]
+            known = book.versions_of(row.token_ids[:start])
+            spans = [span for span in row.version_spans if start <= span[0] and span[1] <= stop]
+            dated = sum(end - begin for begin, end, version in spans if version in known)
+            found.misdated += dated != stop - start
     named = {name for name, times in trained.items() if times}
-    found.lost += len(agent.got - named)
+    found.lost += len(agent.got.keys() - named)
+    for name, request in agent.got.items():
+        said = [(role, content.strip()) for role, content in request]
+        found.misread += name in asked and _read(tokenizer.decode(asked[name])) != [*said, ("assistant", "")]
     found.doubled += sum(times - 1 for times in trained.values() if times > 1)
     found.left += len(agent.left)
-    left = list(agent.left)
-    for name in named - agent.got:
-        question = next((text for text in left if text in tokenizer.decode(asked[name][-_QUESTION:])), None)
+    left, more = list(agent.left), agent.more.copy()
+    for name in named - agent.got.keys():
+        last = _read(tokenizer.decode(asked[name]))[-2][1]
+        if more[last]:
+            more[last] -= 1
+            continue
+        question = next((text for text in left if text == last), None)
         if question is None:
             found.unasked += 1
             found.stories.append(f"{name}: an answer that nobody asked for")
         else:
             left.remove(question)
             found.left_answered += 1
+    found.lost += more.total()
     return len(named)
+
+
+async def _publish(port: int, book: Book, found: Found) -> None:
+    """New weights behind the gate, for ever."""
+    admin = admin_pool(port)
+    while True:
+        await asyncio.sleep(_PUBLISH_S)
+        paused = await admin.request("POST", "/pause", b'{"timeout_s":30}', timeout_s=60.0)
+        if paused.status != 200 or b'"quiet":true' not in paused.body:
+            raise RuntimeError(f"pause: {paused.status}: {paused.body[:300]!r}")
+        book.version += 1
+        found.versions += 1
+        await admin.request("POST", "/resume", b'{"version":%d}' % book.version, timeout_s=60.0)
 
 
 async def wild(turns: int, scratch: Path, seed: int) -> Found:
@@ -238,7 +312,12 @@ async def wild(turns: int, scratch: Path, seed: int) -> Found:
 
     with our_proxy(port, engine, folder, scratch / "record", core=None, log=scratch / "log"):
         await until_up(f"http://127.0.0.1:{port}")
+        publishing = asyncio.ensure_future(_publish(port, book, found))
         await asyncio.gather(*(agent() for _ in range(_AGENTS)))
+        publishing.cancel()
+        await asyncio.wait({publishing})
+        if not publishing.cancelled():
+            publishing.result()
     server.close()
     return found
 
@@ -260,12 +339,13 @@ def main() -> int:
             found = uvloop.run(wild(min(_CHUNK, total - done), Path(temporary), seed=done * 1000))
         kept.add("audit", msgspec.to_builtins(found))
         print(f"{done + found.turns} turns: {found.kinds}, {found.stories[:2]}", flush=True)
-    kinds: Counter[str] = Counter()
-    for part in taken:
-        kinds.update(part["kinds"])
+    kinds = sum((Counter(part["kinds"]) for part in taken), Counter[str]())
+    moves = sum((Counter(part["moves"]) for part in taken), Counter[str]())
     records = [
         Record(name="turns of randomised agents", value=done, unit="", bar=f">= {total}", holds=done >= total),
         *(Record(name=f"matched {kind}", value=count, unit="") for kind, count in sorted(kinds.items())),
+        Record(name="versions of the weights", value=sum(part["versions"] for part in taken), unit=""),
+        *(Record(name=f"moves of the kind {move}", value=moves[move], unit="") for move in ("stream", "samples")),
         Record(name="connections that broke", value=sum(part["broken"] for part in taken), unit=""),
         Record(name="requests left for good", value=sum(part["left"] for part in taken), unit=""),
         Record(name="of them recorded all the same", value=sum(part["left_answered"] for part in taken), unit=""),
@@ -273,6 +353,8 @@ def main() -> int:
     for name, what in (
         ("violations", "audit violations"),
         ("changed", "answers with other tokens than the engine's"),
+        ("misread", "answers to another prompt than was asked"),
+        ("misdated", "answers with another weight version"),
         ("lost", "answers lost"),
         ("doubled", "answers trained twice"),
         ("unasked", "answers that nobody got, to requests that nobody left"),

@@ -1,19 +1,24 @@
 """A hundred forced lend and reclaim cycles while agents work: does any of them notice, is every token kept?
 
-A row that is not what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the
-proxy) on two cores, one of which changes hands ten times a step.
+Memory moves as on a GPU (`seamless_verl.verl_adapter.cpu_device`): each wake takes the engine's weights and cache, each
+reclaim gives them back, and the weights of every loan are compared with those that were published. A row that is not
+what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the proxy) on two cores,
+one of which changes hands ten times a step. ``--keep FOLDER`` keeps the run's folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.loans import Loans, loans_of
 from benchmarks.records import Record, arguments, report
 from seamless_verl.observe import flight
 from seamless_verl.observe.ledger import Ledger
@@ -28,10 +33,10 @@ _RESOURCES = (
 
 
 def main() -> int:
-    parsed = arguments(__doc__ or "")
-    steps = 2 if parsed.quick else 11
+    parsed = arguments(__doc__ or "", _extend)
+    steps = 2 if parsed.quick else 12
     with tempfile.TemporaryDirectory(prefix="cycles-") as temporary:
-        folder = Path(temporary) / "run"
+        folder = (parsed.keep or Path(temporary)).absolute() / "run"
         command = [
             *(sys.executable, "-m", "seamless_verl.main", "+recipe=swe", _RESOURCES),
             *("seamless.scheduler.policy=greedy", f"trainer.total_training_steps={steps}"),
@@ -45,7 +50,11 @@ def main() -> int:
             "BENCHMARK_CYCLES_PER_STEP": str(_PER_STEP),
         }
         subprocess.run(command, cwd=_ROOT, env=environment, check=True)
-        return report(_records(folder, 100 if not parsed.quick else 10), parsed.json)
+        return report(_records(folder, 120 if not parsed.quick else 10), parsed.json)
+
+
+def _extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run's folder, FOLDER/run")
 
 
 def _records(folder: Path, wanted: int) -> list[Record]:
@@ -67,6 +76,7 @@ def _records(folder: Path, wanted: int) -> list[Record]:
             added.setdefault(event.slice, event.at)
     (ended,) = (event.at for event in events if isinstance(event, flight.RunEnded))
     off = max(abs(sum(b.seconds.values()) / (ended - added[b.slice]) - 1) for b in ledger.books(ended))
+    loans = loans_of(events, "trainers/0")
     audited = summary["rows_audited"] / summary["rows"]
     stale = summary["staleness_max"]
     return [
@@ -80,7 +90,32 @@ def _records(folder: Path, wanted: int) -> list[Record]:
         Record(name="share of rows audited", value=audited, unit="", bar="= 1", holds=audited == 1),
         Record(name="largest staleness", value=stale, unit="versions", bar="<= 1", holds=stale <= 1),
         Record(name="ledger against wall x devices", value=off, unit="", bar="<= 0.005", holds=off <= 0.005),
+        *_memory_records(loans),
     ]
+
+
+def _memory_records(loans: Loans) -> list[Record]:
+    still, kept = loans.wakes - loans.wakes_that_took, loans.reclaims - loans.reclaims_that_freed
+    other = loans.checked - loans.matching
+    unchecked = loans.wakes - loans.checked
+    same = len(loans.versions) - loans.distinct
+    return [
+        Record(name="wakes", value=loans.wakes, unit=""),
+        Record(name="wakes that took no weights or no cache", value=still, unit="", bar="= 0", holds=still == 0),
+        Record(name="reclaims", value=loans.reclaims, unit=""),
+        Record(name="reclaims that kept weights or cache", value=kept, unit="", bar="= 0", holds=kept == 0),
+        Record(name="bytes that the lent engine moved", value=loans.bytes_moved / 1e9, unit="GB"),
+        Record(
+            name="moments with the trainer beside a cache", value=loans.shared, unit="", bar="= 0",
+            holds=loans.shared == 0,
+        ),
+        Record(name="wakes with unchecked weights", value=max(unchecked, 0), unit="", bar="= 0", holds=unchecked <= 0),
+        Record(name="loans with other weights than published", value=other, unit="", bar="= 0", holds=other == 0),
+        Record(name="versions that were lent", value=len(loans.versions), unit=""),
+        Record(name="versions with the weights of another", value=same, unit="", bar="= 0", holds=same == 0),
+        Record(name="wake, median", value=statistics.median(loans.wake_s), unit="s"),
+        Record(name="reclaim, median", value=statistics.median(loans.reclaim_s), unit="s"),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

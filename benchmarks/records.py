@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,17 +38,34 @@ def arguments(
     return parser.parse_args()
 
 
-def report(records: list[Record], file: Path | None) -> int:
-    """Print the records, write them where asked; 1 if one of them misses its bar."""
+def machine(accelerator: str = "no accelerator") -> str:
+    """What a record says of where it was taken."""
+    memory = psutil.virtual_memory().total / (1 << 30)
+    return f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.machine()}, {accelerator}"
+
+
+def report(
+    records: list[Record],
+    file: Path | None,
+    *,
+    accelerator: str = "no accelerator",
+    packages: Mapping[str, str] | None = None,
+) -> int:
+    """Print the records, write them where asked; 1 if one of them misses its bar.
+
+    Args:
+        accelerator: what of it took part.
+        packages: versions by name, where the figures depend on them.
+    """
     for record in records:
         verdict = {True: "holds", False: "MISSED", None: ""}[record.holds]
         print(f"{record.name:<52} {record.value:>10.4g} {record.unit:<8} {record.bar:<28} {verdict}")
     if file is not None:
-        memory = psutil.virtual_memory().total / (1 << 30)
         document = {
             "date": datetime.now(timezone.utc).date().isoformat(),
-            "machine": f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.machine()}, no accelerator",
+            "machine": machine(accelerator),
             "python": platform.python_version(),
+            **({"packages": dict(packages)} if packages else {}),
             "command": f"python -m {_module()} {shlex.join(map(_without_place, sys.argv[1:]))}".strip(),
             "records": [asdict(record) for record in records],
         }

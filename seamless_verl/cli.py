@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 
 from seamless_verl import __version__
 from seamless_verl.compose import run_is_alive
-from seamless_verl.errors import SeamlessError
+from seamless_verl.errors import ConfigError, MachineError, SeamlessError
+from seamless_verl.joining import check_cluster, cluster_address
 from seamless_verl.machine import bind_error, survey
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
+from seamless_verl.own_disk import told_of_journal
+from seamless_verl.packages import HOW_TO_INSTALL, is_installed
 from seamless_verl.proxy import command as proxy
 from seamless_verl.simulation import command as simulation
 
@@ -29,15 +32,15 @@ if TYPE_CHECKING:
     from seamless_verl.proxy.standalone import ParserOf, StandaloneConfig
 
 _GIB = 1 << 30
+# What the tests run on, all of it on CPUs: verl's own pins first, then the newest set (docs/versions.md).
 _TESTED = {
     "verl": ("0.9.1",),
-    "vllm": ("0.27.1",),
-    "torch": ("2.13.0",),
+    "vllm": ("0.24.0", "0.27.1"),
+    "torch": ("2.11.0", "2.13.0"),
     "ray": ("2.60.0",),
     "TransferQueue": ("0.1.11",),
-    "transformers": ("5.10.4",),
+    "transformers": ("5.9.0", "5.10.4"),
 }
-_FOR_GPUS = {"vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}  # what verl[vllm] 0.9.1 pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +65,12 @@ def examine(folder: Path) -> Iterator[Finding]:
         yield _distribution(name, tested)
     yield _plugin()
     machine = survey(folder)
-    accelerators = f"{machine.accelerators} accelerators" if machine.accelerators else "none: the CPU platform is used"
+    size = f" of {machine.accelerator_memory / _GIB:.1f} GiB" if machine.accelerator_memory else ""
+    accelerators = f"{machine.accelerators} accelerators{size}"
+    if not machine.accelerators:
+        accelerators = "none: the CPU platform is used"
     yield Finding(what="devices", found=accelerators)
+    yield from _gpu_packages(machine.accelerators)
     small = not machine.accelerators and machine.memory_available < 8 * _GIB
     yield Finding(
         what="memory",
@@ -92,7 +99,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         fix="" if loopback else "allow sockets on 127.0.0.1",
         fatal=not loopback,
     )
-    yield from _environment()
+    yield from _environment(folder)
 
 
 def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
@@ -105,13 +112,23 @@ def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
         plain = version.partition("+")[0]
         if plain in tested:
             return Finding(what=candidate, found=version)
-        ours = " and ".join(tested)
-        pinned = f"what verl pins for GPUs; run by us with {ours}, on CPUs"
-        return Finding(
-            what=candidate, found=version, fix=pinned if plain == _FOR_GPUS.get(name) else f"run by us with {ours} only"
-        )
+        return Finding(what=candidate, found=version, fix=f"run by us with {' and '.join(tested)} only")
     install = "pip install -e '/path/to/the/clone[gpu]', or `make demo` on a CPU"
     return Finding(what=name, found="not installed", fix=install, fatal=True)
+
+
+def _gpu_packages(accelerators: int) -> Iterator[Finding]:
+    """What a run with verl's defaults imports on GPUs, minutes after its start; `seamless_verl.packages` refuses it."""
+    if not accelerators or is_installed("torch_npu"):  # on Ascend verl takes other ones
+        return
+    for name, module, use in (
+        ("cupy", "cupy", "checkpoint engine nccl"),
+        ("flash-attn", "flash_attn", "verl's default attention"),
+    ):
+        if is_installed(module):
+            yield Finding(what=name, found="installed")
+        else:
+            yield Finding(what=name, found=f"missing, {use} needs it", fix=HOW_TO_INSTALL[module], fatal=True)
 
 
 def _plugin() -> Finding:
@@ -126,13 +143,18 @@ def _plugin() -> Finding:
     return Finding(what="verl plug-in", found="registered")
 
 
-def _environment() -> Iterator[Finding]:
-    if "RAY_ADDRESS" in os.environ:
-        yield Finding(
-            what="RAY_ADDRESS",
-            found=os.environ["RAY_ADDRESS"],
-            fix="a GPU run joins that cluster; a CPU run starts its own",
-        )
+def _journals(folder: Path) -> Finding:
+    """``folder``: below which run folders are made."""
+    try:
+        line = told_of_journal(None, Path(os.environ.get("SEAMLESS_RUNS", folder / "runs")))
+    except ConfigError as error:
+        return Finding(what="journals", found=error.problem, fix=f"{error.key}: {error.fix}")
+    return Finding(what="journals", found=line.partition(": ")[2] if line else "in the run folder, on this node's disk")
+
+
+def _environment(folder: Path) -> Iterator[Finding]:
+    yield from _cluster()
+    yield _journals(folder)
     folder = Path("seamless_verl")
     spec = importlib.util.find_spec("seamless_verl")
     if folder.is_dir() and spec and spec.origin and Path(spec.origin).parent != folder.absolute():
@@ -141,6 +163,18 @@ def _environment() -> Iterator[Finding]:
             found=f"holds another {folder}",
             fix="start from another directory: it shadows ours",
         )
+
+
+def _cluster() -> Iterator[Finding]:
+    address = cluster_address(None)
+    if address is None:
+        return
+    try:
+        check_cluster({})
+    except MachineError as error:
+        yield Finding(what="Ray cluster", found=error.found, fix=error.fix)
+        return
+    yield Finding(what="Ray cluster", found=f"{address}: a GPU run joins it, a CPU run starts its own")
 
 
 def doctor(_: argparse.Namespace) -> int:

@@ -6,14 +6,13 @@ what to write instead.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from seamless_verl.checked import build, check_in_flight, one_of, positive
 from seamless_verl.errors import ConfigError
 
 
@@ -55,18 +54,18 @@ class StalenessConfig:
         if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 0:
             raise ConfigError("seamless.staleness.eta", self.eta, "must be an integer >= 0", "write 1 (one-step lag)")
         check_in_flight(self.in_flight, self.eta)
-        _one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
+        one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
         if self.in_flight is not None and self.policy != "reserve":
             problem = "verl's own buffer counts its batches by trainer.v1.separate_async.num_warmup_batches"
             raise ConfigError("seamless.staleness.in_flight", self.in_flight, problem, "write null, or policy=reserve")
-        _one_of("seamless.staleness.correction", self.correction, ("token", "a3po", "verl"))
-        _one_of("seamless.staleness.stuck", self.stuck, ("wait", "retry", "truncate"))
+        one_of("seamless.staleness.correction", self.correction, ("token", "a3po", "verl"))
+        one_of("seamless.staleness.stuck", self.stuck, ("wait", "retry", "truncate"))
         for name, surplus in (("redundancy", "prompts"), ("group_redundancy", "rollouts")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
                 key = f"seamless.staleness.{name}"
                 raise ConfigError(key, value, "must be a number >= 1", f"write 1 (no surplus {surplus})")
-        _positive("seamless.staleness.stuck_patience_s", self.stuck_patience_s, "60")
+        positive("seamless.staleness.stuck_patience_s", self.stuck_patience_s, "60")
         if self.stuck != "wait" and self.policy != "reserve":
             problem = "only the streaming dataloader knows what a step waits for"
             raise ConfigError("seamless.staleness.stuck", self.stuck, problem, "write wait, or policy=reserve")
@@ -173,8 +172,8 @@ class RouterConfig:
     cost: str = "7b-tp1"
 
     def __post_init__(self) -> None:
-        _one_of("seamless.router.policy", self.policy, ("least_requests", "marginal_gain"))
-        _one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
+        one_of("seamless.router.policy", self.policy, ("least_requests", "marginal_gain"))
+        one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
         if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
             raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
         for key in ("migrate", "oldest_first"):
@@ -217,11 +216,11 @@ class ResourceConfig:
         if not self.capabilities:
             raise ConfigError(f"{where}.capabilities", [], "is empty", "write [train, rollout], [train] or [rollout]")
         for tag in self.capabilities:
-            _one_of(f"{where}.capabilities", tag, ("train", "rollout"))
+            one_of(f"{where}.capabilities", tag, ("train", "rollout"))
         facts = {"tflops": self.tflops, "bandwidth_gbs": self.bandwidth_gbs, "memory_gb": self.memory_gb}
         for key, fact in facts.items():
             if fact is not None:
-                _positive(f"{where}.{key}", fact, "989")
+                positive(f"{where}.{key}", fact, "989")
         if 0 < sum(fact is not None for fact in facts.values()) < 3:
             missing = next(key for key, fact in facts.items() if fact is None)
             raise ConfigError(f"{where}.{missing}", "(nothing)", "the roofline needs all three facts", "give it too")
@@ -237,16 +236,22 @@ class SchedulerConfig:
             ``colocated`` and ``disaggregated`` are the two ends.
         margin: a loan must be worth this share of its measured switch cost beyond the cost (``predictive``).
         max_loans_per_step: bound on lending within a training step (``predictive``).
+        check_weights: compare a checksum of the weights of every lent slice with those published; one that differs ends
+            the run. None: on the CPU platform, where it costs nothing to speak of.
     """
 
     policy: str | None = None
     margin: float = 0.0
     max_loans_per_step: int = 3
+    check_weights: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.check_weights is not None and not isinstance(self.check_weights, bool):
+            problem = "is not a switch"
+            raise ConfigError("seamless.scheduler.check_weights", self.check_weights, problem, "write true or false")
         if self.policy is not None:
             known = ("predictive", "greedy", "verl_gate", "colocated", "disaggregated")
-            _one_of("seamless.scheduler.policy", self.policy, known)
+            one_of("seamless.scheduler.policy", self.policy, known)
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or self.margin < 0:
             raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0 or 0.25")
         loans = self.max_loans_per_step
@@ -265,7 +270,8 @@ class AgentConfig:
         max_turns: model calls one attempt may make.
         max_tokens_per_turn: tokens one model call may generate.
         max_concurrent: attempts under way at a time in each rollout worker, or fewer where the runner takes fewer;
-            others wait, and their deadline with them.
+            others wait, and their deadline with them. None: its share of what all replicas decode or of what
+            `StalenessConfig` admits, whichever is more (`seamless_verl.capacity`).
     """
 
     runner: str | None = None
@@ -273,14 +279,15 @@ class AgentConfig:
     deadline_s: float = 600.0
     max_turns: int = 64
     max_tokens_per_turn: int | None = None
-    max_concurrent: int = 256
+    max_concurrent: int | None = None
 
     def __post_init__(self) -> None:
-        _positive("seamless.agent.deadline_s", self.deadline_s, "600")
-        _positive("seamless.agent.max_turns", self.max_turns, "64")
-        _positive("seamless.agent.max_concurrent", self.max_concurrent, "256")
+        positive("seamless.agent.deadline_s", self.deadline_s, "600")
+        positive("seamless.agent.max_turns", self.max_turns, "64")
+        if self.max_concurrent is not None:
+            positive("seamless.agent.max_concurrent", self.max_concurrent, "256")
         if self.max_tokens_per_turn is not None:
-            _positive("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, "1024")
+            positive("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, "1024")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +303,8 @@ class ProxyConfig:
         journal: the proxy is a process beside its rollout worker, and writes every answer to the run's folder before
             the agent has it: killed at any instant, it goes on where it was. Without it, and in runs without a folder,
             it is part of the worker.
+        journal_dir: folder on a disk that every node has itself, for those journals; None: the run's folder where that
+            is on the node's disk, else the node's temporary folder (`seamless_verl.own_disk`).
     """
 
     host: str = "127.0.0.1"
@@ -303,8 +312,11 @@ class ProxyConfig:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     journal: bool = True
+    journal_dir: str | None = None
 
     def __post_init__(self) -> None:
+        if self.journal_dir is not None and (not isinstance(self.journal_dir, str) or self.journal_dir[:1] != "/"):
+            raise ConfigError("seamless.proxy.journal_dir", self.journal_dir, "is no absolute path", "write /scratch")
         if not isinstance(self.journal, bool):
             raise ConfigError("seamless.proxy.journal", self.journal, "is neither true nor false", "write true")
         if not isinstance(self.host, str) or not self.host:
@@ -357,59 +369,4 @@ class SeamlessConfig:
         Raises:
             ConfigError: an unknown key, a wrong type or an impossible value.
         """
-        return typing.cast(SeamlessConfig, _build(cls, section or {}, "seamless"))
-
-
-def _positive(key: str, value: float, example: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ConfigError(key, value, "must be a number above 0", f"write for example {example}")
-
-
-def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
-    if not isinstance(section, Mapping):
-        raise ConfigError(path, section, "must be a section with keys", f"write {path}.KEY=VALUE")
-    hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for key, value in section.items():
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
-        values[key] = _value(hints[key], value, f"{path}.{key}")
-    missing = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in values]
-    if missing:
-        raise ConfigError(f"{path}.{missing[0]}", "(nothing)", "is missing", f"write {path}.{missing[0]}: …")
-    return cls(**values)
-
-
-def _value(hint: Any, value: Any, path: str) -> Any:
-    """A section becomes its dataclass, a list a tuple of what it holds; anything else is the dataclass's to check."""
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), {} if value is None else value, path)
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(path, value, "must be a list", "write [A, B]")
-        return tuple(_value(arguments[0], item, f"{path}[{position}]") for position, item in enumerate(value))
-    nested = [argument for argument in arguments if dataclasses.is_dataclass(argument)]
-    return _value(nested[0], value, path) if nested and value is not None else value
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def check_in_flight(in_flight: float | None, eta: int) -> None:
-    """Raises:
-    ConfigError: it is not between 1 and eta + 1.
-    """
-    if in_flight is None:
-        return
-    if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
-        problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
-        raise ConfigError("seamless.staleness.in_flight", in_flight, problem, f"write {eta + 1}, the most")
-
-
-def _one_of(key: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
-        raise ConfigError(key, value, f"is none of {', '.join(known)}", f"write {near}")
+        return typing.cast(SeamlessConfig, build(cls, section or {}, "seamless"))

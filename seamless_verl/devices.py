@@ -6,17 +6,15 @@ Only the configuration and the machine are looked at.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.joining import ADDRESS, address_file, cluster_address
 from seamless_verl.machine import Machine
 from seamless_verl.scheduling.declaration import slices_of
 
-ADDRESS = "ray_kwargs.ray_init.address"
 _VERLS_MODES = ("sync", "colocate_async", "separate_async")
 _MODE = "trainer.v1.trainer_mode"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -83,7 +81,7 @@ def unused_by_verls_trainer(config: Mapping[str, Any], seamless: SeamlessConfig)
 def check_resources(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     """Refuse a declaration that no slices can be cut from, before it is written into verl's keys; see `slices_of`."""
     if seamless.resources:
-        slices_of(seamless.resources, replica_gpus=_replica_size(config))
+        slices_of(seamless.resources, replica_gpus=replica_size(config))
 
 
 def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
@@ -114,7 +112,7 @@ def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
                 f"{_SPLIT}; or let all generate, then train: seamless.scheduler.policy=colocated; or stay with "
                 f"{_MODE}=sync; or run small on the CPU with +platform=cpu",
             )
-    replica = _replica_size(config)
+    replica = replica_size(config)
     devices = standing * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node")
     if devices % replica:
         raise ConfigError(
@@ -136,10 +134,11 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
     train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
     nodes = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0)
     rollout = nodes * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0)
-    if device == "cpu" or joins_a_cluster(value_of(config, ADDRESS, None)):
+    if device == "cpu" or cluster_address(value_of(config, ADDRESS, None)) is not None:
         return
     if machine.accelerators < train + rollout:
-        found = f"this machine has {machine.accelerators or 'none'}"
+        here = machine.accelerators or "none"
+        found = f"this machine has {here}, and no Ray cluster was found (RAY_ADDRESS is not set, no {address_file()})"
         raise MachineError(
             "accelerators",
             f"trainer.device={device} asks for {train} to train and {rollout} more for rollout, {found}",
@@ -149,20 +148,8 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
         )
 
 
-def joins_a_cluster(address: str | None) -> bool:
-    """Whether Ray connects to nodes that run already.
-
-    Args:
-        address: `ADDRESS`. Where it is not given Ray reads ``RAY_ADDRESS``, then the file in which ``ray start`` left
-            that of a cluster on this machine (ray 2.60: `get_ray_address_from_environment`).
-    """
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address:
-        return address != "local"
-    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").is_file()
-
-
-def _replica_size(config: Mapping[str, Any]) -> int:
+def replica_size(config: Mapping[str, Any]) -> int:
+    """Devices of one rollout replica."""
     size = whole_number(config, f"{_ROLLOUT}.tensor_model_parallel_size")
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
         size *= whole_number(config, f"{_ROLLOUT}.{name}", default=1)

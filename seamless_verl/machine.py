@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import socket
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,16 @@ from seamless_verl.errors import ConfigError
 
 BIND_ERRORS = (OSError, OverflowError, UnicodeError)
 """What binding a socket raises: of the system, of a port above 65535, of a host name that is no name."""
+_CARDS_S = 20.0  # nvidia-smi wakes every card first
 _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Sizes in bytes; ``accelerators`` counts device files, which is what a process here could open."""
+    """Sizes in bytes; ``accelerators`` counts device files, which is what a process here could open.
+
+    ``accelerator_memory``: of the smallest NVIDIA card; 0: unknown.
+    """
 
     accelerators: int
     cores: int
@@ -28,6 +33,7 @@ class Machine:
     memory_total: int
     disk_free: int
     shared_memory_free: int
+    accelerator_memory: int = 0
 
     @property
     def platform(self) -> str:
@@ -39,8 +45,10 @@ def survey(folder: Path) -> Machine:
     while not folder.exists():
         folder = folder.parent
     memory = psutil.virtual_memory()
+    accelerators = count_accelerators()
     return Machine(
-        accelerators=count_accelerators(),
+        accelerators=accelerators,
+        accelerator_memory=card_memory() if accelerators else 0,
         cores=len(os.sched_getaffinity(0)),
         memory_available=memory.available,
         memory_total=memory.total,
@@ -58,6 +66,16 @@ def count_accelerators(devices: Path = Path("/dev")) -> int:
     ascend = len([path for path in devices.glob("davinci[0-9]*") if path.name[7:].isdigit()])
     amd = len(list((devices / "dri").glob("renderD*"))) if (devices / "kfd").exists() else 0
     return nvidia + ascend + amd
+
+
+def card_memory() -> int:
+    """Bytes of the smallest NVIDIA card; 0 where ``nvidia-smi`` is missing or does not say."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_CARDS_S, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return min(map(int, told)) << 20 if told and all(word.isdigit() for word in told) else 0
 
 
 def bind_error(host: str, port: int) -> Exception | None:

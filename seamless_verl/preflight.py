@@ -15,9 +15,13 @@ from typing import Any
 
 from seamless_verl.agents.checks import check_runner
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.devices import ADDRESS, check_devices, check_layout, joins_a_cluster, value_of, whole_number
+from seamless_verl.devices import check_devices, check_layout, value_of, whole_number
+from seamless_verl.engine_checks import check_engine, check_rows
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.joining import ADDRESS, RAY_INIT, check_cluster, cluster_address
 from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
+from seamless_verl.packages import check_packages
+from seamless_verl.refusals import check_settings_of_verl
 
 _GIB = 1 << 30
 # A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured; see README).
@@ -38,9 +42,13 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         ConfigError, MachineError: what is wrong and how to mend it.
     """
     check_devices(config, machine)
+    check_cluster(value_of(config, RAY_INIT, {}))
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         check_layout(config, seamless)
         _check_batches(config)
+        check_settings_of_verl(config, seamless)
+        check_engine(config, seamless)
+    check_packages(config, machine)
     _check_lengths(config)
     _check_room(config, machine)
     workers = whole_number(config, "actor_rollout_ref.rollout.agent.num_workers", default=1)
@@ -66,6 +74,12 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_reward(config)
     _check_agent(config, seamless, pending)
     _check_curriculum(config, seamless, pending)
+    rows = _files(config, "train_files") + _files(config, "val_files")
+    check_rows(config, [Path(file).expanduser() for file in rows if _is_table_here(file, pending)])
+
+
+def _is_table_here(file: str, pending: Path | None) -> bool:
+    return file.endswith(".parquet") and "://" not in file and not _is_below(file, pending)
 
 
 def _check_batches(config: Mapping[str, Any]) -> None:
@@ -204,7 +218,7 @@ def _top_level_names(file: Path) -> list[str]:
 def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     if seamless.agent.runner is None:
         return
-    here = not joins_a_cluster(value_of(config, ADDRESS, None))
+    here = cluster_address(value_of(config, ADDRESS, None)) is None
     runner = check_runner(seamless.agent, here=here)
     host, port = seamless.proxy.host, seamless.proxy.port
     if here and (error := bind_error(host, port)) is not None:
@@ -213,7 +227,7 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
     if check_task is None:
         return
     for file in _files(config, "train_files") + _files(config, "val_files"):
-        if _is_below(file, pending) or "://" in file or not file.endswith(".parquet"):
+        if not _is_table_here(file, pending):
             continue
         for task in _tasks_of(file):
             check_task(task)
@@ -222,7 +236,7 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
 def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     """Stages and pools against the sources of the data, where it is there to be looked at."""
     files = _files(config, "train_files")
-    here = all(file.endswith(".parquet") and "://" not in file and not _is_below(file, pending) for file in files)
+    here = all(_is_table_here(file, pending) for file in files)
     if not seamless.curriculum.enabled or not here:
         return
     import pyarrow.parquet as parquet

@@ -26,8 +26,14 @@ from pathlib import Path
 import psutil
 
 from seamless_verl import nursery
+from seamless_verl.own_disk import APART
 
 RUN_ID = "SEAMLESS_RUN_ID"
+# Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and
+# over the mark with it.
+_KEEP_ENVIRONMENT = "SPT_NOENV"
+MARKS = (RUN_ID, _KEEP_ENVIRONMENT)
+"""Variables by which processes of a run are found."""
 INTERPRETER = "SEAMLESS_INTERPRETER"
 GRACE = "SEAMLESS_GRACE_S"
 """In the environment of a process that needs so many seconds between SIGTERM and SIGKILL to clean up behind it."""
@@ -45,6 +51,8 @@ _LONGEST_BASE = 28
 _FIRST_JOB = "01000000"
 _SHARED_MEMORY = Path("/dev/shm")
 _SECOND_LOOK_S = 0.2
+_FAR_SWEEP_S = 120.0
+_CLUSTER = "RAY_ADDRESS"
 
 
 def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None], imported: Sequence[str] = ()) -> int:
@@ -80,9 +88,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
     try:
         (run_dir / "pid").write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
-        # Ray and vLLM rename their processes; without SPT_NOENV the new title is written over the environment that
-        # /proc shows, and the mark with it.
-        own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir), "SPT_NOENV": "1"}
+        own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir), _KEEP_ENVIRONMENT: "1"}
         wanted: dict[str, str | None] = {**os.environ, **environment, **own}
         env = {name: value for name, value in wanted.items() if value is not None}
         if imported:
@@ -96,6 +102,8 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         _collect_logs(ray_dir, run_dir / "logs")
         shutil.rmtree(ray_dir, ignore_errors=True)
         _remove_shared_memory(swept.shared, started)
+        if joined := environment.get(_CLUSTER):
+            _sweep_other_nodes(run_id, started, joined, interrupts)
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -230,6 +238,33 @@ def sweep(
             _say(f"waiting up to {limit_s:.0f} s for what does not end: {_named(stubborn)}; Ctrl-C leaves sooner")
 
 
+def sweep_node(run_id: str, since: float) -> str:
+    """All that is left of a run on this node, without a subreaper: processes, shared memory, journals.
+
+    Returns:
+        What could not be ended, for people; empty: nothing is left.
+    """
+    swept = sweep(run_id, limit_s=_SWEEP_S)
+    _remove_shared_memory(swept.shared, since)
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
+    return f"could not be ended and still run: {_named(swept.survivors)}" if swept.survivors else ""
+
+
+def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequence[int]) -> None:
+    """`sweep_node` on the other nodes of a joined Ray cluster; what remains there is said. An interrupt leaves it."""
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
+    command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since)]
+    env = {**os.environ, _CLUSTER: address}
+    far = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_apart)
+    until, seen = time.monotonic() + _FAR_SWEEP_S, len(interrupts)
+    while far.poll() is None and time.monotonic() < until and len(interrupts) == seen:
+        time.sleep(_SECOND_LOOK_S)
+    if far.poll() is None:
+        far.kill()
+        far.wait()
+        _say(f"other nodes of the Ray cluster at {address} were not swept to the end")
+
+
 def _left(run_id: str, spared: frozenset[psutil.Process] | None) -> list[psutil.Process]:
     marked = list(processes_of(run_id))
     return marked if spared is None else list({*marked, *_children_but(spared)})
@@ -296,9 +331,9 @@ def _children_but(spared: frozenset[psutil.Process]) -> Iterator[psutil.Process]
 def _remove_shared_memory(files: set[str], since: float) -> None:
     """Remove segments that killed processes of the run could not: those seen in use, and those that appeared meanwhile.
 
-    Python's and verl's names only, ours, made during the run, and used by no living process.
+    Python's, verl's and NCCL's names only, ours, made during the run, and used by no living process.
     """
-    for prefix in ("psm_", "verl_weights_", "sem.mp-"):
+    for prefix in ("psm_", "verl_weights_", "sem.mp-", "nccl-"):
         for candidate in _SHARED_MEMORY.glob(prefix + "*"):
             with contextlib.suppress(OSError):  # gone meanwhile
                 found = candidate.stat()

@@ -7,6 +7,7 @@ the agent's.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -85,9 +86,11 @@ class AgentRunner(Protocol):
         ...
 
 
-def places_of(runner: AgentRunner, limit: int) -> int:
-    """Jobs that ``runner`` may have under way in this process: ``limit``, or its own ``max_concurrent`` if smaller.
+def places_of(runner: AgentRunner, limit: int | None) -> int:
+    """Jobs that ``runner`` may have under way in this process: ``limit`` (None: any number), or its own
+    ``max_concurrent`` if smaller.
 
     Whoever calls `AgentRunner.run` lets the others wait, and their deadlines with them.
     """
-    return min(limit, getattr(runner, "max_concurrent", limit))
+    most = sys.maxsize if limit is None else limit
+    return min(most, getattr(runner, "max_concurrent", most))

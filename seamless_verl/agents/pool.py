@@ -25,7 +25,8 @@ from typing import Any
 
 from seamless_verl.errors import SeamlessError
 
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE")
+_MARK = "SEAMLESS_RUN_ID"  # a run's processes are found by it on nodes where the supervisor is not
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", _MARK)
 _MAX_LINE_BYTES = 64 << 20
 _STDERR_LINES = 20
 _START_ATTEMPTS = 3

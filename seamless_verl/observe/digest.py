@@ -11,6 +11,7 @@ from typing import Any
 from seamless_verl.observe import flight
 from seamless_verl.observe.lanes import Lane
 from seamless_verl.observe.ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
+from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.prefill import with_first_tokens
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.tallies import DecisionRow, Requests, Rows, Sessions, Tallies
@@ -43,6 +44,8 @@ class RunDigest:
         versions: ``(time, weight version)``.
         steps, validations: records of the run folder.
         lost: events that the recorder dropped.
+        memory: one entry per slice whose memory was counted.
+        weights_checked: loans whose weights were the published ones (True), and those whose were not.
     """
 
     recording: Recording
@@ -61,6 +64,8 @@ class RunDigest:
     rows: Rows
     sessions: Sessions
     lost: int
+    memory: tuple[SliceMemory, ...]
+    weights_checked: Mapping[bool, int]
     steps: tuple[Mapping[str, Any], ...]
     validations: tuple[Mapping[str, Any], ...]
 
@@ -155,6 +160,8 @@ def digest(
         rows=tallies.rows,
         sessions=tallies.sessions,
         lost=tallies.lost,
+        memory=tallies.memory.of_slices(),
+        weights_checked=tallies.weights_checked,
         steps=tuple({record["step"]: record for record in steps}.values()),
         validations=tuple(validations),
     )

@@ -261,6 +261,40 @@ class DecisionRealised(FlightEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHeld(FlightEvent):
+    """From now on somebody holds so much of a device's memory for one purpose; written where it is counted (CPU).
+
+    Attributes:
+        device: of the slice; a slice has one or more.
+        user: ``trainer`` or ``engine``.
+        what: e.g. ``parameters``, ``optimizer``, ``weights``, ``kv_cache``.
+        nbytes: 0: nothing any more.
+        capacity: bytes of the device, as far as it is known.
+    """
+
+    slice: str
+    device: str
+    user: str
+    what: str
+    nbytes: int
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsChecked(FlightEvent):
+    """The weights of a slice that was lent were compared with those published as ``version``.
+
+    Attributes:
+        published, held: checksums, the trainer's at the publication and the engine's after it woke.
+    """
+
+    slice: str
+    version: int
+    published: str
+    held: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventsLost(FlightEvent):
     """The recorder could not keep up and dropped this many events."""
 

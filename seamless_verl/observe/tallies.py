@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from seamless_verl.observe import flight
+from seamless_verl.observe.memory import MemoryLevels
 
 _ENDED = ("completed", "stop", "length")
 _INTERRUPTED = ("abort", "aborted")
@@ -85,6 +86,8 @@ class Tallies:
         self.rows = Rows()
         self.sessions = Sessions()
         self.lost = 0
+        self.memory = MemoryLevels()
+        self.weights_checked: Counter[bool] = Counter()  # by whether they were the published ones
         self.step_spans: list[tuple[int, float, float]] = []
         self._run = 0
         self._open_step: tuple[int, float] | None = None
@@ -143,6 +146,10 @@ class Tallies:
                 self._charge_phase(event.at)
                 self._nested.clear()
                 self._close_requests(event.at)
+            case flight.MemoryHeld():
+                self.memory.hold(event)
+            case flight.WeightsChecked():
+                self.weights_checked[event.published == event.held] += 1
             case flight.EventsLost():
                 self.lost += event.count
         self._latest = event.at
@@ -150,6 +157,7 @@ class Tallies:
     def _run_started(self, event: flight.RunStarted) -> None:
         self.start, self.end = event, None
         self._run += 1
+        self.memory.clear(event.at)
         self._charge_phase(self._latest)  # an earlier run in this folder was killed after its last event
         self._nested.clear()
         self._open_step = None  # of a run that was killed; what it had done of the step is done again

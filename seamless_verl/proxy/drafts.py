@@ -31,7 +31,7 @@ class Draft:
         self._progress = progress
         self._codec = codec
         self._settler = settler
-        self._decoder = TextDecoder(codec.decode)
+        self._decoder = TextDecoder(codec.decode, codec.open_ids)
         self._cutter = StopCutter(stops)
         # Which tokens a stop string takes with it is only known at the end.
         self._show_tokens = show_tokens and not stops

@@ -5,9 +5,12 @@ after a grace period.
 
 ::
 
-    launch ──▶ IN FLIGHT ◀──join── ORPHANED ──grace──▶ cancelled, nothing of it is kept
-                  │  └──last client left──▲
-                  └──landed──▶ answer is replayable (the last ones of a session)
+    launch ──▶ OPEN ◀──join── orphaned ──grace──▶ CANCELLED, nothing of it is kept
+                │ └──last client left──▲
+                └──all of its request are generated, and waited for──▶ LANDING ──▶ answer is replayable
+
+Invariant: a flight is cancelled or it lands, and what was decided first holds. What the journal may already have thus
+reaches the tree, whoever loses interest meanwhile, and nobody joins what was cancelled.
 """
 
 from __future__ import annotations
@@ -78,6 +81,14 @@ class Progress:
             listener.set()
 
 
+class Fate(Enum):
+    """What will become of a flight; see the module's picture."""
+
+    OPEN = "open"
+    LANDING = "landing"
+    CANCELLED = "cancelled"
+
+
 class Flight:
     """One generation under way; ``wanted`` is set while anybody waits for it."""
 
@@ -86,9 +97,12 @@ class Flight:
         self.wanted = asyncio.Event()
         self.progress = Progress()
         self.task: asyncio.Task[Served] | None = None
+        self.fate = Fate.OPEN
 
-    def cancel_if_orphaned(self) -> None:
-        if not self.waiters and self.task is not None:
+    def cancel(self) -> None:
+        """End it, unless it is landing."""
+        if self.fate is Fate.OPEN and self.task is not None:
+            self.fate = Fate.CANCELLED
             self.task.cancel()
 
 
@@ -124,7 +138,7 @@ class FlightBoard:
     def earlier(self, digest: bytes) -> Earlier:
         """What became of the last request with this digest."""
         flight = self._by_digest.get(digest)
-        if flight is not None:
+        if flight is not None and flight.fate is not Fate.CANCELLED:
             return Earlier.IN_FLIGHT if flight.waiters else Earlier.ORPHANED
         arrival = self._arrival(digest)
         if arrival is None:
@@ -192,18 +206,27 @@ class FlightBoard:
         try:
             yield
         finally:
+            orphans = []
             for flight in flights:
                 flight.waiters -= 1
                 if not flight.waiters and flight.task is not None and not flight.task.done():
                     flight.wanted.clear()
-                    asyncio.get_running_loop().call_later(orphan_grace_s, flight.cancel_if_orphaned)
+                    orphans.append(flight)
+            if orphans:
+                asyncio.get_running_loop().call_later(orphan_grace_s, _cancel_unattended, orphans)
 
     async def cancel_all(self) -> None:
-        """End every flight; returns when all have ended."""
-        tasks = [flight.task for flight in self._flights if flight.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End every flight, those that are landing with their answer; returns when all have ended."""
+        flights = tuple(self._flights)
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*(flight.task for flight in flights if flight.task is not None), return_exceptions=True)
+
+
+def _cancel_unattended(flights: Sequence[Flight]) -> None:
+    for flight in flights:
+        if not flight.waiters:
+            flight.cancel()
 
 
 def results_of(flights: Sequence[Flight]) -> list[Served]:

@@ -2,7 +2,7 @@
 
 ::
 
-    render ─▶ prepare ─▶ budget ─▶ engine ─▶ (does anybody still wait?) ─▶ journal ─▶ commit ─▶ answer
+    render ─▶ prepare ─▶ budget ─▶ engine ─▶ (all samples there, and waited for?) ─▶ journal ─▶ commit ─▶ answer
                                      └─ tokens as they come ─▶ Progress ─▶ streams
 
 Invariant: the end of an answer leaves only after the answer is in the journal and in the tree. Its beginning may leave
@@ -29,8 +29,8 @@ from seamless_verl.proxy.engine import (
     GenerationRequest,
 )
 from seamless_verl.proxy.errors import ApiError, bad_request
-from seamless_verl.proxy.flights import Arrival, Flight, Progress, Served
-from seamless_verl.proxy.journal import Journal, JournalFailed
+from seamless_verl.proxy.flights import Arrival, Fate, Flight, Progress, Served
+from seamless_verl.proxy.journal import AnsweredTurn, Journal, JournalFailed
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.parsing import AnswerParser, Asked, find_stop
@@ -86,7 +86,7 @@ class Generator:
             flight.progress.overrides = sample.overrides
             head = flight.progress.head = _head(generation_id, pending)
             flight.progress.tell()  # before the wait for budget: a stream has to be kept alive meanwhile
-            granted = await _until_deadline(session, sample.siblings.reserve(min(wanted, room)))
+            granted = await _until_deadline(session, flight, sample.siblings.reserve(min(wanted, room)))
             clipped = "max_tokens" in call.sampling and granted < wanted
             overrides = (*sample.overrides, *([f"max_tokens={granted}"] if clipped else ()))
             flight.progress.overrides = overrides
@@ -107,15 +107,15 @@ class Generator:
                 images=images,
                 on_tokens=on_tokens,
             )
-            generation = await self._generate(session, request, pending)
+            generation = await self._generate(session, flight, request, pending)
             answer = self._read(head, generation, call, asked)
             draft.check(generation, answer.message)
-            await sample.siblings.generated()
-            await flight.wanted.wait()
+            record = _sealed(pending, generation_id, generation, answer)
             served = Served(digest=sample.digest, answer=answer, match="", overrides=overrides)
-            return await self._commit(session, generation_id, generation, pending, served)
+            turn = record, session.ledger.entry(generation_id), served
+            return await sample.siblings.land(sample.number, flight, turn, self._record)
         finally:
-            sample.siblings.ended()
+            sample.siblings.ended(flight)
             if not session.tree.has(generation_id):
                 session.ledger.discard(generation_id, "its answer reached no client")
                 self._counters.discarded += 1
@@ -176,10 +176,12 @@ class Generator:
         stops = call.sampling.get("stop", ())
         return Draft(progress, self._codec, settler, stops, show_tokens=call.logprobs is not None)
 
-    async def _generate(self, session: Session, request: GenerationRequest, pending: PendingTurn) -> Generation:
+    async def _generate(
+        self, session: Session, flight: Flight, request: GenerationRequest, pending: PendingTurn
+    ) -> Generation:
         generating = session.ledger.generate(self._engine, request, pending.prompt_ids)
         try:
-            generation = await _until_deadline(session, generating)
+            generation = await _until_deadline(session, flight, generating)
         except EngineRefused as error:
             raise bad_request(f"The engine refuses this request: {error}.", code="engine_refused") from None
         except EngineUnavailable as error:
@@ -216,38 +218,32 @@ class Generator:
             stop_text=stop_text,
         )
 
-    async def _commit(
-        self, session: Session, generation_id: str, generation: Generation, pending: PendingTurn, served: Served
-    ) -> Served:
+    async def _record(self, session: Session, turns: Sequence[AnsweredTurn]) -> list[Served]:
+        """Write down all samples of a request, then commit them, in one step of the event loop."""
         try:
-            record = pending.seal(generation_id=generation_id, generation=generation, answer=served.answer.message)
-        except TrajectoryError as error:
-            raise ApiError(502, "engine_error", f"The engine's answer contradicts itself: {error}.") from None
-        landing = asyncio.ensure_future(self._journal_and_commit(session, record, pending, served))
-        try:
-            return await asyncio.shield(landing)
-        except asyncio.CancelledError:
-            # What the journal may already hold must reach the tree, whoever loses interest meanwhile.
-            await asyncio.wait({landing})
-            raise
-
-    async def _journal_and_commit(
-        self, session: Session, record: TurnRecord, pending: PendingTurn, served: Served
-    ) -> Served:
-        try:
-            await self._journal.append(session.id, record, session.ledger.entry(record.generation_id), served)
+            await self._journal.append(session.id, turns)
         except JournalFailed as error:
             story = f"The answer could not be recorded, so it is not given: {error}."
             raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        return [self._commit(session, record, entry.prompt_len, served) for record, entry, served in turns]
+
+    def _commit(self, session: Session, record: TurnRecord, prompt_tokens: int, served: Served) -> Served:
         turn = session.tree.commit(record)
         num_generated = len(record.token_ids)
         session.num_generated += num_generated
-        self._counters.turn_committed(turn, prompt_tokens=len(pending.prompt_ids), generated_tokens=num_generated)
+        self._counters.turn_committed(turn, prompt_tokens=prompt_tokens, generated_tokens=num_generated)
         served = served.matched(turn.kind.value)
         session.board.record(served, Arrival.UNKNOWN)
         if not record.anchor_is_given:
             session.board.continued(record.anchor)
         return served
+
+
+def _sealed(pending: PendingTurn, generation_id: str, generation: Generation, answer: Answer) -> TurnRecord:
+    try:
+        return pending.seal(generation_id=generation_id, generation=generation, answer=answer.message)
+    except TrajectoryError as error:
+        raise ApiError(502, "engine_error", f"The engine's answer contradicts itself: {error}.") from None
 
 
 def _head(generation_id: str, pending: PendingTurn) -> StreamHead:
@@ -256,12 +252,16 @@ def _head(generation_id: str, pending: PendingTurn) -> StreamHead:
     return StreamHead(id=generation_id, created=int(time.time()), prompt_tokens=num_prompt, cached_tokens=num_known)
 
 
-async def _until_deadline(session: Session, work: Coroutine[Any, Any, _T]) -> _T:
+async def _until_deadline(session: Session, flight: Flight, work: Coroutine[Any, Any, _T]) -> _T:
     try:
-        return await asyncio.wait_for(work, timeout=max(0.0, session.deadline - time.time()))
+        result = await asyncio.wait_for(work, timeout=max(0.0, session.deadline - time.time()))
     except asyncio.TimeoutError:
         story = f"Session {session.id} reached its deadline of {session.spec.deadline_s:g} s."
         raise ApiError(504, "deadline_exceeded", story) from None
+    if flight.fate is Fate.CANCELLED:
+        # `wait_for` forgets a cancellation that comes in the step in which the work ends. Remove with Python < 3.12.
+        raise asyncio.CancelledError
+    return result
 
 
 def _num_chars_to_render(route: Route) -> int:

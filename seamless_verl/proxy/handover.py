@@ -160,12 +160,13 @@ class HandOver:
             # wait for.
             body, rows, report = await asyncio.to_thread(_harvest, session)
             await self._sink_rows(session, rows, report)
-        self._audited(session, rows, report)
+            # Before the block ends: it may let the turns go, and how they matched with them.
+            self._audited(session, rows, report)
+            summary = encoded(summary_to_wire(session, report))
         self._results[session.id] = body
         while len(self._results) > _NUM_RESULTS:
             self._results.popitem(last=False)
         if self._sink is not None or not self._journal.can_load:
-            summary = encoded(summary_to_wire(session, report))
             await self._forget(session, summary if len(summary) <= _MAX_SUMMARY_BYTES else b"")
         elif session.is_idle and session.is_resident:
             session.unload()

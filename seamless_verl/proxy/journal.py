@@ -1,13 +1,14 @@
 """What must be on disk before an answer leaves.
 
-Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turn again; when it has
-raised, the turn is neither on disk nor in the tree. A session stays in the journal until :meth:`Journal.forgotten`,
-which is called only when somebody else has its rows, or when nobody wants them. What it then leaves behind is enough to
-tell late requests what became of it.
+Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turns again; when it has
+raised, none of them is on disk or in the tree; killed in between, it finds all of them or none. A session stays in the
+journal until :meth:`Journal.forgotten`, which is called only when somebody else has its rows, or nobody wants them.
+What it then leaves behind is enough to tell late requests what became of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from seamless_verl.proxy.flights import Served
@@ -15,6 +16,8 @@ from seamless_verl.proxy.images import StoredImage
 from seamless_verl.proxy.sessions import Session
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.segments import TurnRecord
+
+AnsweredTurn = tuple[TurnRecord, LedgerEntry, Served]
 
 
 class JournalFailed(Exception):
@@ -35,7 +38,9 @@ class Journal(Protocol):
 
     async def opened(self, session: Session) -> None: ...
 
-    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None: ...
+    async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
+        """One request has been answered, with as many turns as it asked for samples."""
+        ...
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
         """A picture that a turn is about to show; the same one may be told again."""
@@ -66,7 +71,7 @@ class NullJournal:
     async def opened(self, session: Session) -> None:
         return None
 
-    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
+    async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
         return None
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:

@@ -9,7 +9,8 @@ An extension is taken from a short stand-in conversation, so that its cost does 
 What the engine already generated of ``<closing>`` (usually the stop token) is not appended again. What the template
 writes *before* the mark may shrink or grow right at the mark (templates that drop thinking from history do that): the
 recorded tokens of the real answer stand there anyway. Any other difference means that the template rewrites history,
-and the extension is refused.
+and the extension is refused. So it is where a question reads differently once it is answered: a template that writes
+the system message into the last question only (Mistral v0.3) would otherwise have it in every turn of the prompt.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
+from seamless_verl.proxy.settling import open_ids_of
 from seamless_verl.proxy.text_cache import TextCache
 from seamless_verl.proxy.word_cache import WordCache
 from seamless_verl.trajectory.messages import Image, Message, Role
@@ -48,6 +50,11 @@ class Codec(Protocol):
     @property
     def placeholders(self) -> frozenset[int]:
         """Ids that stand for pictures and videos only; empty for a model that takes none."""
+        ...
+
+    @property
+    def open_ids(self) -> frozenset[int]:
+        """Ids whose text, and that of others of them before, may read differently with the next token."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -94,6 +101,7 @@ class TokenizerRenderer:
         self._prompts = TextCache(self._encode_prompt, factor=6, max_bytes=16 << 20)
         self._closings = TextCache(self._plain_closing, factor=1, max_bytes=1 << 20)
         self._tools = TextCache(_template_tools, factor=8, max_bytes=8 << 20)
+        self._keeps_questions = TextCache(self._keeps_question, factor=1, max_bytes=8 << 20)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -102,6 +110,10 @@ class TokenizerRenderer:
     @property
     def placeholders(self) -> frozenset[int]:
         return self._others if self._placeholder is None else self._others | {self._placeholder}
+
+    @cached_property
+    def open_ids(self) -> frozenset[int]:
+        return open_ids_of(self._backend, skips_special=self._skip_special_tokens) if self._backend else frozenset()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
@@ -147,7 +159,10 @@ class TokenizerRenderer:
     ) -> Extension:
         """See :class:`seamless_verl.trajectory.rendering.Renderer`."""
         stub = _stub(previous_messages)
+        system = [stub[0].content] if stub[0].role is Role.SYSTEM else []
         try:
+            if not self._keeps_questions.get((str(len(system)), *system, *tools)):
+                raise ExtensionRefused("the template writes a question differently once an answer follows it")
             before = self._text(stub, tools, add_generation_prompt=False)
             after = self._text([*stub, *new_messages], tools, add_generation_prompt=True)
         except RenderingFailed as error:
@@ -225,6 +240,23 @@ class TokenizerRenderer:
             add_generation_prompt=False,
         )
         return text.partition(_MARK)[2]
+
+    def _keeps_question(self, begun: tuple[str, ...]) -> bool:
+        """Whether a prompt is the beginning of the conversation that it becomes.
+
+        Args:
+            begun: whether there is a system message ("0" or "1"), its text, and the tools.
+        """
+        num_system = int(begun[0])
+        question = [Message(role=Role.SYSTEM, content=text) for text in begun[1 : 1 + num_system]]
+        question.append(Message(role=Role.USER, content=_MARK))
+        tools = begun[1 + num_system :]
+        prompt = self._text(question, tools, add_generation_prompt=True)
+        asked = self._text(question, tools, add_generation_prompt=False)
+        if not prompt.startswith(asked):  # some end a text that nobody answers in a way of its own
+            asked = "".join(prompt.partition(_MARK)[:2])
+        answered = [*question, Message(role=Role.ASSISTANT, content="?")]
+        return self._text(answered, tools, add_generation_prompt=False).startswith(asked)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[str], *, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError

@@ -13,6 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _UNDECODED = "�"  # what a decoder writes for bytes that are no character yet
 _MAX_UNDECODED = 64
@@ -23,25 +27,43 @@ class TextDecoder:
 
     Decodes a window of the last few tokens, so that an answer costs linear time. Bytes that do not become a character
     within a few tokens end the early decoding; the whole answer is decoded at its end anyway.
+
+    Args:
+        open_ids: tokens that may still change what stands before them (:attr:`~.rendering.Codec.open_ids`).
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], open_ids: frozenset[int] = frozenset()) -> None:
         self._decode = decode
+        self._open_ids = open_ids
         self._ids: list[int] = []
-        self._start = self._read = 0
+        self._start = self._read = self._num_undecoded = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens settle."""
         self._ids.extend(token_ids)
-        if len(self._ids) - self._read > _MAX_UNDECODED + len(token_ids):
+        if self._num_undecoded > _MAX_UNDECODED or (self._ids and self._ids[-1] in self._open_ids):
             return ""
         known = self._decode(self._ids[self._start : self._read])
         text = self._decode(self._ids[self._start :])
         if len(text) <= len(known) or text.endswith(_UNDECODED):
+            self._num_undecoded += len(token_ids)
             return ""
         # The window starts with what was read last: some decoders treat the first token of a text in a special way.
-        self._start, self._read = self._read, len(self._ids)
+        self._start, self._read, self._num_undecoded = self._read, len(self._ids), 0
         return text[len(known) :]
+
+
+def open_ids_of(backend: Tokenizer, *, skips_special: bool) -> frozenset[int]:
+    """Single bytes of a vocabulary that falls back to them (``<0xE2>``: Llama 2, Mistral, Gemma); others have none.
+
+    Their decoder reads a run of bytes as a whole: one cut character makes each byte of the run a replacement character,
+    also those of whole characters before it. Special tokens that are not shown do not end a run.
+    """
+    named = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    singles = frozenset(token for token in named if token is not None)
+    if not singles or not skips_special:
+        return singles
+    return singles | {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
 
 
 class StopCutter:

@@ -22,12 +22,10 @@ from typing import Any
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.flights import Served
 from seamless_verl.proxy.images import StoredImage
-from seamless_verl.proxy.journal import JournalFailed
+from seamless_verl.proxy.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.journal_format import VERSION, Damaged, pack, unpack
 from seamless_verl.proxy.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState, SessionStore
-from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import TrajectoryError, pack_ids
-from seamless_verl.trajectory.segments import TurnRecord
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -83,8 +81,8 @@ class SqliteJournal:
         values = (session.id, session.key_digest, session.opened_at, spec, session.state.value, _rewards(session))
         await self._write([(_OPENED, values)])
 
-    async def append(self, session_id: str, record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
-        await self._write([(_APPENDED, (session_id, pack(record, entry, served)))])
+    async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
+        await self._write([(_APPENDED, (session_id, pack(*turn))) for turn in turns])
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
         ids = pack_ids(stored.token_ids).tobytes()
@@ -191,7 +189,9 @@ def _connect(path: Path, durable: bool) -> sqlite3.Connection:
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, VERSION):
             raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {VERSION}")
-        db.execute("PRAGMA journal_mode = WAL")
+        mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise sqlite3.OperationalError(f"no write-ahead log can be kept there (journal_mode is {mode})")
         db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {VERSION}")

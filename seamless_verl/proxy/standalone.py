@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.own_disk import shared_file_system
 from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.folder_sink import FolderSink
@@ -36,6 +38,8 @@ from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.tokenizer import FolderTokenizer, open_tokenizer
 from seamless_verl.proxy.vllm_http import ABILITIES, VllmHttpEngine
 from seamless_verl.proxy.vllm_pictures import NoPictures
+
+_log = logging.getLogger(__name__)
 
 _VERSION_FILE = "weight_version"
 
@@ -233,6 +237,8 @@ def _journal(config: StandaloneConfig) -> Journal:
     if config.record is None:
         return NullJournal()
     _lock(config.record)
+    if kind := shared_file_system(config.record):
+        _log.warning("%s is on %s: SQLite keeps its log safely on a node's own disk only", config.record, kind)
     return SqliteJournal(config.record / "journal.sqlite", durable=config.durable)
 
 

@@ -114,6 +114,7 @@ class TurnService:
                 sample = Sample(
                     session=session,
                     call=call,
+                    number=number,
                     transcript=transcript,
                     digest=digest,
                     sampling=sampling,

@@ -37,7 +37,8 @@ class SliceStatus:
         holder: request that was granted this slice.
         decision: number of the decision that lent it.
         interrupted: the drain under way does not wait for running requests.
-        restarting: a `RestartSlice` is out.
+        restarting: what it lost is to come back.
+        restart_begun: a `RestartSlice` is out: its GPUs are taken until that is answered.
         lost_for_good: it will not come back by itself.
     """
 
@@ -51,6 +52,7 @@ class SliceStatus:
     decision: int | None = None
     interrupted: bool = False
     restarting: bool = False
+    restart_begun: bool = False
     lost_for_good: bool = False
 
     @property
@@ -62,6 +64,16 @@ class SliceStatus:
     def leisurely(self) -> bool:
         """Lent before, and draining without its requests being interrupted."""
         return self.slice.lendable and self.state is SliceState.DRAINING and not self.interrupted
+
+    @property
+    def may_restart(self) -> bool:
+        """A replica takes all the memory that it will ever have when it starts: not while its GPUs train."""
+        return self.restarting and not self.restart_begun and self.state in (SliceState.IDLE, SliceState.FAILED)
+
+    @property
+    def doing(self) -> str:
+        """For people."""
+        return "restarting its replica" if self.restart_begun else self.state.value
 
     def move(self, move: Move, at: float, story: str) -> None:
         after = next_state(self.slice.id, self.state, move, story)
@@ -140,7 +152,11 @@ class Cluster:
 
     def idle(self, tag: Tag) -> list[SliceStatus]:
         """Free slices that could carry the tag now."""
-        free = [s for s in self if s.state is SliceState.IDLE and tag in s.usable and s.holder is None]
+        free = [
+            s
+            for s in self
+            if s.state is SliceState.IDLE and tag in s.usable and s.holder is None and not s.restart_begun
+        ]
         return [s for s in free if not s.slice.lendable] if tag is Tag.ROLLOUT and self.without_replica() else free
 
     def may_carry(self, status: SliceStatus, tag: Tag) -> bool:

@@ -88,7 +88,7 @@ class FailOver(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartSlice(Command):
-    """Bring back what died -> `SliceReturned`."""
+    """Bring back what died -> `SliceReturned`. Until then nobody else uses its GPUs."""
 
     slice: SliceId
 

@@ -84,11 +84,18 @@ class Issuer:
         if Tag.ROLLOUT in status.slice.capabilities:
             self.say(FailOver(slice=status.slice.id, reason=reason))
         status.restarting, status.lost_for_good = restartable, not restartable
-        if restartable:
-            self.say(RestartSlice(slice=status.slice.id))
-            self.deadlines[status.slice.id] = self._cluster.now + self._patience.restart_s
-        else:
-            self.settled(status)
+        status.restart_begun = False
+        self.settled(status)
+
+    def restart_dead(self) -> None:
+        """As soon as nobody trains on their GPUs, or could at once."""
+        waiting = self._cluster.training_request()
+        due = waiting is not None and self._cluster.is_due(waiting)
+        for status in self._cluster:
+            if status.may_restart and not (due and Tag.TRAIN in status.usable):
+                status.restart_begun = True
+                self.say(RestartSlice(slice=status.slice.id))
+                self.deadlines[status.slice.id] = self._cluster.now + self._patience.restart_s
 
     def settled(self, status: SliceStatus) -> None:
         """The slice owes no answer any more."""

@@ -159,7 +159,7 @@ class Scheduler:
             return
         status.move(Move.RETURN, event.at, "SliceReturned")
         status.usable = status.slice.capabilities
-        status.restarting = status.lost_for_good = False
+        status.restarting = status.restart_begun = status.lost_for_good = False
         self._issuer.settled(status)
 
     def _acquire_requested(self, event: ev.AcquireRequested) -> None:
@@ -210,6 +210,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         self._expire()
+        self._issuer.restart_dead()  # before anything is granted
         self._refuse_infeasible()
         self._serve_standing()
         self._grant_due()
@@ -231,8 +232,8 @@ class Scheduler:
         now = self.cluster.now
         for slice_id in [s for s, deadline in self._issuer.deadlines.items() if deadline <= now]:
             status = self.cluster[slice_id]
-            if status.restarting:
-                status.restarting, status.lost_for_good = False, True
+            if status.restart_begun:
+                status.restarting, status.restart_begun, status.lost_for_good = False, False, True
                 self._issuer.settled(status)
             elif status.state is SliceState.DRAINING and not status.interrupted:
                 self._issuer.drain([status], status.decision, "requests did not end", interrupt=True)
@@ -389,7 +390,7 @@ class Scheduler:
                 pending.stall_reported = True
                 tag = pending.event.tag
                 obstacles = tuple(
-                    f"{s.slice.id} ({s.state.value} for {self.cluster.now - s.since:.0f} s)"
+                    f"{s.slice.id} ({s.doing} for {self.cluster.now - s.since:.0f} s)"
                     for s in self.cluster
                     if tag in s.slice.capabilities and s.holder is None
                 )

@@ -198,12 +198,16 @@ class Driver:
         self._number(command.slice, command.command)
         unit = self._fleet.units[command.slice]
         unit.turn_to(Use.SYNC)
+        self._fleet.caches_lost()
         self._clock.after(self._vary(self._costs.load), self._ready, command.slice, command.command, command.version)
 
     def _ready(self, name: str, command: int, version: int) -> None:
         if self._current.get(name) != command:
             return
+        joins = self.waking([name]) and not self._fleet.units[name].accepting
         self._fleet.units[name].serve(version)
+        if joins:
+            self._fleet.joined(name)
         self.tell(ev.SliceReady(at=self.now, slice=name, command=command, version=version))  # type: ignore[arg-type]
         self.changed.fire()
         if not self._settling:

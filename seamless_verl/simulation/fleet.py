@@ -8,6 +8,7 @@ from dataclasses import replace
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
+from seamless_verl.staleness.affinity import MovePrice, Newcomers, evening
 from seamless_verl.staleness.routing import MigrationRule, PendingRequest, ReplicaLoad, Route, RoutingPolicy
 
 
@@ -58,7 +59,8 @@ class Fleet:
     router: places requests; the object that the live run uses.
     migration: when replicas give requests back; None: never.
     oldest_first: engines serve waiting requests of the oldest session first.
-    rebalance: all requests are placed anew when empty replicas join (what runs is interrupted for it).
+    rebalance: running requests move to replicas that join, as far as that pays.
+    price: of leaving a replica that has the context in its cache.
     is_long: whether a request will probably last longer than slices are lent.
     lowest_version: of the weights that a request may run on (`PendingRequest.version`).
     started, stopped: told of every request that a slice gets, and loses (whether it was finished).
@@ -71,6 +73,7 @@ class Fleet:
         *,
         migration: MigrationRule | None,
         rebalance: bool,
+        price: MovePrice,
         oldest_first: bool,
         is_long: Callable[[Request], bool],
         lowest_version: Callable[[Request], int],
@@ -84,6 +87,8 @@ class Fleet:
         self._router = router
         self._migration = migration
         self._rebalance = rebalance
+        self._price = price
+        self._newcomers = Newcomers(price)
         self._oldest_first = oldest_first
         self._is_long = is_long
         self._lowest = lowest_version
@@ -109,9 +114,10 @@ class Fleet:
         homeless = []
         for request in requests:
             home = self._home.get(request.owner)
-            unit = self.units[home] if home is not None else None
-            if unit is not None and unit.accepting and not request.done:
-                self._place(request, unit)
+            if home is not None and self.units[home].accepting and not request.done:
+                if self._newcomers:
+                    home = self._newcomers.place_of(home, request.context, self._requests())
+                self._place(request, self.units[home])
             else:
                 homeless.append(request)
         if homeless:
@@ -151,13 +157,24 @@ class Fleet:
         """Interrupt everything on a slice (tokens kept) and place it elsewhere."""
         unit = self.units[name]
         unit.accepting = False
+        self._home = {owner: home for owner, home in self._home.items() if home != name}
+        self._newcomers.left([name])
         self._release(unit.replica.take_all())
+
+    def joined(self, name: str) -> None:
+        """A slice serves from now on, with an empty cache; those of the others are valid."""
+        self._newcomers.joined([name])
+
+    def caches_lost(self) -> None:
+        """New weights empty the cache of every slice."""
+        self._newcomers.caches_lost()
 
     def spread(self, names: Iterable[str], version: int) -> None:
         """Slices that take weights of ``version``, or wake up to join them: what is on them and what is held is placed
         anew among all that will serve, and waits there. No session has a home any more."""
         requests = []
         self._home.clear()
+        self._newcomers.caches_lost()
         for name in names:
             unit = self.units[name]
             requests += unit.replica.take_all()
@@ -168,13 +185,14 @@ class Fleet:
 
     def even_out(self) -> None:
         """Replicas have come or taken other weights: place what waits, and move what runs if the system does that."""
-        if self._rebalance and any(unit.accepting and not unit.replica.load for unit in self.units.values()):
-            requests = []
-            for unit in self.units.values():
-                if unit.accepting:
-                    requests += unit.replica.take_all()
-            self._release(requests)
         self.pump()
+        empty = [name for name, unit in self.units.items() if unit.accepting and not unit.replica.load]
+        if self._rebalance and empty:
+            loads = [self._load(name) for name, unit in self.units.items() if unit.accepting]
+            requests = []
+            for name, count in evening(loads, empty, self._price).items():
+                requests += self.units[name].replica.share(count)
+            self._release(requests)
         if self._migration is not None:
             for _ in range(len(self.units)):
                 if not self._migrate(self._migration):
@@ -216,6 +234,7 @@ class Fleet:
 
     def _place(self, request: Request, unit: Unit) -> None:
         self._home[request.owner] = unit.replica.name
+        self._newcomers.placed(request.owner, unit.replica.name)
         self._started(request, unit.replica.name)
         unit.replica.submit(request)
 
@@ -229,6 +248,9 @@ class Fleet:
             self.pump()
         if self._migration is not None:
             self._migrate(self._migration)
+
+    def _requests(self) -> dict[str, int]:
+        return {name: unit.replica.load for name, unit in self.units.items() if unit.accepting}
 
     def _load(self, name: str) -> ReplicaLoad:
         replica = self.units[name].replica

@@ -195,6 +195,20 @@ class Replica:
         self._set_timer()
         return taken
 
+    def share(self, count: int) -> list[Request]:
+        """Give ``count`` requests to a replica with free seats: waiting ones first, old and young alike."""
+        waiting = len(self.waiting)
+        if count >= waiting:
+            return self.take(count)
+        if self._serving:
+            self.advance()
+        places = {index * waiting // count for index in range(count)}
+        taken = [request for index, request in enumerate(self.waiting) if index in places]
+        self.waiting = [request for index, request in enumerate(self.waiting) if index not in places]
+        self._admit()
+        self._set_timer()
+        return taken
+
     def remove(self, request: Request) -> None:
         """Give up one request that runs or waits here."""
         if self._serving:

@@ -25,6 +25,7 @@ from seamless_verl.simulation.loop import LoopRules, StepRecord, TrainLoop
 from seamless_verl.simulation.regimes import Regime, regime
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.scenario import Result, Scenario
+from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule, RoutingPolicy
 
 
@@ -92,6 +93,7 @@ class Simulation:
             self._router(),
             migration=MigrationRule() if rules.router == "marginal_gain" else None,
             rebalance=rules.rebalances,
+            price=MovePrice.of(scenario.pools[-1].engine.decode, scenario.pools[-1].engine.prefill_s_per_token),
             oldest_first=rules.oldest_first if scenario.oldest_first is None else scenario.oldest_first,
             is_long=self._is_long,
             lowest_version=_lowest_version,

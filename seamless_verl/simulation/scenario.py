@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from seamless_verl.config import check_in_flight
+from seamless_verl.checked import check_in_flight
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.books import Ledger
 from seamless_verl.simulation.driver import SwitchCosts

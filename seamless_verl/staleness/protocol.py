@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from seamless_verl.config import check_in_flight
+from seamless_verl.checked import check_in_flight
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.buffers import BufferState, StalenessBuffer
 

@@ -5,7 +5,7 @@ one dictionary look-up per assistant message, longest prefix first.
 
 Where several turns share one history (parallel samples with the same text), the rule is: same spelling before other
 spelling, then the answer whose tokens compare lowest, then the earliest commit. The order in which parallel branches
-arrive decides only between candidates whose tokens are equal.
+arrive decides only between candidates whose tokens are equal; there it is meant to: what comes later moves nothing.
 """
 
 from __future__ import annotations

@@ -7,8 +7,10 @@
     log-probs  0.0  |  l l l   |   0.0   |  l l l        behaviour policy; 0.0 where the mask is 0
 
 Invariant: over all rows of a session, every generated token has mask 1 in exactly one row. A shared answer belongs to
-the row with the most generated tokens among those that contain it in full; ties go to the lower token ids. That rule,
-and the order of the rows, depend on what was generated only, not on which branch happened to be answered first.
+the row with the most generated tokens among those that contain it in full; ties go to the lower token ids, then to the
+lower log-probs and weight versions, at last to the lower name of the last answer. The rows, their order and what each
+of them trains thus depend on what was generated only: whatever the order in which its turns were committed, a tree has
+the same rows.
 """
 
 from __future__ import annotations
@@ -89,13 +91,17 @@ def build_rows(tree: SessionTree) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _by_rule(leaf: tuple[list[tuple[Segment, int]], Segment]) -> tuple[int, list[int], list[float], int]:
+def _by_rule(
+    leaf: tuple[list[tuple[Segment, int]], Segment],
+) -> tuple[int, list[int], list[float], list[tuple[int, int]], str]:
     path, answer = leaf
     assert answer.turn is not None
     num_generated = sum(length for segment, length in path if segment.turn is not None)
     ids = [token for segment, length in path for token in segment.tokens[:length]]
-    log_probs = [value for segment, _ in path if segment.turn is not None for value in segment.turn.log_probs]
-    return -num_generated, ids, log_probs, answer.turn.ordinal
+    turns = [segment.turn for segment, _ in path if segment.turn is not None]
+    log_probs = [value for turn in turns for value in turn.log_probs]
+    versions = [(span.version, span.num_tokens) for turn in turns for span in turn.version_spans]
+    return -num_generated, ids, log_probs, versions, answer.turn.generation_id
 
 
 def _build_row(path: list[tuple[Segment, int]], owned: set[int]) -> Row:

@@ -162,20 +162,29 @@ def path_to(segment: Segment) -> list[tuple[Segment, int]]:
 
 
 def deepest_token_match(root: Segment, ids: Sequence[int]) -> Segment:
-    """The segment farthest from the root whose path is a prefix of ``ids``; the earliest one where several are.
+    """The segment farthest from the root whose path is a prefix of ``ids``.
 
-    Only whole segments count, so the answer does not depend on how siblings happen to be cut.
+    Only whole segments count, so the answer does not depend on how siblings happen to be cut. Of several equally far
+    it is the one with the most generated tokens, then the one that was there first.
     """
     wanted = pack_ids(ids)
-    best = root
+    best: list[Segment] = []
     stack = [root]
     while stack:
         segment = stack.pop()
-        if segment.end > best.end:
-            best = segment
+        if best and segment.end > best[0].end:
+            best.clear()
+        if not best or segment.end == best[0].end:
+            best.append(segment)
         stack.extend(
             child
             for child in reversed(segment.children)
             if child.end <= len(wanted) and not child.num_cut and wanted[segment.end : child.end] == child.tokens
         )
-    return best
+    return best[0] if len(best) == 1 else min(best, key=_by_rule)
+
+
+def _by_rule(segment: Segment) -> tuple[int, int]:
+    num_generated = sum(length for part, length in path_to(segment) if part.turn is not None)
+    turns = (segment.turn, *(child.turn for child in segment.children))  # a given segment came with an answer
+    return -num_generated, min(turn.ordinal for turn in turns if turn is not None)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
+from seamless_verl.engine_checks import check_engine
 from seamless_verl.errors import ConfigError
+from seamless_verl.machine import survey
+from seamless_verl.memory_check import check_memory
+from seamless_verl.packages import check_packages
+from seamless_verl.refusals import check_settings_of_verl
 from seamless_verl.verl_adapter.a3po import LOSS_MODE
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 
+_log = logging.getLogger(__name__)
 _MANAGER = "seamless_verl.verl_adapter.arrivals.NotifyingManager"
 
 
@@ -38,6 +50,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         if agent is not None and agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = _MANAGER
         _check_interference(config, seamless)
+        check_engine(config, seamless)
         if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
         if engine.backend == "naive":
@@ -50,20 +63,41 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     return seamless
 
 
+def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
+    """What `seamless_verl.preflight` refuses of verl's own keys and of the installation, for verl's own entry point.
+
+    Raises:
+        ConfigError: key, value and fix, before a worker has been started.
+    """
+    plain, machine = dict(OmegaConf.to_container(config, resolve=True)), survey(Path.cwd())
+    check_settings_of_verl(plain, seamless)
+    check_packages(plain, machine)
+    for warning in check_memory(plain, machine):
+        _log.warning("%s", warning)
+
+
+def standalone_config(config: DictConfig) -> DictConfig:
+    """What replicas on GPUs of their own are made from: with their share of a card, not that beside a trainer.
+
+    verl 0.9.1 declares ``rollout.standalone_gpu_memory_utilization``, but its V1 trainers do not read it (verl #7795).
+    Remove with the verl that has #7926. A copy: the trainer's own replicas are made from ``config`` at the same time.
+    """
+    share = config.actor_rollout_ref.rollout.get("standalone_gpu_memory_utilization")
+    if share is None:
+        return config
+    apart = copy.deepcopy(config)
+    apart.actor_rollout_ref.rollout.gpu_memory_utilization = share
+    return apart
+
+
 def _check_interference(config: DictConfig, seamless: SeamlessConfig) -> None:
-    """What needs our rollout workers, or an engine that can end a single request."""
+    """What needs our rollout workers."""
     rollout, staleness = config.actor_rollout_ref.rollout, seamless.staleness
     manager = (rollout.get("agent") or {}).get("agent_loop_manager_class")
     if staleness.manages_groups and manager != _MANAGER:
         key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
         problem = "its workers do not know group_redundancy and stuck of seamless.staleness"
         raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
-    engine = OmegaConf.select(rollout, "name")
-    problem = f"{engine} under verl cannot end a single request"
-    if staleness.stuck == "truncate" and engine != "vllm":
-        raise ConfigError("seamless.staleness.stuck", "truncate", problem, "write retry or wait")
-    if seamless.router.policy == "marginal_gain" and seamless.router.migrate and engine != "vllm":
-        raise ConfigError("seamless.router.migrate", True, problem, "write false")
 
 
 def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
@@ -80,3 +114,19 @@ def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
         return
     if correction.rollout_is is None and correction.rollout_rs is None and not correction.bypass_mode:
         correction.rollout_is = "token"
+
+
+@contextmanager
+def some_standing(config: DictConfig) -> Iterator[None]:
+    """verl 0.9.1's separate_async trainer is not constructed without standalone replicas, although only its
+    ``_setup``, which is ours, and its own switch, which is off, have a use for them.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.nnodes:
+        yield
+        return
+    rollout.nnodes = 1
+    try:
+        yield
+    finally:
+        rollout.nnodes = 0

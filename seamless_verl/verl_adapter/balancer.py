@@ -1,4 +1,8 @@
-"""verl's least-requests load balancer that keeps books: how long had each replica something to do."""
+"""verl's least-requests load balancer, which keeps books (how long had each replica something to do) and prefixes.
+
+verl forgets where conversations are whenever replicas join; each then prefills its context somewhere else. Here they
+stay until new weights have emptied every cache, or their replica leaves, or moving pays (`staleness.affinity`).
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,21 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.observe.flight import RequestEnded, RequestStarted, SliceAdded, SliceRemoved, SliceState
 from seamless_verl.observe.ledger import Ledger, SliceSeconds
+from seamless_verl.staleness.affinity import Newcomers
 from seamless_verl.staleness.routing import LeastRequests, PendingRequest, ReplicaLoad, Route
 
 _ANY = "any"  # all requests on a replica count as one: it is busy while at least one is out
 
 
 class MeteredLoadBalancer(GlobalRequestLoadBalancer):
-    """Routes as its parent, and while replicas are lent, among equals, long sessions to those that stay."""
+    """Routes as its parent, except that conversations stay with their prefix when replicas join, and while replicas are
+    lent, among equals, long sessions go to those that stay."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lent: set[str] = set()
         self._outlasting: frozenset[str] = frozenset()
+        self._newcomers = Newcomers()
         self._ledger = Ledger()
         self._serving = asyncio.Event()
         self._open(list(self._inflight_requests))
@@ -35,11 +42,25 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._lent.update(server_ids)
         self._outlasting = outlasting
 
-    def acquire_server(self, request_id: str) -> tuple[str, Any]:
-        known = self._request_id_to_server.get(request_id) in self._inflight_requests
-        if self._lent and not known and not self._full_determinism:
+    def keeps_prefixes(self) -> None:
+        """Who adds replicas asks whether this is there: if it is, routes need not be cleared for it."""
+
+    def require_acquire_fields(self) -> list[str]:
+        return ["context_tokens"]
+
+    def acquire_server(self, request_id: str, context_tokens: int | None = None) -> tuple[str, Any]:
+        """
+        Args:
+            context_tokens: of the prompt; without it a conversation never leaves the replica of its last turn.
+        """
+        home = self._request_id_to_server.get(request_id)
+        if home in self._inflight_requests:
+            place = self._newcomers.place_of(home, context_tokens, self._inflight_requests)
+            self._request_id_to_server[request_id] = place
+        elif self._lent and not self._full_determinism:
             self._choose(request_id)
         server_id, handle = super().acquire_server(request_id)
+        self._newcomers.placed(request_id, server_id)
         if self._inflight_requests[server_id] == 1:
             self._ledger.handle(RequestStarted(at=time.monotonic(), request=_ANY, slice=server_id, prompt_tokens=0))
         return server_id, handle
@@ -72,10 +93,23 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     def add_servers(self, servers: dict[str, Any]) -> None:
         known = set(self._inflight_requests)
         super().add_servers(servers)
-        self._open([server_id for server_id in servers if server_id not in known])
+        new = [server_id for server_id in servers if server_id not in known]
+        self._newcomers.joined(new)
+        self._open(new)
+
+    def clear_sticky_cache(self) -> dict:
+        """Every cache is lost, or about to be: conversations are placed anew."""
+        self._newcomers.caches_lost()
+        cleared: dict = super().clear_sticky_cache()
+        return cleared
 
     def remove_servers(self, server_ids: list[str]) -> None:
+        """Routes to them are forgotten at once: they may come back under the same name, with empty caches."""
         super().remove_servers(server_ids)
+        gone = [name for name, place in self._request_id_to_server.items() if place not in self._inflight_requests]
+        for conversation in gone:
+            del self._request_id_to_server[conversation]
+        self._newcomers.left(server_ids)
         self._lent.difference_update(server_ids)
         if not self._inflight_requests:
             self._serving.clear()

@@ -1,7 +1,7 @@
 """verl on a machine without accelerators: platform ``cpu``, chosen with ``VERL_PLATFORM=cpu``, never by detection.
 
 The device surface that verl calls is torch.cuda's; ``torch.cpu`` lacks most of it, so the gaps are filled with the
-CPU's truth (no device memory, nothing to synchronise). "GPUs" stay Ray's slot count: verl hard-codes that name.
+CPU's truth (a counted memory, nothing to synchronise). "GPUs" stay Ray's slot count: verl hard-codes that name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,10 @@ import wrapt
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from seamless_verl.verl_adapter import cpu_offload
 from seamless_verl.verl_adapter.cores import pin_trainer
+from seamless_verl.verl_adapter.cpu_device import device_memory, name_device
 
-_ZERO = (
-    "memory_allocated",
-    "memory_reserved",
-    "max_memory_allocated",
-    "max_memory_reserved",
-)
 _NOTHING_TO_DO = (
     "empty_cache",
     "ipc_collect",
@@ -41,11 +37,11 @@ _NOTHING_TO_DO = (
 
 def _device_module() -> types.ModuleType:
     module = types.ModuleType("seamless_verl.cpu_device")
-    for name in _ZERO:
-        setattr(module, name, lambda *_, **__: 0)
     for name in _NOTHING_TO_DO:
         setattr(module, name, lambda *_, **__: None)
-    module.mem_get_info = lambda *_, **__: (0, 0)
+    module.memory_allocated = module.memory_reserved = _allocated
+    module.max_memory_allocated = module.max_memory_reserved = _most_allocated
+    module.mem_get_info = _free_and_total
     module.is_available = lambda: False  # "is an accelerator visible": turns verl's memory helpers off
     module.current_device = lambda: "cpu"
     module.device_count = lambda: 1
@@ -57,6 +53,21 @@ def _device_module() -> types.ModuleType:
     module.stream = torch.cpu.stream
     module.current_stream = torch.cpu.current_stream
     return module
+
+
+def _allocated(*_: Any, **__: Any) -> int:
+    memory = device_memory("trainer")
+    return 0 if memory is None else memory.own
+
+
+def _most_allocated(*_: Any, **__: Any) -> int:
+    memory = device_memory("trainer")
+    return 0 if memory is None else memory.peak
+
+
+def _free_and_total(*_: Any, **__: Any) -> tuple[int, int]:
+    memory = device_memory("trainer")
+    return (0, 0) if memory is None else memory.free_and_total
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -164,25 +175,10 @@ def _use_plain_gloo(distributed: types.ModuleType) -> None:
     def initialize(timeout_second: int | None = None, backend: str | None = None) -> Any:
         if backend is None:  # a trainer's worker; those beside standalone replicas name one
             pin_trainer()
+            name_device("trainer", int(os.environ.get("RANK", 0)))
         return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
 
     distributed.initialize_global_process_group_ray = initialize
-
-
-def _copy_saved_weights(fsdp_utils: types.ModuleType) -> None:
-    """Make "save to CPU" a copy.
-
-    verl 0.9.1 saves with ``.cpu()``, which on a CPU is the parameter itself, so the weights that a batch began with are
-    gone after its first mini-batch (DetachActorWorker.save_model_to_cpu). Remove when it clones.
-    """
-    original = fsdp_utils.fsdp2_sharded_save_to_cpu
-
-    @functools.wraps(original)
-    def save(model: torch.nn.Module) -> Any:
-        state, spec = original(model)
-        return {name: (tensor.clone(), own_spec) for name, (tensor, own_spec) in state.items()}, spec
-
-    fsdp_utils.fsdp2_sharded_save_to_cpu = save
 
 
 def _compute_log_probs_at_once(torch_functional: types.ModuleType) -> None:
@@ -246,6 +242,8 @@ wrapt.register_post_import_hook(_use_plain_gloo, "verl.utils.distributed")
 wrapt.register_post_import_hook(_compute_log_probs_at_once, "verl.utils.torch_functional")
 wrapt.register_post_import_hook(_leave_padding_to_causality, "verl.workers.engine.fsdp.transformer_impl")
 wrapt.register_post_import_hook(_load_value_head_with_sdpa, "verl.utils.model")
-wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
+wrapt.register_post_import_hook(cpu_offload.install_moves, "verl.utils.fsdp_utils")
+wrapt.register_post_import_hook(cpu_offload.install_switch, "verl.workers.engine.base")
+wrapt.register_post_import_hook(cpu_offload.install_engine, "verl.workers.engine.fsdp.transformer_impl")
 # verl's FSDP engine registers for cuda and npu only (verl/workers/engine/base.py); this picks the stock class.
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")

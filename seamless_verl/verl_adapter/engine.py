@@ -21,8 +21,14 @@ from seamless_verl.proxy.engine import (
 from seamless_verl.proxy.vision import open_image
 from seamless_verl.trajectory.partial import Decode
 
-# verl's server tells the log-prob of the chosen token only, and answers as a whole: no alternatives, no streaming.
-ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS})
+
+def abilities_of(engine: str) -> frozenset[Ability]:
+    """What a rollout engine of verl's (``rollout.name``) can do for agents, beyond plain generation.
+
+    verl's servers tell the log-prob of the chosen token only, and answer as a whole: no alternatives, no streaming.
+    They hand sampling parameters on as they are, so a constraint has to be written in the engine's own words: vLLM's.
+    """
+    return frozenset({Ability.STRUCTURED_OUTPUTS}) if engine == "vllm" else frozenset()
 
 
 class VerlEngine:
@@ -92,8 +98,10 @@ class VerlEngine:
 
 
 def _constraint(structured_outputs: dict[str, Any]) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
-
+    try:
+        from vllm.sampling_params import StructuredOutputsParams
+    except ImportError as error:
+        raise EngineRefused("constrained decoding is written for vLLM, which is not installed here") from error
     try:
         return StructuredOutputsParams(**structured_outputs)
     except _client_errors() as error:

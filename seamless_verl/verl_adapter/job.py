@@ -6,6 +6,7 @@ Everything that verl, Ray and vLLM print goes to ``logs/``; the terminal shows t
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -16,11 +17,12 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.supervisor import INTERPRETER
+from seamless_verl.supervisor import INTERPRETER, MARKS
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +60,20 @@ def main(run_dir: Path) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - the end of the line: the user is told, the exit code says so
         traceback.print_exc()
-        terminal.write(
-            f"error: {type(error).__name__}: {_first_lines(error)}\n(full story: {run_dir / 'logs' / _LOG})\n"
-        )
-        terminal.flush()
+        _tell(run_dir, terminal, f"{type(error).__name__}: {_first_lines(error)}")
         return 1
     return 0
+
+
+def _tell(run_dir: Path, terminal: TextIO, story: str) -> None:
+    terminal.write(f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})\n")
+    terminal.flush()
+
+
+def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:
+    """Where every thread stands goes to the log: somebody waits who should not."""
+    faulthandler.dump_traceback(all_threads=True)
+    _tell(run_dir, terminal, f"RunBroken: {story}")
 
 
 def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
@@ -74,6 +84,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+    from verl.utils.logging_utils import configure_verl_logging
 
     from seamless_verl.observe.reporter import Reporter
     from seamless_verl.verl_adapter.trainer import SeamlessTrainer
@@ -81,14 +93,12 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
 
     config = OmegaConf.load(run_dir / "config.yaml")
     OmegaConf.set_struct(config, True)
+    configure_verl_logging()
+    auto_set_device(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     start_up.lap("import_verl")
 
-    environment = get_ppo_ray_runtime_env(config)
-    environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
-    if INTERPRETER in os.environ:
-        environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
-    _start_ray(config, environment)
+    _start_ray(config, get_ppo_ray_runtime_env(config))
     start_up.lap("start_ray")
 
     config.transfer_queue.enable = True
@@ -100,7 +110,11 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
             trainer.reporter = reporter
         trainer.init()
         start_up.lap("start_workers_and_replicas")
-        with _agent_loops(config, trainer) as manager, Watchdog(_actors(trainer, manager)) as watchdog:
+        with (
+            _tracking_finished(trainer),
+            _agent_loops(config, trainer) as manager,
+            Watchdog(_actors(trainer, manager), _servers(trainer), partial(_last_word, run_dir, terminal)) as watchdog,
+        ):
             start_up.lap("start_agent_loops")
             if isinstance(trainer, SeamlessTrainer):
                 trainer.flight.blame = watchdog.cause_of
@@ -111,6 +125,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
                 if story is None:
                     raise
                 raise RunBroken(story) from error
+        if config.ray_kwargs.get("timeline_json_file"):
+            ray.timeline(filename=config.ray_kwargs.timeline_json_file)
     finally:
         tq.close()
         ray.shutdown()
@@ -120,6 +136,19 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
         reporter.say(
             f"verl's trainer mode {config.trainer.v1.trainer_mode} has ended; its output: {run_dir / 'logs' / _LOG}"
         )
+
+
+@contextmanager
+def _tracking_finished(trainer: Any) -> Iterator[None]:
+    """As verl's task runner: wandb and its like are told whether the run succeeded, and write what they hold."""
+    code = 1
+    try:
+        yield
+        code = 0
+    finally:
+        tracking = getattr(trainer, "logger", None)  # made in `fit`
+        if tracking is not None:
+            tracking.finish(exit_code=code)
 
 
 @contextmanager
@@ -166,15 +195,33 @@ def _close_workers(workers: Sequence[Any]) -> None:
 
 
 def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
-    """What a run cannot go on without."""
+    """What a run cannot go on without, beside servers."""
     servers = trainer.standalone_server_manager if hasattr(trainer, "standalone_server_manager") else None
     named = {f"trainer worker {rank}": worker for rank, worker in enumerate(trainer.actor_rollout_wg.workers)}
     workers = getattr(manager, "agent_loop_workers", [])
     named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
     if servers is not None:
         if not getattr(trainer, "outlives_replicas", False):
-            named |= {f"rollout replica {rank}": handle for rank, handle in enumerate(servers.server_handles)}
+            for replica in servers.get_replicas():
+                named |= {
+                    f"weights' worker {rank} of rollout replica {replica.replica_rank}": worker
+                    for rank, worker in enumerate(replica.workers)
+                }
         named["load balancer"] = servers.global_load_balancer
+    return named
+
+
+def _servers(trainer: Any) -> dict[str, Any]:
+    """Those of the replicas without which a run cannot go on; with a scheduler it can without any one of them."""
+    if getattr(trainer, "outlives_replicas", False):
+        return {}
+    managers = [getattr(trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
+    replicas = [replica for manager in managers if manager is not None for replica in manager.get_replicas()]
+    named = {}
+    for replica in replicas:
+        for rank, server in enumerate(replica.servers):
+            node = f", node {rank}" if len(replica.servers) > 1 else ""
+            named[f"rollout replica {replica.replica_rank}{node}"] = server
     return named
 
 
@@ -184,7 +231,12 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
 
     settings = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     own = {key: value for key, value in (settings.pop("runtime_env", None) or {}).items() if value is not None}
-    merged = OmegaConf.to_container(OmegaConf.merge(environment, own))
+    environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
+    if INTERPRETER in os.environ:
+        environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
+    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left.
+    marks = {name: os.environ[name] for name in MARKS if name in os.environ}
+    merged = OmegaConf.to_container(OmegaConf.merge({"env_vars": marks}, environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
     if settings.get("address") == "local":
         settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))

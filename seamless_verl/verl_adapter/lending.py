@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from verl.utils.debug import marked_timer
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.observe.flight import Phase
+from seamless_verl.observe.flight import Phase, WeightsChecked
 from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import SERVING_SOON
@@ -33,8 +33,10 @@ from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplay
 from seamless_verl.verl_adapter.resource_pools import TagAwareResourcePoolManager
 from seamless_verl.verl_adapter.slice_driver import SliceDriver
 from seamless_verl.verl_adapter.slices import ReplicaSlices
+from seamless_verl.verl_adapter.weight_checks import weight_checks_of
 
 _LOOK_S = 10.0  # without any news, look again: a killed worker tells nobody
+_LOOK_AT_RESTARTS_S = 1.0  # nobody rings when a replica is back, and the gang may wait for it
 _WITHOUT_BELL_S = 0.05
 _SAVED_FOR_LENDING = -1  # key beside those of verl's own saved weights, which count mini-batches
 
@@ -50,6 +52,7 @@ class LendingTrainer(RecordedTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self.driver: SliceDriver | None = None
+        self._pools_known = False
         self._gang = 0
         self._request = ""  # the grant that the trainer holds
         self._asked = 0
@@ -62,6 +65,10 @@ class LendingTrainer(RecordedTrainer):
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
+        """Once: the subclass calls it before verl's ``_setup`` does."""
+        if self._pools_known:
+            return
+        self._pools_known = True
         super()._init_resource_pool_mgr()
         kinds = {r.accelerator for r in self.seamless.resources if Tag.TRAIN.value in r.capabilities}
         rollout = self.config.actor_rollout_ref.rollout
@@ -103,6 +110,9 @@ class LendingTrainer(RecordedTrainer):
             self.checkpoint_manager,
             self.standalone_checkpoint_manager,
             self._published_weights,
+            weight_checks_of(
+                self.config, self.seamless.scheduler.check_weights, self.actor_rollout_wg.workers, self._weights_checked
+            ),
         )
         self._scheduler = Scheduler(policy)
         recorded = RecordedScheduler(
@@ -128,13 +138,22 @@ class LendingTrainer(RecordedTrainer):
         if only_train:
             self._replicas.unregister(only_train)
             self._replicas.interrupt(only_train)
-        driver.joined([s.id for s in train if s.lendable])
+        lent = [s.id for s in train if s.lendable]
+        self._replicas.publish(self.global_steps)
+        self._replicas.check(lent, self.global_steps)
+        driver.joined(lent)
         at, version = driver.now(), self.global_steps
         driver.tell(ev.WeightsPublished(at=at, version=version))
         for slice_ in self.slices:
             serves = slice_.id not in only_train
             state = SliceState.ROLLOUT if serves else SliceState.IDLE
             driver.tell(ev.SliceAdded(at=at, slice=slice_, state=state, version=version if serves else None))
+
+    def _weights_checked(self, slice_id: str, version: int, published: str, held: str) -> None:
+        at = self.flight.recorder.now()
+        self.flight.recorder.record(
+            WeightsChecked(at=at, slice=slice_id, version=version, published=published, held=held)
+        )
 
     def _fetch(self) -> list[ev.Event]:
         fetched = ray.get([worker.take_request_events.remote() for worker in self._workers])
@@ -248,6 +267,7 @@ class LendingTrainer(RecordedTrainer):
             last=self.global_steps >= self.total_training_steps,
         )
         self._within_step = False
+        self._replicas.publish(self.global_steps)
         published = ev.WeightsPublished(at=at, version=self.global_steps)
         request, self._request = self._request, ""
         with self.flight.phase(Phase.SYNC_WEIGHTS), marked_timer("update_weights", self.timing_raw, color="red"):
@@ -277,7 +297,8 @@ class LendingTrainer(RecordedTrainer):
             while request not in driver.granted:
                 if request in driver.refused:
                     raise GangRefused(f"{request}: {driver.refused[request]}")
-                until = min(driver.timer if driver.timer is not None else math.inf, driver.now() + _LOOK_S)
+                look_s = _LOOK_AT_RESTARTS_S if driver.restarting else _LOOK_S
+                until = min(driver.timer if driver.timer is not None else math.inf, driver.now() + look_s)
                 began, lending = driver.now(), driver.lending
                 self._wait(max(until - began, 0.001))
                 self._starved_s += 0.0 if lending or missing <= 0 else driver.now() - began

@@ -38,6 +38,7 @@ class _Place:
 
 _PLACE: ContextVar[_Place | None] = ContextVar("place_of_attempt", default=None)
 _INTERRUPTED = ("aborted", "abort")
+_FAILED = "error"
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
 _REFUSED_BACKOFF_S = 0.05
 _NOBODY_SERVES_S = 0.5
@@ -62,13 +63,12 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         ``sampling_params`` is not changed. A budget is always told: verl's server would otherwise derive a fresh one
         from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within an attempt
         only, as under verl's own client.
+
+        Raises:
+            RuntimeError: the engine gave up on this request; what it had generated is no answer.
         """
         prompt_ids = normalize_token_ids(prompt_ids)
-        params = dict(sampling_params)
-        budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
-        if budget is not None:
-            params["max_tokens"] = budget
-        partial = PartialGeneration(params, decode, moves_grammars=self._is_vllm)
+        partial = PartialGeneration(self._with_budget(sampling_params), decode, moves_grammars=self._is_vllm)
         group = request_log.group_of(request_id)
         if self._oldest_first:
             kwargs.setdefault("priority", request_log.began_ms(request_id))
@@ -97,6 +97,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                     await self._leave(attempt.server, error)
                     continue
                 attempt.answered(output)
+            if output.stop_reason == _FAILED:
+                raise RuntimeError(f"{attempt.server} gave up on a request with an error; its log tells which")
             version = output.extra_fields.get("global_steps")
             num_kept = len(kept)
             is_complete = partial.add(_attempt(output, version))
@@ -109,7 +111,14 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 await asyncio.sleep(_REFUSED_BACKOFF_S)
         return _output(merged, partial, version, cached_tokens)
 
+    def _with_budget(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """A copy that says ``max_tokens``, where one is known."""
+        params = dict(sampling_params)
+        budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
+        return params if budget is None else {**params, "max_tokens": budget}
+
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        extra["context_tokens"] = len(extra.get("prompt_ids", ()))  # a number travels, where the tokens need not
         if (place := _PLACE.get()) is not None:  # named before it is placed, so that a balancer may name it, too
             place.request = LLMServerClient._vllm_request_id(self, request_id)
             extra["attempt"] = place.request

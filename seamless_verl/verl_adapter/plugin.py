@@ -14,7 +14,6 @@ from typing import Any
 
 AGENT_LOOP_NAME = "seamless_agent"
 TRAINER_MODE = "seamless"
-_TRANSFER_S = float(os.environ.get("SEAMLESS_TRANSFER_TIMEOUT_S", "120"))  # per bucket
 
 
 def _register_agent_loop(agent_loop: ModuleType) -> None:
@@ -29,6 +28,12 @@ def _register_trainer(_: ModuleType) -> None:
 
 def _register_policy_loss(_: ModuleType) -> None:
     import seamless_verl.verl_adapter.a3po  # noqa: F401  (registers itself)
+
+
+def _copy_saved_weights(fsdp_utils: ModuleType) -> None:
+    from seamless_verl.verl_adapter import saved_weights
+
+    saved_weights.install(fsdp_utils)
 
 
 def _scope_weight_sockets(rollout: ModuleType) -> None:
@@ -58,21 +63,28 @@ def _scope_weight_sockets(rollout: ModuleType) -> None:
         extension._get_zmq_handle = lambda self: scoped(original_handle(self))
 
 
-def _bound_weight_transfer(transfer: ModuleType) -> None:
-    """Make a transfer into a replica that died meanwhile fail instead of waiting for ever.
+def _add_checksum(rollout: ModuleType) -> None:
+    from seamless_verl.verl_adapter import weight_checks
 
-    verl 0.9.1 waits without a limit for each bucket to be acknowledged (BucketedWeightSender), in a call that blocks
-    the trainer's worker. Remove when it has a timeout of its own.
-    """
-    sender = transfer.BucketedWeightSender
-    original = sender._init_socket
+    weight_checks.install(rollout)
 
-    def init_socket(self: Any) -> None:
-        original(self)
-        self.socket.setsockopt(transfer.zmq.RCVTIMEO, int(1000 * _TRANSFER_S))
-        self.socket.setsockopt(transfer.zmq.LINGER, 0)
 
-    sender._init_socket = init_socket
+def _bound_sender(transfer: ModuleType) -> None:
+    from seamless_verl.verl_adapter.weight_sender import bound_sender
+
+    bound_sender(transfer)
+
+
+def _fail_together(rollout: ModuleType) -> None:
+    from seamless_verl.verl_adapter.weight_sender import fail_together
+
+    fail_together(rollout)
+
+
+def _copy_megatron_weights_once(megatron_utils: ModuleType) -> None:
+    from seamless_verl.verl_adapter import megatron_weights
+
+    megatron_weights.install(megatron_utils)
 
 
 def _load() -> None:
@@ -82,10 +94,12 @@ def _load() -> None:
         import seamless_verl.verl_adapter.cpu_platform  # noqa: F401  (registers the platform)
     wrapt.register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
     wrapt.register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
+    wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
+    wrapt.register_post_import_hook(_copy_megatron_weights_once, "verl.utils.megatron_utils")
     wrapt.register_post_import_hook(_register_policy_loss, "verl.trainer.ppo.core_algos")
-    wrapt.register_post_import_hook(
-        _bound_weight_transfer, "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
-    )
+    wrapt.register_post_import_hook(_bound_sender, "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
+    wrapt.register_post_import_hook(_fail_together, "verl.workers.rollout.vllm_rollout.vllm_rollout")
+    wrapt.register_post_import_hook(_add_checksum, "verl.workers.rollout.vllm_rollout.utils")
     for module in ("vllm_rollout", "utils"):
         wrapt.register_post_import_hook(_scope_weight_sockets, f"verl.workers.rollout.vllm_rollout.{module}")
 

@@ -29,6 +29,8 @@ from seamless_verl.proxy.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.vision import ProcessorReader
 from seamless_verl.verl_adapter.parsers import make_parser
 
+_CALLS_PER_ATTEMPT = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSettings:
@@ -43,6 +45,7 @@ class ShardSettings:
         tool_parser, reasoning_parser: vLLM's, by name; see `make_parser`.
         max_model_len: prompt and answer together, in tokens.
         abilities: of the engine.
+        attempts: of agents that may be under way here.
     """
 
     tokenizer: Any
@@ -56,6 +59,7 @@ class ShardSettings:
     model: str
     admin_key: str
     abilities: frozenset[Ability]
+    attempts: int = 0
 
     def text_side(self) -> tuple[TokenizerRenderer, AnswerParser, ImageReader | None]:
         """The way from messages and pictures to token ids, and back.
@@ -92,7 +96,11 @@ class ShardSettings:
             abilities=self.abilities,
             admin_key=self.admin_key,
             model=self.model,
-            limits=Limits(max_model_len=self.max_model_len),
+            limits=Limits(
+                max_model_len=self.max_model_len,
+                # An agent may have several calls under way; the bound is against clients that are none.
+                max_in_flight=max(Limits().max_in_flight, _CALLS_PER_ATTEMPT * self.attempts),
+            ),
         )
 
 

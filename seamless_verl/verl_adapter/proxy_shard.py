@@ -8,6 +8,7 @@ one it is served from the worker's own event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import importlib
 import logging
@@ -16,6 +17,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from seamless_verl.agents.contract import AgentRunner, places_of
+from seamless_verl.capacity import attempts_per_worker
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.engine_checks import check_routing_replay
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.own_disk import APART, journal_folder
 from seamless_verl.proxy.app import make_app
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.engine import Engine
 from seamless_verl.proxy.remote_engine import EngineHost
 from seamless_verl.proxy.server import ProxyServer, base_url_of, listen_on
-from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
+from seamless_verl.supervisor import RUN_ID
+from seamless_verl.verl_adapter.engine import VerlEngine, abilities_of
 from seamless_verl.verl_adapter.lasting import lasting
 from seamless_verl.verl_adapter.proxy_actor import ProxyActor, ShardSettings
 
@@ -44,7 +50,8 @@ class ActorProxy:
 
     Args:
         engine: belongs to this process, and is asked from the actor.
-        folder: of the journal, emptied first: sessions of an earlier process have nobody left who waits for them.
+        folder: of the journal, on this node's own disk; emptied first, since sessions of an earlier process have nobody
+            left who waits for them, and removed in the end where it is not the run's.
 
     Attributes:
         base_url: as agents reach it, also while it is down: they wait then.
@@ -54,6 +61,7 @@ class ActorProxy:
         self._listener = listen_on(host, port)
         self.base_url = base_url_of(self._listener, node_ip=ray.util.get_node_ip_address())
         self._engine = EngineHost(engine, self._listener)
+        self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -97,6 +105,10 @@ class ActorProxy:
         ray.kill(self._actor)
         await self._engine.close()
         self._listener.close()
+        if self._folder.parent.name.startswith(APART):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another worker's journal is still in it
+                self._folder.parent.rmdir()
 
 
 async def _served(actor: Any) -> None:
@@ -162,8 +174,12 @@ class ProxyShard:
     @classmethod
     async def _start(cls, loop: AgentLoopBase) -> ProxyShard:
         config, tokenizer = loop.config, loop.tokenizer
-        seamless = SeamlessConfig.from_mapping(OmegaConf.to_container(config.seamless, resolve=True))
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        seamless = SeamlessConfig.from_mapping(plain["seamless"])
+        check_routing_replay(plain)  # here at the latest: the rows of a data set of the user's own may ask for agents
         runner = _runner(seamless)
+        attempts = attempts_per_worker(plain, seamless)
+        seamless = replace(seamless, agent=replace(seamless.agent, max_concurrent=attempts))
         rollout = config.actor_rollout_ref.rollout
         settings = ShardSettings(
             tokenizer=tokenizer,
@@ -176,7 +192,8 @@ class ProxyShard:
             max_model_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
             model=str(config.actor_rollout_ref.model.path),
             admin_key=secrets.token_urlsafe(32),
-            abilities=ABILITIES,
+            abilities=abilities_of(rollout.name),
+            attempts=attempts,
         )
         renderer, parser, images = settings.text_side()
         engine = VerlEngine(
@@ -188,8 +205,9 @@ class ProxyShard:
         )
         host, port = seamless.proxy.host, seamless.proxy.port
         if seamless.proxy.journal and seamless.run_dir is not None:
-            folder = Path(seamless.run_dir) / "proxy" / _name_of_worker()
-            actor = ActorProxy(settings, engine, host, port, folder)
+            run_dir = Path(seamless.run_dir)
+            journals = journal_folder(seamless.proxy.journal_dir, run_dir, os.environ.get(RUN_ID) or run_dir.name)
+            actor = ActorProxy(settings, engine, host, port, journals / _name_of_worker())
             admin = ProxyAdmin(actor.base_url, settings.admin_key)
             await actor.start(admin)
             return cls(seamless, actor, admin, runner)

@@ -34,6 +34,7 @@ from seamless_verl.observe.flight import (
 )
 from seamless_verl.observe.ledger import Ledger, SliceSeconds
 from seamless_verl.verl_adapter.attempts import recorder_of_process
+from seamless_verl.verl_adapter.memory_flight import MemoryFlight
 
 TRAINER, ROLLOUT = "trainer", "rollout"
 
@@ -50,14 +51,20 @@ class TrainerFlight:
         self._ledger = Ledger()
         self._trainers: list[SliceAdded] = []
         self._rollouts: list[SliceAdded] = []
+        self._places: dict[str, SliceAdded] = {}  # by address; a slice that was restarted has had several
         # Whose death is behind an error; set by whoever watches over the run.
         self.blame: Callable[[BaseException], str | None] = lambda error: None
+        self._memory = MemoryFlight()
         self._lent: set[str] = set()  # followed slices that are in the router's books, not in ours
 
     def begin(self, start: RunStarted, trainers: list[SliceAdded], rollouts: list[SliceAdded]) -> None:
         self._trainers, self._rollouts = trainers, rollouts
+        self._places |= {added.address: added for added in (*trainers, *rollouts)}
         for event in (start, *trainers, *rollouts):
             self.recorder.record(event)
+        self._memory.begin(start.at)
+        for added in (*trainers, *rollouts):
+            self._memory.add(added)
         for added in trainers:  # while they roll out, their seconds are counted where their requests pass
             if added.state is SliceState.TRAINING:
                 self._ledger.handle(added)
@@ -70,9 +77,11 @@ class TrainerFlight:
         """
         self.recorder.record(event)
         if isinstance(event, SliceAdded):
+            self._memory.add(event)
             pool = TRAINER if "train" in event.capabilities else ROLLOUT
             known = self._trainers if pool == TRAINER else self._rollouts
             known[:] = [other for other in known if other.slice != event.slice] + [replace(event, pool=pool)]
+            self._places[event.address] = known[-1]
             if pool == TRAINER and event.state is SliceState.ROLLOUT:
                 self._lent.add(event.slice)
             elif pool == TRAINER:
@@ -93,11 +102,18 @@ class TrainerFlight:
                 self._lent.discard(event.slice)
                 self._ledger.handle(replace(added, at=event.at, state=event.state))
 
+    def follow_memory(self) -> None:
+        """Record what has moved on the devices since the last call, with the times at which it did."""
+        for event in self._memory.news(self.recorder.now()):
+            self.recorder.record(event)
+
     def end(self, outcome: str) -> None:
+        self.follow_memory()
         self._note(RunEnded(at=self.recorder.now(), outcome=outcome))
         self.recorder.close()
 
     def broke(self, error: BaseException) -> None:
+        self.follow_memory()
         story = self.blame(error)
         lines = (story or str(error)).strip().splitlines()  # the end of a remote traceback is what tells
         outcome = "RunBroken" if story else type(error).__name__
@@ -112,6 +128,7 @@ class TrainerFlight:
         self.ended(phase)
 
     def began(self, phase: Phase) -> None:
+        self.follow_memory()
         self._note(PhaseBegan(at=self.recorder.now(), phase=phase, step=self._step))
 
     def ended(self, phase: Phase) -> None:
@@ -122,6 +139,7 @@ class TrainerFlight:
         self._note(StepBegan(at=self.recorder.now(), step=step))
 
     def step_ended(self) -> None:
+        self.follow_memory()
         self._note(StepEnded(at=self.recorder.now(), step=self._step))
 
     def progress(self, ready: int, needed: int) -> None:
@@ -153,8 +171,7 @@ class TrainerFlight:
 
     def books(self, of_servers: Iterable[SliceSeconds]) -> tuple[SliceSeconds, ...]:
         """Up to now, of the whole run: the trainer's own and those of the load balancer, which knows addresses only."""
-        named = {added.address: added for added in (*self._trainers, *self._rollouts)}
-        known = [(named[books.slice], books) for books in of_servers if books.slice in named]
+        known = [(self._places[books.slice], books) for books in of_servers if books.slice in self._places]
         of_slices = [replace(books, slice=it.slice, pool=it.pool, devices=it.devices) for it, books in known]
         return (*self._ledger.books(self.recorder.now()), *of_slices)
 

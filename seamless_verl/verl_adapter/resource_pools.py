@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -13,8 +13,10 @@ from seamless_verl.config import ResourceConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.declaration import slices_of, verl_keys
 from seamless_verl.scheduling.slices import Slice, Tag
+from seamless_verl.verl_adapter.placing import Reservation, place
 
 TRAINER_POOL = "global_pool"
+REWARD_POOL = "reward_pool"  # verl names it where a reward model might have GPUs of its own, wanted or not
 
 
 def replica_gpus(config: DictConfig) -> int:
@@ -118,11 +120,10 @@ def _refuse_two_schedulers(config: DictConfig) -> None:
 
 @dataclass
 class TagAwareResourcePoolManager(ResourcePoolManager):
-    """verl's manager that knows which GPUs its pools do not hold.
+    """verl's manager that knows which GPUs its pools do not hold; its pools are made once, and placed by `placing`.
 
     Attributes:
-        standing_gpus: of the replicas that only roll out; verl makes their placement groups itself and waits for them
-            without a limit.
+        standing_gpus: of the replicas that only roll out, whose pools are their own.
         accelerator: Ray accelerator type of the trainer's nodes; None: any.
     """
 
@@ -130,11 +131,13 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
     accelerator: str | None = None
 
     def create_resource_pool(self) -> None:
-        """As verl's; the trainer's pool on nodes with its accelerator.
+        """As verl's, once; the trainer's pool on nodes with its accelerator.
 
         Raises:
             ConfigError: the Ray cluster has fewer GPUs than the trainer and the standalone replicas together.
         """
+        if self.resource_pool_dict:
+            return  # made and placed before verl's own initialization comes here
         for name, process_on_nodes in self.resource_pool_spec.items():
             wanted = self.accelerator if name == TRAINER_POOL else None
             self.resource_pool_dict[name] = RayResourcePool(
@@ -146,8 +149,25 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
             )
         self._check_resource_available()
 
+    def place(self, config: DictConfig, standing: Mapping[int, RayResourcePool], say: Callable[[str], object]) -> None:
+        """Reserve the GPUs of all pools, the trainer's first, and of the ``standing`` replicas.
+
+        Raises:
+            ConfigError: the Ray cluster has fewer GPUs.
+            MachineError: they cannot be placed; see `placing.place`.
+        """
+        self.create_resource_pool()
+        unused = () if config.reward.reward_model.enable else (REWARD_POOL,)
+        named = [(name, pool) for name, pool in self.resource_pool_dict.items() if name not in unused]
+        named.sort(key=lambda item: item[0] != TRAINER_POOL)
+        wanted = [Reservation(name=name, pools=[pool], per_node=max(pool.store)) for name, pool in named]
+        if standing:
+            per_node = config.actor_rollout_ref.rollout.n_gpus_per_node
+            wanted.append(Reservation(name="rollout", pools=list(standing.values()), per_node=per_node))
+        place(wanted, say=say)
+
     def _check_resource_available(self) -> None:
-        super()._check_resource_available()
+        """By what the nodes have; who holds it now is for `placing.place` to wait for."""
         needed = self.get_n_gpus() + self.standing_gpus
         found = int(sum(node.get("Resources", {}).get("GPU", 0) for node in ray.nodes() if node.get("Alive")))
         found = found or int(ray.cluster_resources().get("NPU", 0))

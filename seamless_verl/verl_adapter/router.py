@@ -94,7 +94,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
                 await held.place
             finally:
                 del self._held[number]
-        server_id, handle = super().acquire_server(request_id)
+        server_id, handle = super().acquire_server(request_id, len(prompt_ids) if known else None)
         self._moving.pop(request_id, None)
         self._running.setdefault((server_id, request_id), []).append(_Attempt(attempt, len(prompt_ids)))
         self._kv[server_id] = self._kv.get(server_id, 0) + len(prompt_ids)

@@ -15,6 +15,7 @@ from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.slices import SliceId, Tag
 from seamless_verl.verl_adapter.slices import ReplicaSlices
+from seamless_verl.verl_adapter.weight_transfer import TransferBroken
 
 _ROLLOUT = frozenset({Tag.ROLLOUT})
 _TOLERATED_SKEW_S = 1.0  # of wall clocks, before the user is told
@@ -76,6 +77,11 @@ class SliceDriver:
     def lending(self) -> bool:
         """Whether a slice of the trainer serves."""
         return bool(self._serving)
+
+    @property
+    def restarting(self) -> bool:
+        """Whether a replica is on its way back."""
+        return bool(self._restarts)
 
     def joined(self, serving: Sequence[SliceId]) -> None:
         """These slices of the trainer already serve (verl starts them awake)."""
@@ -237,12 +243,15 @@ class SliceDriver:
         except RayError as error:
             told += self._failures(hybrid, error)
             hybrid = {}
+        if syncs:
+            self._replicas.forget_routes()
         if standing:
             self._replicas.take_in(returned)
             failed = self._sync(standing, version)
             told += failed
             standing = {s: number for s, number in standing.items() if s not in {f.slice for f in failed}}
-            self._replicas.register([s for s in returned if s in standing])
+            if back := [s for s in returned if s in standing]:
+                self._replicas.register(back)
             told += [*self._requests(), *self._ready(standing, version)]
             hybrid = {s: number for s, number in hybrid.items() if s not in self._out}
             at = self.now()
@@ -250,7 +259,7 @@ class SliceDriver:
         if hybrid:
             try:
                 self._replicas.wake(list(hybrid), version, self._serving)
-            except RayError as error:
+            except (RayError, TransferBroken) as error:
                 told += self._failures(hybrid, error)
                 hybrid = {}
         self._serving.update(hybrid)
@@ -271,7 +280,7 @@ class SliceDriver:
             try:
                 self._replicas.sync(version)
                 return failed
-            except RayError as error:
+            except (RayError, TransferBroken) as error:
                 living = [s for s in commands if s not in {f.slice for f in failed}]
                 dead = self._replicas.dead(living)
                 if not dead:
@@ -280,7 +289,7 @@ class SliceDriver:
                     self._replicas.leave_out(slice_id)
                     failed.append(self._failed(slice_id, reason))
 
-    def _failures(self, slices: dict[SliceId, int], error: RayError) -> list[ev.SliceFailed]:
+    def _failures(self, slices: dict[SliceId, int], error: RayError | TransferBroken) -> list[ev.SliceFailed]:
         """Whose fault was it? If nobody is found dead, all of them are taken out: their state is not known."""
         dead = self._replicas.dead(slices) or dict.fromkeys(slices, f"{type(error).__name__}: {error}")
         return [self._failed(slice_id, dead.get(slice_id, "its switch was cut short")) for slice_id in slices]

@@ -12,9 +12,9 @@ has nothing else to do meanwhile, its gang is released, or it waits for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import ray
@@ -24,6 +24,10 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 from seamless_verl.scheduling.slices import SliceId
+from seamless_verl.verl_adapter.replica_health import ReplicaHealth
+from seamless_verl.verl_adapter.replica_restart import restart_replica
+from seamless_verl.verl_adapter.weight_checks import WeightChecks
+from seamless_verl.verl_adapter.weight_transfer import TransferBroken
 
 _PROBE_S = 10.0
 
@@ -35,6 +39,7 @@ class ReplicaSlices:
         hybrid: slices that live on the trainer's GPUs, in the order of their replicas.
         standing: slices of the standalone replicas, in order.
         published_weights: within it the trainer's workers hold the weights that were published last.
+        checks: compare the weights of slices that wake with those; None: nobody does.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class ReplicaSlices:
         hybrid_weights: CheckpointEngineManager,
         standing_weights: CheckpointEngineManager,
         published_weights: Callable[[], AbstractContextManager[None]],
+        checks: WeightChecks | None = None,
     ) -> None:
         self._hybrid = dict(zip(hybrid, hybrid_servers.get_replicas(), strict=True))
         self._standing = dict(zip(standing, standing_servers.get_replicas(), strict=True))
@@ -55,17 +61,25 @@ class ReplicaSlices:
         self._hybrid_weights = hybrid_weights
         self._standing_weights = standing_weights
         self._published_weights = published_weights
+        self._checks = checks
         self._restarts = ThreadPoolExecutor(1, thread_name_prefix="restart")
+        self._given_up: dict[SliceId, str] = {}  # what a transfer found out that nobody else can
         self.sync_metrics: dict[str, Any] = {}
 
     def is_hybrid(self, slice_id: SliceId) -> bool:
         return slice_id in self._hybrid
 
     def register(self, slices: Sequence[SliceId]) -> None:
-        """On the router; sticky conversations are spread anew."""
+        """On the router. Ours leaves conversations where their prefix is cached, as far as that pays; one of the user's
+        own is told to spread them anew, as verl does it."""
         ray.get(
             self._router.add_servers.remote({self.addresses[s]: self._replicas[s].server_handle for s in slices}),
         )
+        if not hasattr(self._router, "keeps_prefixes"):
+            self.forget_routes()
+
+    def forget_routes(self) -> None:
+        """Every cache is about to be emptied by new weights: whatever they interrupt is spread anew."""
         ray.get(self._router.clear_sticky_cache.remote())
 
     def set_horizon(self, slices: Sequence[SliceId], outlasting: frozenset[str]) -> None:
@@ -83,11 +97,24 @@ class ReplicaSlices:
 
     def wake(self, slices: Sequence[SliceId], version: int, serving: Iterable[SliceId]) -> None:
         """Weights of ``version`` into all hybrid replicas; ``slices`` generate, those not ``serving`` sleep again."""
-        with self._published_weights():
+        with self._published_weights(), self._noting_deaths():
             self._hybrid_weights.update_weights(version)
+        self.check(slices, version)
         busy = {*slices, *serving}
         asleep = [replica.sleep() for s, replica in self._hybrid.items() if s not in busy]
         _together([self._replicas[s].resume_generation() for s in slices] + asleep)
+
+    def publish(self, version: int) -> None:
+        """The trainer's workers hold this version, and all loans that follow are of it."""
+        if self._checks is not None:
+            self._checks.publish(version)
+
+    def check(self, slices: Sequence[SliceId], version: int) -> None:
+        """Raises:
+        WeightsDiffer: their weights are not those of ``version``.
+        """
+        if self._checks is not None:
+            self._checks.compare(version, {s: self._replicas[s] for s in slices})
 
     def interrupt(self, slices: Sequence[SliceId]) -> dict[SliceId, RayError]:
         """Requests end with the tokens they have and continue elsewhere; then the memory is the trainer's.
@@ -110,24 +137,27 @@ class ReplicaSlices:
     def sync(self, version: int) -> None:
         """New weights into all standing replicas; their requests are interrupted, and go on."""
         if self._standing_weights.replicas:
-            with self._published_weights():
+            with self._published_weights(), self._noting_deaths():
                 self.sync_metrics = dict(self._standing_weights.update_weights(version) or {})
 
     # ---------------------------------------------------------------- replicas that die
 
+    @contextmanager
+    def _noting_deaths(self) -> Iterator[None]:
+        try:
+            yield
+        except TransferBroken as broken:
+            named = {replica: slice_id for slice_id, replica in self._replicas.items()}
+            self._given_up |= {named[replica]: reason for replica, reason in broken.dead.items()}
+            raise
+
     def dead(self, slices: Iterable[SliceId]) -> dict[SliceId, str]:
-        """Those whose server, or the engine behind it, does not live; why."""
-        asked = {s: [server.__ray_call__.remote(_engine_died) for server in self._replicas[s].servers] for s in slices}
-        calls = [call for calls in asked.values() for call in calls]
-        ray.wait(calls, num_returns=len(calls), timeout=_PROBE_S)
-        found: dict[SliceId, str] = {}
-        for slice_id, answers in asked.items():
-            try:
-                if any(ray.get(answers, timeout=0)):
-                    found[slice_id] = "its engine process died"
-            except RayError as error:
-                found[slice_id] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        return found
+        """Those whose server, engine or worker does not live, or has not answered for ten seconds; why."""
+        asked = {self._replicas[s]: s for s in slices}
+        health = ReplicaHealth(list(asked))
+        found = health.deaths(_PROBE_S) | health.silent(_PROBE_S)
+        known = {s: reason for s, reason in self._given_up.items() if s in asked.values()}
+        return {asked[replica]: reason for replica, reason in found.items()} | known
 
     def leave_out(self, slice_id: SliceId) -> None:
         """Off the router, and no weights for it any more."""
@@ -141,38 +171,14 @@ class ReplicaSlices:
         self._standing_weights.add_replicas(new)
 
     def restart(self, slice_id: SliceId) -> Future[None]:
-        """Start the servers of a replica anew, beside whatever the trainer does."""
+        """Start the servers of a replica anew; those on the trainer's GPUs need them to be free until it is done."""
         return self._restarts.submit(self._restart, slice_id)
 
     def _restart(self, slice_id: SliceId) -> None:
-        """verl 0.9.1 starts a replica's servers once; this starts them again under the same names. Remove when a
-        replica can restart itself.
-        """
         replica = self._replicas[slice_id]
-        for server in replica.servers:
-            ray.kill(server)
-        gone = [server.__ray_ready__.remote() for server in replica.servers]
-        ray.wait(gone, num_returns=len(gone), timeout=_PROBE_S)  # their names are free when these calls have failed
-        replica.servers = []
-        _together([replica.launch_servers()])
-        if self.is_hybrid(slice_id):
-            _together([replica.sleep()])
-        ray.get([worker.__ray_call__.remote(_forget_server) for worker in replica.workers])
+        restart_replica(replica)
+        self._given_up.pop(slice_id, None)
         self.addresses[slice_id] = replica.server_address
-
-
-def _engine_died(server: Any) -> bool:
-    """Runs in the server's process; engines that do not say are taken to live."""
-    return bool(getattr(getattr(server, "engine", None), "errored", False))
-
-
-def _forget_server(worker: Any) -> None:
-    """Runs in a worker's process: verl's `ServerAdapter` looks its server up once, by name."""
-    for part in (worker, *getattr(worker, "worker_dict", {}).values()):
-        for name in ("rollout", "server_adapter"):
-            adapter = getattr(part, name, None)
-            if hasattr(adapter, "server_handle"):
-                adapter.server_handle = None
 
 
 async def _hand_back(replica: RolloutReplica) -> None:

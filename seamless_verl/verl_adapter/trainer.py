@@ -21,7 +21,7 @@ import verl.trainer.ppo.v1.trainer_separate_async as separate_async
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.checkpoint_engine import CheckpointEngineManager
+from verl.single_controller.ray.base import RayResourcePool
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -32,16 +32,19 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.observe.ledger import SliceSeconds
 from seamless_verl.observe.reporter import Reporter
 from seamless_verl.staleness.stuck import StuckPolicy, Treatment
-from seamless_verl.verl_adapter.adoption import adopt_config
+from seamless_verl.verl_adapter.adoption import adopt_config, refuse_early, some_standing, standalone_config
 from seamless_verl.verl_adapter.corrections import write_interpolation_weights, zero_overlong_advantages
 from seamless_verl.verl_adapter.curriculum import CurriculumLoader
 from seamless_verl.verl_adapter.lending import LendingTrainer
 from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+from seamless_verl.verl_adapter.placing import PlacedServers, standing_pools
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.replay import StreamingReplayBuffer, WokenReplayBuffer
-from seamless_verl.verl_adapter.resource_pools import adopt_resources
+from seamless_verl.verl_adapter.resource_pools import adopt_resources, replica_gpus
 from seamless_verl.verl_adapter.router import balancer_class
+from seamless_verl.verl_adapter.slots import raise_slots
 from seamless_verl.verl_adapter.step_report import AuditFailed, StepMeter, rows_to_compare, validation_report
+from seamless_verl.verl_adapter.weight_transfer import GuardedCheckpointManager
 
 _STREAMING_STATE = "streaming.json"
 
@@ -52,22 +55,6 @@ def _interruptible_replica() -> type[RolloutReplica]:
     return InterruptibleReplica
 
 
-@contextmanager
-def _some_standing(config: DictConfig) -> Iterator[None]:
-    """verl 0.9.1's separate_async trainer is not constructed without standalone replicas, although only its
-    ``_setup``, which is ours, and its own switch, which is off, have a use for them.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.nnodes:
-        yield
-        return
-    rollout.nnodes = 1
-    try:
-        yield
-    finally:
-        rollout.nnodes = 0
-
-
 @register_trainer(TRAINER_MODE)
 class SeamlessTrainer(LendingTrainer):
     """See the module. Under `seamless_verl.main`, bad configuration is refused earlier (`seamless_verl.preflight`)."""
@@ -75,15 +62,17 @@ class SeamlessTrainer(LendingTrainer):
     def __init__(self, config: DictConfig) -> None:
         self.seamless = adopt_config(config)
         self.slices = adopt_resources(config, self.seamless)
+        refuse_early(config, self.seamless)
         RolloutReplicaRegistry.register("vllm", _interruptible_replica)
-        with _some_standing(config):
+        raise_slots()
+        with some_standing(config):
             super().__init__(config)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
         self.first_step_at: float | None = None
         self._meter = StepMeter()
         self._step_began_at = 0.0  # of the recorder's clock
         self.standalone_server_manager: LLMServerManager
-        self.standalone_checkpoint_manager: CheckpointEngineManager
+        self.standalone_checkpoint_manager: GuardedCheckpointManager
         self.current_mode = separate_async.HybridEngineMode.TRAINER
 
     # ---------------------------------------------------------------- construction
@@ -141,14 +130,18 @@ class SeamlessTrainer(LendingTrainer):
             self.replay_buffer.follow(self.train_dataloader)
 
     def _setup(self) -> None:
-        """As `PPOTrainerSeparateAsync._setup`, with the standalone replicas starting beside the trainer's workers.
+        """As `PPOTrainerSeparateAsync._setup`, with the standalone replicas starting beside the trainer's workers, on
+        GPUs that are reserved for both beforehand.
 
         It is written out instead of called because verl 0.9.1 starts them one after the other, and because its last
         line raises TypeError when hybrid replicas are off (``logger.info(…, flush=True)``, line 181).
         """
+        pools = standing_pools(self.config, self._num_hybrid_replicas())
+        self._init_resource_pool_mgr()
+        self.resource_pool_manager.place(self.config, pools, self.reporter.say)
         if self._has_standing:
             with ThreadPoolExecutor(1, thread_name_prefix="replicas") as pool:
-                replicas = pool.submit(self._start_standalone_replicas)
+                replicas = pool.submit(self._start_standalone_replicas, pools)
                 try:
                     PPOTrainer._setup(self)
                 finally:
@@ -160,7 +153,8 @@ class SeamlessTrainer(LendingTrainer):
         if rollout.prometheus.enable:
             addresses = self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses
             update_prometheus_config(rollout.prometheus, addresses, rollout.name)
-        self.standalone_checkpoint_manager = CheckpointEngineManager(
+        self.checkpoint_manager = GuardedCheckpointManager.in_place_of(self.checkpoint_manager)
+        self.standalone_checkpoint_manager = GuardedCheckpointManager(
             config=omega_conf_to_dataclass(rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
             replicas=self.standalone_server_manager.get_replicas(),
@@ -169,10 +163,9 @@ class SeamlessTrainer(LendingTrainer):
             self.current_mode = separate_async.HybridEngineMode.ROLLOUT
             self.add_replicas_to_balancer()
 
-    def _start_standalone_replicas(self) -> LLMServerManager:
-        return LLMServerManager.create(
-            config=self.config, start_rank=self._num_hybrid_replicas(), load_balancer_cls=self._balancer_class()
-        )
+    def _start_standalone_replicas(self, pools: dict[int, RayResourcePool]) -> LLMServerManager:
+        config, first, balancer = standalone_config(self.config), self._num_hybrid_replicas(), self._balancer_class()
+        return PlacedServers.create(config=config, pools=pools, start_rank=first, load_balancer_cls=balancer)
 
     @property
     def _has_standing(self) -> bool:
@@ -201,9 +194,8 @@ class SeamlessTrainer(LendingTrainer):
     def _num_hybrid_replicas(self) -> int:
         if not self._enable_hybrid_replicas:
             return 0
-        rollout, trainer = self.config.actor_rollout_ref.rollout, self.config.trainer
-        replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        return int(trainer.nnodes * trainer.n_gpus_per_node // replica)
+        trainer = self.config.trainer
+        return int(trainer.nnodes * trainer.n_gpus_per_node // replica_gpus(self.config))
 
     def get_llm_client(self) -> VersionedLLMClient:
         return self.standalone_server_manager.get_client(client_cls=VersionedLLMClient)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.trajectory.audit import AuditReport
 from seamless_verl.verl_adapter.agent_loop import ProxyAgentLoop
 from seamless_verl.verl_adapter.proxy_shard import ProxyShard
+from tests.fakes import ScriptedEdge, user
 
 # verl warns of engines that are not installed when its trainer is imported, which the tests do that need it.
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -64,6 +66,7 @@ class Runner:
 
     def __init__(self, **limits: int) -> None:
         self.jobs: list[AgentJob] = []
+        self.report = AgentReport(status=AgentStatus.FINISHED, reward=0.0)
         self.may_end = asyncio.Event()
         self.closed = 0
         self.__dict__.update(limits)
@@ -71,7 +74,7 @@ class Runner:
     async def run(self, job: AgentJob) -> AgentReport:
         self.jobs.append(job)
         await self.may_end.wait()
-        return AgentReport(status=AgentStatus.FINISHED, reward=0.0)
+        return self.report
 
     async def close(self) -> None:
         self.closed += 1
@@ -115,6 +118,29 @@ async def test_attempts_wait_for_the_runner_before_their_session_and_deadline_be
         f"session g{number} has no generated token: finished, " for number in range(5)
     ]
     assert [job.deadline_s for job in runner.jobs] == [5.0] * 5
+
+
+class RecordingAdmin(Admin):
+    """Each session has three rows: a conversation, and two agents beside it."""
+
+    async def close_session(self, session_id: str, reward: float, rewards: Any) -> SessionResult:
+        edge = ScriptedEdge()
+        edge.ask([user("hi")], "a longer answer")
+        edge.ask([user("hi there")], "short")
+        edge.ask([user("alone")], "x")
+        return replace(await super().close_session(session_id, reward, rewards), rows=edge.rows())
+
+
+async def test_each_row_of_an_attempt_has_its_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    runner.report = AgentReport(status=AgentStatus.FINISHED, reward=0.25, rewards={"passed": 1.0})
+    runner.may_end.set()
+    shard = shard_of(runner)
+    shard.admin = RecordingAdmin()
+    monkeypatch.setattr(ProxyShard, "_current", asyncio.ensure_future(asyncio.sleep(0, shard)))
+    outputs = await start("g0")
+    assert [output.reward_score for output in outputs] == [0.25] * 3
+    assert [output.extra_fields["reward_extra_info"]["passed"] for output in outputs] == [1.0] * 3
 
 
 async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

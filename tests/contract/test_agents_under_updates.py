@@ -20,7 +20,7 @@ from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.server import ProxyServer
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.verl_adapter import llm_client
-from seamless_verl.verl_adapter.engine import ABILITIES, VerlEngine
+from seamless_verl.verl_adapter.engine import VerlEngine, abilities_of
 from tests.fakes import small_tokenizer
 from tests.interruptible import NUM_TURNS, InterruptibleEngine, chat_agent, expected_of_chat, script
 
@@ -77,7 +77,7 @@ async def test_forced_updates_are_invisible_and_every_token_knows_its_weights(mo
         stop_token_ids=renderer.stop_token_ids,
     )
     deps = ProxyDeps(
-        engine=verl_engine, renderer=renderer, codec=renderer, admin_key="a", model="m", abilities=ABILITIES
+        engine=verl_engine, renderer=renderer, codec=renderer, admin_key="a", model="m", abilities=abilities_of("vllm")
     )
     server = ProxyServer(make_app(deps), drain_s=1.0)
     admin = ProxyAdmin(await server.start(), "a")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ pytest.importorskip("verl")
 import ray
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.own_disk import journal_folder
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.verl_adapter.proxy_actor import ShardSettings
@@ -132,3 +135,31 @@ async def test_bound_to_every_address_agents_are_told_the_nodes(
     assert answer.choices[0].message.content == "answer 1"
     await admin.close()
     await proxy.close()
+
+
+async def test_a_journal_beside_a_shared_run_folder_serves_a_killed_proxy_and_goes_with_the_worker(
+    cluster: None, engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/runs {tmp_path / 'runs'} nfs4 rw 0 0\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+    folder = journal_folder(None, tmp_path / "runs" / "1", "1", mounts) / "worker_0"
+    proxy = ActorProxy(_settings(engine.tokenizer), engine, "127.0.0.1", 0, folder)
+    admin = ProxyAdmin(proxy.base_url, "admin")
+    await proxy.start(admin)
+    session = await admin.open_session(SessionSpec(max_tokens=1000))
+    assert (folder / "journal.sqlite").exists()
+    _kill()
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60) as agent:
+        answer = await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert answer.choices[0].message.content == "answer 1"
+    await admin.close()
+    await proxy.close()
+    assert not (tmp_path / "runs").exists()
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_the_proxys_own_bound_lets_all_attempts_of_a_large_fleet_through(engine: ScriptedEngine) -> None:
+    """32 replicas of 256 seats behind one rollout worker: 4,096 calls at a time were refused beyond that."""
+    settings = replace(_settings(engine.tokenizer), attempts=8192)
+    assert settings.deps(engine, *settings.text_side()).limits.max_in_flight >= 8192

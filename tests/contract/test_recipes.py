@@ -1,5 +1,6 @@
 """Every recipe composes with verl's configuration, and on the machine it is for nothing in it is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,12 +10,14 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from seamless_verl import compose, preflight
+from seamless_verl import compose, memory_check, packages, preflight
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.gpu_memory import ModelShape
 from seamless_verl.machine import Machine
 from seamless_verl.recipes.swe.real import runner as swe_runner
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
+from tests.kernel.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -47,12 +50,42 @@ def machine(accelerators):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_composes_and_its_settings_are_accepted(recipe):
+def test_it_composes_and_its_settings_are_accepted(recipe, monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda module: True)  # as where GPUs are
     config, seamless = composed(recipe)
     assert seamless.recipe == recipe
     assert config["trainer"]["default_local_dir"] == "/runs/x/checkpoints"
     assert config["trainer"]["rollout_data_dir"] == "/runs/x/rows"
     preflight.check_settings(config, seamless, machine(64 if "qwen" in recipe else 0))
+
+
+SHAPES = {
+    "Qwen/Qwen3-8B": QWEN3_8B,
+    "Qwen/Qwen3-32B": QWEN3_32B,
+    "Qwen/Qwen2.5-32B": {
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 27648,
+        "vocab_size": 152064,
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen" in recipe])
+@pytest.mark.parametrize("hybrid", ["false", "true"], ids=["apart", "lent"])
+def test_its_shares_of_a_card_fit_also_where_slices_are_lent(recipe, hybrid, monkeypatch):
+    monkeypatch.setattr(memory_check, "model_shape", lambda path, **_: ModelShape.from_config(SHAPES[path]))
+    cards = replace(machine(64), accelerator_memory=H100)
+    lends = f"actor_rollout_ref.hybrid_engine={hybrid}"
+    config, _ = composed(recipe, lends, "++ray_kwargs.ray_init.address=local")
+    assert memory_check.check_memory(config, cards) == []
+    config, _ = composed(recipe, lends, "++ray_kwargs.ray_init.address=local", f"{memory_check.SHARE}=0.9")
+    if hybrid == "true":
+        with pytest.raises(ConfigError, match="does not fit beside the trainer"):
+            memory_check.check_memory(config, cards)
 
 
 TASK = SweTask(

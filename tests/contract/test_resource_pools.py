@@ -177,8 +177,8 @@ def test_what_cannot_work_is_refused_naming_the_key(overrides, key, said):
 def test_other_engines_compose_and_are_cut_into_the_same_slices(overrides):
     from verl.utils.config import omega_conf_to_dataclass
 
-    config, slices = adopted(MIXED, "seamless.scheduler.policy=predictive", *overrides)
-    reference = adopted(MIXED, "seamless.scheduler.policy=predictive")[1]
+    config, slices = adopted(MIXED, *overrides)
+    reference = adopted(MIXED)[1]
     assert slices == reference
     assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).name == config.actor_rollout_ref.rollout.name
 

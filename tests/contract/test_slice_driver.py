@@ -3,6 +3,8 @@
 import pytest
 from ray.exceptions import RayError
 
+from seamless_verl.scheduling.slices import Tag
+
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
@@ -35,6 +37,9 @@ class Replicas:
     def register(self, slices):
         self._maybe_die("register")
         self.on_router.update(slices)
+
+    def forget_routes(self):
+        self.told.append("forget_routes")
 
     def set_horizon(self, slices, outlasting):
         self.told.append(("set_horizon", slices, outlasting))
@@ -129,7 +134,9 @@ class Run:
 
     def step(self):
         """A whole one; whatever happens in it, the trainer has to get its gang and to publish."""
-        request = self.acquire()
+        self.train(self.acquire())
+
+    def train(self, request):
         assert request in self.driver.granted, self.lines
         self.driver.tell(
             self.ev.StepEnded(at=self.clock(), step=self.asked),
@@ -152,14 +159,29 @@ def test_whenever_a_replica_dies_the_steps_go_on_and_it_is_restarted(method, vic
     assert run.replicas.on_router == {other}
     assert run.state(other) == "rollout"
     assert any(victim in line and "out" in line for line in run.lines)
-    run.step()  # without it
     ((restarted, restart),) = run.replicas.restarts
     assert restarted == victim
+    request = run.acquire()
+    assert (request in run.driver.granted) == (victim == "r/0"), "nobody trains where an engine starts"
     restart.set_result(None)
     run.driver.tell_restarts()
+    run.train(request)
     run.step()
     assert run.state("t/0") == run.state("r/0") == "rollout"
     assert run.replicas.on_router == {"t/0", "r/0"}
+
+
+def test_a_replica_that_died_while_its_gpus_train_is_restarted_when_they_do_not():
+    run = Run()
+    run.step()
+    request = run.acquire()
+    assert run.state("t/0") == "training"
+    run.replicas.died.add("t/0")
+    run.reports.append(run.ev.SliceFailed(at=0.0, slice="A", reason="killed", lost=frozenset({Tag.ROLLOUT})))
+    run.driver.tell_requests()
+    assert run.replicas.restarts == []
+    run.train(request)
+    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"]
 
 
 def test_a_replica_that_cannot_be_restarted_stays_out():
@@ -168,9 +190,10 @@ def test_a_replica_that_cannot_be_restarted_stays_out():
     run.replicas.dies_in["interrupt"] = "t/0"
     run.step()
     ((_, restart),) = run.replicas.restarts
+    request = run.acquire()
     restart.set_exception(RuntimeError("no memory"))
     run.driver.tell_restarts()
-    run.step()
+    run.train(request)
     assert run.replicas.on_router == {"r/0"}
     assert any("stays out" in line and "no memory" in line for line in run.lines)
 
@@ -183,11 +206,12 @@ def test_one_of_two_replicas_of_the_trainer_dies_the_other_hands_its_memory_back
     run.step()
     assert (run.state("t/1"), run.replicas.awake) == ("idle", set())
     told = len(run.replicas.told)
-    run.step()  # weights go into the trainer's replicas together: with one of them out none is woken
-    assert "wake" not in run.replicas.told[told:]
+    request = run.acquire()
+    assert "wake" not in run.replicas.told[told:]  # weights go into the trainer's replicas together: with one out none
     assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"]
     run.replicas.restarts[0][1].set_result(None)
     run.driver.tell_restarts()
+    run.train(request)
     run.step()
     assert run.state("t/0") == run.state("t/1") == run.state("r/0") == "rollout"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.observe.flight import Phase, RunStarted, SliceAdded, SliceState
-from seamless_verl.observe.ledger import Category
+from seamless_verl.observe.ledger import Category, SliceSeconds
 from seamless_verl.observe.run_folder import load_digest
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -68,6 +68,30 @@ def test_while_lent_the_trainers_seconds_are_counted_where_its_requests_pass(tmp
     (again,) = flight.books(())
     assert again.wall_s >= after.wall_s
     assert again.seconds[Category.OTHER] == pytest.approx(again.wall_s)
+    flight.end("finished")
+
+
+def test_what_a_slice_did_before_it_was_restarted_stays_in_its_books(tmp_path):
+    """Its replica comes back under another address, and the router keeps one book for each."""
+    flight = begun(tmp_path)
+
+    def of_server(address: str, wall_s: float) -> SliceSeconds:
+        return SliceSeconds(slice=address, pool="", devices=1, wall_s=wall_s, seconds={Category.OTHER: wall_s})
+
+    before = flight.books([of_server("a:2", 10.0)])
+    back = SliceAdded(
+        at=flight.recorder.now(),
+        slice="rollout/0",
+        pool="rollout",
+        devices=2,
+        capabilities=("rollout",),
+        state=SliceState.ROLLOUT,
+        address="a:3",
+    )
+    flight.follow(back)
+    after = flight.books([of_server("a:2", 11.0), of_server("a:3", 1.0)])
+    seconds = [sum(books.wall_s for books in all_ if books.slice == "rollout/0") for all_ in (before, after)]
+    assert seconds == [10.0, 12.0]
     flight.end("finished")
 
 

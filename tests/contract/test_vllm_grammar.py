@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 import vllm.v1.structured_output as structured_output
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
-from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
@@ -126,10 +126,29 @@ def test_an_answer_in_many_attempts_follows_its_schema(manager: Any) -> None:
         assert value["arguments"] in SCHEMA["properties"]["arguments"]["enum"]
 
 
+def _fails_alone(grammar: Any, manager: Any) -> None:
+    """As vLLM's scheduler and manager use it: every token may be sampled, and the first one ends the request."""
+    assert isinstance(grammar, StructuredOutputGrammar)
+    assert grammar.is_terminated()
+    assert not grammar.accept_tokens("r", [1])
+    assert grammar.validate_tokens([1]) == []
+    grammar.rollback(1)
+    assert _allowed(manager, grammar) == list(range(len(manager.tokenizer)))
+    asked = {name for name, method in vars(StructuredOutputGrammar).items() if hasattr(method, "__isabstractmethod__")}
+    assert asked == {name for name in asked if hasattr(grammar, name)}
+
+
 def test_tokens_that_the_grammar_would_not_have_allowed_end_the_request_alone(manager: Any) -> None:
     wrong = manager.tokenizer.encode("no json", add_special_tokens=False)
-    with pytest.raises(ValueError, match="does not accept"):
-        _grammar(manager, [*PROMPT, *wrong], {GRAMMAR_PREFIX: len(wrong)})
+    _fails_alone(_grammar(manager, [*PROMPT, *wrong], {GRAMMAR_PREFIX: len(wrong)}), manager)
+
+
+def test_a_grammar_that_does_not_compile_ends_the_request_alone(manager: Any, monkeypatch: Any) -> None:
+    def compile_grammar(*_: Any) -> Any:
+        raise RuntimeError("EBNF parser error")
+
+    monkeypatch.setattr(manager.backend, "compile_grammar", compile_grammar)
+    _fails_alone(_grammar(manager, PROMPT, None), manager)
 
 
 def test_the_plug_in_reaches_the_engines_process(monkeypatch: Any) -> None:

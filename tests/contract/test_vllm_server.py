@@ -12,8 +12,9 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 class FullEngine:
     """As vLLM's ``AsyncLLM``: `generate` adds the request, then waits for tokens, which here only a pause brings."""
 
-    def __init__(self):
-        self.output_processor = SimpleNamespace(request_states={})
+    def __init__(self, num_cores):
+        self.output_processor = SimpleNamespace(request_states={}, external_req_ids={})
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=num_cores))
         self.let_in = asyncio.Event()
         self.paused = asyncio.Event()
 
@@ -30,18 +31,18 @@ class FullEngine:
         self.paused.set()
 
 
-async def serve(cls, monkeypatch):
+async def serve(cls, monkeypatch, num_cores=1):
     """A server of ``cls`` around such an engine; nothing of its construction needs a GPU, a port or a model."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     async def run_server(self, args):
-        self.engine = FullEngine()
+        self.engine = FullEngine(num_cores)
 
     monkeypatch.setattr(vLLMHttpServer, "run_server", run_server)
     monkeypatch.setattr(vLLMHttpServer, "lora_as_adapter", False)
     server = object.__new__(cls)
-    if hasattr(cls, "_admitting"):
-        server._on_their_way = set()
+    if hasattr(cls, "_admitting"):  # ours
+        vars(server).update(_on_their_way=set(), _ended={}, _without_token=0, _has_cores=False)
     vars(server).update(
         node_rank=0,
         replica_rank=0,
@@ -136,6 +137,63 @@ def test_verls_own_server_would_wait_for_the_queue(monkeypatch):
     asyncio.run(scenario())
 
 
+def test_with_several_engine_cores_the_first_token_counts_as_under_verl(monkeypatch):
+    """Before it, the start of the other cores may still be on its way, and come in after the pause has ended."""
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+
+    async def scenario():
+        server = await serve(InterruptibleServer, monkeypatch, num_cores=2)
+        request = await one_queued(server)
+        assert server._admitting == 1
+        abort = asyncio.create_task(server.abort_all_requests())
+        await asyncio.sleep(0.05)  # several of verl's looks
+        assert not abort.done()
+        server.engine.paused.set()
+        await request
+        assert server._admitting == 0
+        await abort
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_a_request_that_was_ended_before_it_came_is_told_so_once(monkeypatch, num_cores):
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+
+    async def scenario():
+        server = await serve(InterruptibleServer, monkeypatch, num_cores)
+        assert (await server.abort_request("r1", reset_prefix_cache=False))["aborted"]
+        output = await server.generate([1, 2], {"max_tokens": 4}, "r1")
+        assert (output.token_ids, output.stop_reason, server._admitting) == ([], "aborted", 0)
+        request = await one_queued(server)  # the same name may come again
+        server.engine.paused.set()
+        await request
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_ended_half_way_into_the_engine_is_ended_there(monkeypatch):
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+
+    async def scenario():
+        server = await serve(InterruptibleServer, monkeypatch)
+        aborted = []
+
+        async def abort(name):
+            aborted.append(name)
+            server.engine.paused.set()
+
+        server.engine.abort = abort
+        request = await one_arriving(server)
+        await server.abort_request("r1", reset_prefix_cache=False)
+        assert aborted == []
+        server.engine.let_in.set()
+        await request
+        assert aborted == ["r1"]
+
+    asyncio.run(scenario())
+
+
 def test_our_trainer_starts_such_servers():
     from verl.workers.rollout.replica import RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
@@ -150,3 +208,16 @@ def test_our_trainer_starts_such_servers():
         RolloutReplicaRegistry._registry["vllm"] = before
     assert issubclass(replica, vLLMReplica)
     assert replica is not vLLMReplica
+
+
+def test_and_gives_every_engines_servers_more_slots_than_anything_fills(monkeypatch):
+    from verl.workers.rollout.replica import RolloutReplica
+    from verl.workers.rollout.vllm_rollout.vllm_pd_replica import vLLMPDReplica
+
+    from seamless_verl.verl_adapter.slots import NUM_SLOTS, raise_slots
+    from seamless_verl.verl_adapter.vllm_server import InterruptibleReplica
+
+    monkeypatch.setattr(RolloutReplica, "max_concurrency", RolloutReplica.max_concurrency)
+    raise_slots()
+    for cls in (InterruptibleReplica, vLLMPDReplica):
+        assert object.__new__(cls).max_concurrency == NUM_SLOTS

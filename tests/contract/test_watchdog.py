@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -40,6 +41,12 @@ def parts(actor: Any) -> Iterator[dict[str, Any]]:
     yield named
     for part in named.values():
         ray.kill(part)
+
+
+@pytest.fixture(autouse=True)
+def _this_process_outlives_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run the last resort ends the process, also when the watchdog is gone: what follows may hang, too."""
+    monkeypatch.setattr(watchdog, "_LAST_RESORT_S", 24 * 3600.0)
 
 
 @pytest.fixture
@@ -93,3 +100,38 @@ def test_whoever_waits_for_a_dead_actor_is_interrupted(parts: dict[str, Any], mo
         told = dog.cause_of(interrupted.value)
         assert told is not None
         assert told.startswith("rollout replica 1 died: ActorDiedError")
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_whoever_blocks_in_a_coroutine_is_interrupted_too(
+    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As verl's transfers did: `asyncio.run` turns the first interrupt into a cancellation that nobody sees."""
+    monkeypatch.setattr(watchdog, "_INTERVAL_S", 0.2)
+
+    async def transfer() -> None:
+        parts["trainer worker 0"].work.remote()
+        _kill(parts["rollout replica 1"])
+        ray.get(parts["trainer worker 0"].work.remote(), timeout=60)
+
+    with Watchdog(parts) as dog:
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            asyncio.run(transfer())
+        told = dog.cause_of(interrupted.value)
+        assert told is not None
+        assert told.startswith("rollout replica 1 died: ActorDiedError")
+
+
+def test_a_server_without_its_engine_counts_as_dead(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_INTERVAL_S", 3600.0)
+    server = actor.remote()
+
+    def lose_engine(part: Any) -> None:
+        part.engine = type("Engine", (), {"errored": True})()
+
+    with Watchdog({}, {"rollout replica 0": server}) as dog:
+        assert dog.cause_of(ValueError("nothing yet")) is None
+    ray.get(server.__ray_call__.remote(lose_engine))
+    with Watchdog({}, {"rollout replica 0": server}) as dog:
+        assert dog.cause_of(ValueError("32 prompt groups failed")) == "rollout replica 0 died: its engine process"
+    ray.kill(server)

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from benchmarks.forced_lengths import write_workload
+from benchmarks.loans import loans_of
 from seamless_verl.observe import flight
 from seamless_verl.observe.ledger import Ledger
 from seamless_verl.observe.recording import Recording, read_recording
@@ -89,6 +90,15 @@ def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  #
     assert [event.decision for event in realised] == [event.decision for event in made if event.action == "lend"]
     assert sum(event.lent_tokens for event in realised) > 0
     assert_books_balance(recording)
+    loans = loans_of(recording.events, "trainers/0")
+    assert loans.wakes == loans.wakes_that_took == 3  # weights and cache, each time
+    assert loans.reclaims == loans.reclaims_that_freed == 4
+    assert loans.shared == 0  # nothing of the trainer beside a cache
+    assert loans.matching == loans.checked == 4  # at the start, and in each loan
+    assert loans.versions == (0, 1, 2, 3)
+    assert loans.distinct == 4  # each step makes other weights
+    trainer = {event.what for event in recording.events if isinstance(event, flight.MemoryHeld) and event.nbytes}
+    assert trainer == {"parameters", "gradients", "optimizer", "weights", "kv_cache"}
     machine.assert_nothing_left()
 
 
@@ -111,9 +121,16 @@ def server_on(machine: Machine, core: int) -> psutil.Process:  # noqa: F811
     return server
 
 
+NCCL = [  # the engine of GPU users, which forgives nothing, instead of the CPU platform's
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl_over_gloo",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=benchmarks.nccl_over_gloo",
+]
+
+
 def test_replicas_that_are_killed_are_left_out_restarted_and_lose_no_answer(machine):  # noqa: F811
     process = machine.start(
-        *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=40"), **environment()
+        *arguments(machine, *NCCL, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=40"),
+        **environment(),
     )
     read_until(process, "step  2/40")
     server_on(machine, 0).kill()  # the trainer's own, lent in every step

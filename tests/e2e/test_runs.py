@@ -152,8 +152,11 @@ def assert_the_report_accounts_for_the_run(folder: Path, devices: dict[str, int]
 
 
 def test_agents_train_a_model_end_to_end(machine):
-    code, output = machine.run("+recipe=swe", "trainer.total_training_steps=3", "data.val_max_samples=24")
+    timeline = machine.folder / "timeline.json"
+    settings = ("trainer.total_training_steps=3", "data.val_max_samples=24")
+    code, output = machine.run("+recipe=swe", *settings, f"ray_kwargs.timeline_json_file={timeline}")
     assert code == 0, output
+    assert {event["cat"] for event in json.loads(timeline.read_text())}, "as verl's own entry point writes it"
     (folder,) = machine.runs()
     figures = summary(folder)
     assert figures["steps"] == 3

@@ -23,65 +23,17 @@ pytest.importorskip("torchvision", reason="needs torchvision, see the head of th
 from seamless_verl.proxy.sessions import SessionSpec
 from seamless_verl.proxy.vision import open_image
 from tests.fakes import small_tokenizer
-from tests.pictures import VISION_CHATML, VISION_TOKENS
+from tests.pictures import PLACEHOLDERS, VISION_CHATML, VISION_TOKENS, save_model
 from tests.standalone import Standalone
 from tests.vllm_server import vllm_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
-
-
-def _build(folder: Path) -> Path:
-    """A Qwen2.5-VL of two layers that likes to write placeholders, and its processor."""
-    import torch
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    make: Any
-    tokenizer = small_tokenizer(VISION_CHATML, special=VISION_TOKENS)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS}
-    rope = {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    text = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2)
-    text |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, rope_scaling=rope)
-    vision = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=4, out_hidden_size=128, patch_size=14)
-    vision |= dict(fullatt_block_indexes=[1], window_size=112, spatial_merge_size=2, temporal_patch_size=2)
-    config = Qwen2_5_VLConfig(
-        text_config={**text, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": ids["<|im_end|>"]},
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    make = Qwen2_5_VLForConditionalGeneration
-    model = make(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6.0)  # far from indifferent
-        for placeholder, liked in zip(PLACEHOLDERS, ("e", "o"), strict=True):
-            rows = model.lm_head.weight
-            rows[ids[placeholder]] = 4 * rows[tokenizer.convert_tokens_to_ids(liked)]
-    model.save_pretrained(folder)
-    make = Qwen2_5_VLProcessor
-    sizes: Any = dict(min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
-    images, videos = Qwen2VLImageProcessor(**sizes), Qwen2VLVideoProcessor(**sizes)
-    processor = make(image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=VISION_CHATML)
-    processor.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     scratch = tmp_path_factory.mktemp("vllm")
-    model = _build(scratch / "model")
+    model = save_model(scratch / "model")
     with vllm_server(model, scratch, "--max-model-len", "2048") as url:
         yield url, model
 

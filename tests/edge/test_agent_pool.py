@@ -19,6 +19,7 @@ import pytest
 from seamless_verl.agents import pool as module
 from seamless_verl.agents.pool import AgentPool, JobFailed, JobTimedOut, PoolBroken, WorkerDied
 from seamless_verl.errors import SeamlessError
+from seamless_verl.supervisor import RUN_ID
 
 WORKER = """
 import os, signal, subprocess, sys, threading
@@ -245,6 +246,7 @@ async def test_environment_is_not_passed_on_wholesale(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "t0ken")
+    monkeypatch.setenv(RUN_ID, "a-run")
     pool = AgentPool(command, processes=1, environment={"AGENT_COLOUR": "blue"})
     try:
         environment: dict[str, str] = await pool.run({"kind": "environment"}, 30)
@@ -253,6 +255,7 @@ async def test_environment_is_not_passed_on_wholesale(
     assert "SECRET_TOKEN" not in environment
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["AGENT_COLOUR"] == "blue"
+    assert environment[RUN_ID] == "a-run", "the sweep of another node finds agents by it"
 
 
 async def test_worker_has_a_session_of_its_own(pool: AgentPool) -> None:

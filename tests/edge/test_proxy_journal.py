@@ -218,6 +218,12 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
         SqliteJournal(newer)
 
 
+def test_a_journal_without_a_write_ahead_log_is_refused() -> None:
+    """As SQLite answers where it cannot keep one, e.g. in memory."""
+    with pytest.raises(ConfigError, match="no write-ahead log can be kept there .journal_mode is memory"):
+        SqliteJournal(Path(":memory:"))
+
+
 if __name__ == "__main__":
     os.umask(0o077)
     asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))

@@ -18,6 +18,7 @@ from seamless_verl.proxy import engine as engine_module
 from seamless_verl.proxy import intake
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.engine import EngineUnavailable
+from seamless_verl.proxy.folder_sink import FolderSink
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.requests import read_body
@@ -97,6 +98,24 @@ async def test_requests_that_wait_for_one_answer_count_too() -> None:
         assert (await proxy.post(handle, CHAT, **again)).status_code == 429
         await proxy.admin.delete_session(handle.id)
         assert {(await task).status_code for task in waiting} == {409}
+
+
+async def test_a_session_that_leaves_memory_as_it_is_closed_says_how_its_turns_matched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = SqliteJournal(tmp_path / "j.sqlite")
+    limits = Limits(max_resident_bytes=1, alarm_rows=1)
+    async with serving(journal=journal, sink=FolderSink(tmp_path), limits=limits) as proxy:
+        handle = await proxy.open()
+        for _ in range(2):
+            assert (await proxy.post(handle, CHAT)).status_code == 200
+        first = await proxy.admin.close_session(handle.id)
+        again = await proxy.admin.close_session(handle.id)  # from what the session left behind
+        assert (first.kinds, first.drift) == ({"clean": 1, "fork": 1}, {"resampled": 1})
+        assert again == first
+        assert "{'resampled': 1}" in caplog.text
+        assert (await proxy.admin.stats())["sessions_spilled"] >= 2
+    await journal.close()
 
 
 async def test_all_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:

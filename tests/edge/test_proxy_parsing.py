@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seamless_verl.proxy.drafts import Draft
+from seamless_verl.proxy.engine import TokenChunk
+from seamless_verl.proxy.flights import Progress
 from seamless_verl.proxy.parsing import Asked, TagParser, find_stop
+from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.proxy.settling import StopCutter, TextDecoder
-from tests.fakes import small_tokenizer
+from seamless_verl.trajectory.messages import Message, Role
+from tests.fakes import scripted_generation, small_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "run"}}]
 _PIECES = st.sampled_from(
@@ -73,6 +80,47 @@ def test_early_text_is_a_prefix_of_the_whole_text_for_any_ids(text: str, noise: 
     decoder = TextDecoder(decode)
     shown = "".join(decoder.feed([token]) for token in ids)
     assert decode(ids).startswith(shown)
+
+
+_CUT = [0xE2, 0x82]  # a euro sign without its last byte
+_EURO = [*_CUT, 0xAC]
+
+
+@lru_cache(maxsize=1)
+def _falls_back_to_bytes() -> TokenizerRenderer:
+    """A vocabulary as Llama 2 and Mistral have it: ids 0 to 255 are single bytes."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["\u2581a", "b", "\u2581", "</s>", "<|shown to nobody|>"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + at for at, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(words[3:])
+    make: Any = PreTrainedTokenizerFast
+    return TokenizerRenderer(make(tokenizer_object=tokenizer, eos_token="</s>"))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from([_EURO, _CUT, [0xE2], [10], [256], [257], [258], [260]]), max_size=30), st.data())
+def test_bytes_are_shown_once_their_run_is_over(pieces: list[list[int]], data: st.DataObject) -> None:
+    codec, ids = _falls_back_to_bytes(), [token for piece in pieces for token in piece]
+    draft = Draft(Progress(), codec, None, (), show_tokens=False)
+    rest = list(ids)
+    while rest:
+        num = data.draw(st.integers(1, len(rest)))
+        draft.feed(TokenChunk(token_ids=rest[:num], log_probs=[0.0] * num))
+        rest = rest[num:]
+    message = Message(role=Role.ASSISTANT, content=codec.decode(ids))
+    draft.check(scripted_generation([*ids, 259]), message)  # or the client is told that the stream differs
+
+
+def test_a_long_run_of_bytes_only_waits_for_its_end() -> None:
+    codec = _falls_back_to_bytes()
+    decoder = TextDecoder(codec.decode, codec.open_ids)
+    shown = [decoder.feed([token]) for token in [256, *_EURO * 50, 257, 256]]
+    assert [text for text in shown if text] == ["a", "\N{EURO SIGN}" * 50 + "b", " a"]
 
 
 def test_plain_text_is_shown_at_once() -> None:

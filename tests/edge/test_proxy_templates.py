@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from seamless_verl.proxy.rendering import TokenizerRenderer
 from seamless_verl.trajectory.generation import FinishReason
-from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
+from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
 from seamless_verl.trajectory.segments import DriftReason, MatchKind
 from tests.edge.test_proxy_rendering import HEADERS, MERGED_TOOLS, MOVING_TOOLS, PLAIN, THINKING
 from tests.fakes import CHATML, ScriptedEdge, assistant, small_tokenizer, system, tool, user
@@ -33,6 +33,15 @@ INSTRUCT = (
     "{%- for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
     "{%- elif m.role == 'tool' %}[RESULT] {{ m.content }} [/RESULT]"
     "{%- else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+# The system message, and with tools their list, stand in the last question only (Mistral v0.3).
+MOVING_SYSTEM = (
+    "{%- set system = messages[0].content if messages[0].role == 'system' %}"
+    "{%- for m in (messages[1:] if system else messages) %}"
+    "{%- if m.role == 'assistant' %} {{ m.content }}</s>"
+    "{%- elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]"
+    "{%- else %}[INST]{% if loop.last and system %}{{ system }}\n\n{% endif %}{{ m.content }}[/INST]{% endif %}"
+    "{%- endfor %}"
 )
 _THOUGHT = re.compile(r"<think>\n.*?</think>\n\n", re.DOTALL)
 
@@ -201,3 +210,31 @@ def test_a_template_that_rewrites_history_forks_and_loses_nothing(steps: list[di
     rows = edge.rows()
     assert len(rows) == len(steps)
     assert edge.tree.drift == {DriftReason.TEMPLATE_MISMATCH: len(steps) - 1}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(STEP, min_size=2, max_size=4), st.booleans())
+def test_a_template_that_moves_the_system_message_forks_where_there_is_one(
+    steps: list[dict[str, Any]], has_system: bool
+) -> None:
+    """Each prompt is what the template writes, with the system message once; what it leaves out is not recorded."""
+    tokenizer = small_tokenizer(MOVING_SYSTEM, special=("[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "</s>"))
+    edge = ScriptedEdge(TokenizerRenderer(tokenizer))
+    history: list[Message] = [*([system("be good")] if has_system else []), user("hi")]
+    for number, step in enumerate(steps):
+        pending = edge.tree.prepare_with(edge.renderer, transcript_of(tuple(history)))
+        raw = [{"role": message.role.value, "content": message.content} for message in history]
+        rendered = tokenizer.apply_chat_template(raw, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(list(pending.prompt_ids)) == rendered
+        ids = [*tokenizer.encode(f" {step['answer']}", add_special_tokens=False), tokenizer.eos_token_id]
+        turn = edge.tree.commit(edge.seal(pending, step["answer"], ids=ids))
+        if has_system and number:
+            assert turn.reasons == (DriftReason.TEMPLATE_MISMATCH,)
+            assert "writes a question differently" in turn.detail
+        else:
+            assert turn.kind is MatchKind.CLEAN
+        # Behind a tool's result it stands nowhere, and the prompt after that one goes on from it, token by token.
+        assert (turn.kind is MatchKind.FORK) == (has_system and number > 0 and history[-3].role is not Role.TOOL)
+        follows = tool(step["question"]) if step["num_calls"] == 1 else user(step["question"])
+        history += [assistant(step["answer"]), follows]
+    assert len(edge.rows()) == 1 + edge.tree.kinds.get(MatchKind.FORK, 0)

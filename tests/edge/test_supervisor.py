@@ -1,18 +1,24 @@
 """The sweep finds a run's processes whatever they did to their names and environments."""
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
+import time
+import uuid
+from pathlib import Path
 
 import psutil
 import pytest
 
+from seamless_verl.own_disk import APART
 from seamless_verl.recipes.swe.real import child
-from seamless_verl.supervisor import GRACE, RUN_ID, _apart, sweep
+from seamless_verl.supervisor import GRACE, RUN_ID, _apart, _remove_shared_memory, sweep, sweep_node
 
 # Prints its pid and waits for ever.
 NAMELESS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
@@ -193,3 +199,72 @@ def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_pa
 def test_the_processes_of_a_real_swe_attempt_ask_the_sweep_for_the_time_that_their_sandbox_needs(tmp_path):
     attempt = child.Child(module="m", token="t", request=b"", timeout_s=1.0)
     assert float(child._environment(attempt, tmp_path)[GRACE]) == child.GRACE_S > 10.0
+
+
+@pytest.fixture
+def segments():
+    """Makes shared-memory files as NCCL calls them; what a test leaves goes."""
+    made = []
+
+    def make(name):
+        made.append(Path("/dev/shm", f"nccl-{name}{uuid.uuid4().hex[:6]}"))
+        made[-1].write_bytes(bytes(mmap.PAGESIZE))
+        return made[-1]
+
+    yield make
+    for file in made:
+        file.unlink(missing_ok=True)
+
+
+HOLDER = """
+import mmap, signal, sys
+with open(sys.argv[1], "r+b") as file:
+    held = mmap.mmap(file.fileno(), 0)
+print("held", flush=True)
+signal.pause()
+"""
+
+
+def test_shared_memory_of_killed_nccl_ranks_goes_and_that_of_others_stays(segments):
+    before = segments("before")
+    made_at = before.stat().st_ctime
+    while True:  # the file system's clock ticks in milliseconds
+        left = segments("left")
+        if left.stat().st_ctime > made_at:
+            break
+        left.unlink()
+    used = segments("used")
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(used)], stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        _remove_shared_memory(set(), left.stat().st_ctime)
+        there = [file.exists() for file in (before, left, used)]
+        holder.kill()
+    assert there == [True, False, True]
+
+
+def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    journal = tmp_path / f"{APART}far-run" / "worker_0" / "journal.sqlite"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    started = time.time() - 1.0
+    segment = segments("far")
+    env = {**os.environ, RUN_ID: "far-run"}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(segment)], env=env, stdout=subprocess.PIPE) as engine:
+        engine.stdout.readline()
+        assert sweep_node("far-run", started) == ""
+        assert not psutil.pid_exists(engine.pid)
+    assert not segment.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_node_keeps_is_named(monkeypatch):
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda process, number: None)
+    monkeypatch.setattr("seamless_verl.supervisor._SWEEP_S", 0.5)
+    env = {**os.environ, RUN_ID: "undead-far-run"}
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], env=env, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            assert sweep_node("undead-far-run", 0.0) == f"could not be ended and still run: {process.pid} python"
+        finally:
+            process.kill()

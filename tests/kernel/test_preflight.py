@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from seamless_verl import preflight
+from seamless_verl import packages, preflight
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, count_accelerators, port_is_free
@@ -149,7 +149,8 @@ def test_a_reward_function_that_its_file_does_not_define_is_refused_without_runn
         check(with_reward(str(tmp_path / "nowhere.py"), "compute_score"))
 
 
-def test_a_gpu_recipe_needs_a_gpu_or_a_cluster():
+def test_a_gpu_recipe_needs_a_gpu_or_a_cluster(monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda module: True)
     with pytest.raises(MachineError, match="this machine has none"):
         check(config(trainer__device="cuda"))
     check(config(trainer__device="cuda", ray_kwargs__ray_init__address="auto"))
@@ -248,8 +249,9 @@ def test_a_runner_checks_its_options_and_the_machine_that_will_run_its_attempts(
     with pytest.raises(MachineError, match="none for blue"):
         check(config(), agent=named("blue"))
     # Ray joins the cluster that the environment names, unless the configuration says `local`.
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    check(config(ray_kwargs__ray_init__address=None), agent=named("blue"))
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{cluster.getsockname()[1]}")
+        check(config(ray_kwargs__ray_init__address=None), agent=named("blue"))
     with pytest.raises(MachineError, match="none for blue"):
         check(config(), agent=named("blue"))
 

@@ -28,8 +28,10 @@ STEP = st.fixed_dictionaries(
         "spelling": st.sampled_from(SPELLINGS),
         "answer": st.tuples(st.sampled_from(WORDS), st.sampled_from(("", "since")), st.booleans()),
         "number": small,
+        "twice": st.booleans(),
     }
 )
+STEPS = st.lists(STEP, min_size=1, max_size=14)
 
 
 class RandomAgent:
@@ -49,15 +51,16 @@ class RandomAgent:
         call = ToolCall(id=f"c{len(self.records)}", name="run", arguments='{"n": 1.0, "a": "x"}')
         answer = assistant(words, *([call] if calls else []), reasoning=reasoning)
         ids = self._renderer.answer_ids(f"{reasoning} {words} w{step['number']}")
-        record = self.edge.seal(pending, answer, ids=ids)
-        if step["move"] == "abandon":
-            self.edge.ledger[-1] = replace(self.edge.ledger[-1], discarded="client left")
-            return
-        turn = self.edge.tree.commit(record)
-        assert bool(turn.reasons) == (turn.kind is not MatchKind.CLEAN)
-        self.records.append(record)
-        self.kinds[turn.kind] = self.kinds.get(turn.kind, 0) + 1
-        self.histories.append(([*messages, answer], tools))
+        for _ in range(1 + step["twice"]):  # two samples of one request may say the same
+            record = self.edge.seal(pending, answer, ids=ids)
+            if step["move"] == "abandon":
+                self.edge.ledger[-1] = replace(self.edge.ledger[-1], discarded="client left")
+                continue
+            turn = self.edge.tree.commit(record)
+            assert bool(turn.reasons) == (turn.kind is not MatchKind.CLEAN)
+            self.records.append(record)
+            self.kinds[turn.kind] = self.kinds.get(turn.kind, 0) + 1
+            self.histories.append(([*messages, answer], tools))
 
     @property
     def _renderer(self) -> ScriptedRenderer:
@@ -98,7 +101,7 @@ def _respell(message: Message, spelling: str) -> Message:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(STEP, min_size=1, max_size=14))
+@given(STEPS)
 def test_any_agent_leaves_clean_rows(steps: list[dict]) -> None:  # type: ignore[type-arg]
     agent = RandomAgent()
     for step in steps:
@@ -112,7 +115,7 @@ def test_any_agent_leaves_clean_rows(steps: list[dict]) -> None:  # type: ignore
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(STEP, min_size=1, max_size=14))
+@given(STEPS)
 def test_a_restored_tree_is_the_same_tree(steps: list[dict]) -> None:  # type: ignore[type-arg]
     agent = RandomAgent()
     for step in steps:
@@ -123,6 +126,40 @@ def test_a_restored_tree_is_the_same_tree(steps: list[dict]) -> None:  # type: i
     assert build_rows(restored) == build_rows(agent.edge.tree)
     assert (restored.kinds, restored.drift) == (agent.edge.tree.kinds, agent.edge.tree.drift)
     assert restored.num_stored_tokens == agent.edge.tree.num_stored_tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.data())
+def test_a_tree_has_the_same_rows_in_whatever_order_its_turns_were_committed(
+    steps: list[dict],  # type: ignore[type-arg]
+    data: st.DataObject,
+) -> None:
+    agent = RandomAgent()
+    for step in steps:
+        agent.step(step)
+    other, waiting = SessionTree(), list(agent.records)
+    while waiting:
+        ready = [at for at, record in enumerate(waiting) if not record.anchor or other.has(record.anchor)]
+        other.commit(waiting.pop(data.draw(st.sampled_from(ready))))
+    assert build_rows(other) == build_rows(agent.edge.tree)
+    assert other.num_stored_tokens == agent.edge.tree.num_stored_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.lists(small, max_size=4), st.data())
+def test_the_engine_is_sent_the_very_ids_that_were_asked_for(
+    steps: list[dict],  # type: ignore[type-arg]
+    more: list[int],
+    data: st.DataObject,
+) -> None:
+    agent = RandomAgent()
+    for step in steps:
+        agent.step(step)
+    known = data.draw(st.sampled_from([row.token_ids for row in agent.edge.rows()] or [(5,)]))
+    ids = [*known[: data.draw(st.integers(0, len(known)))], *more, 1]
+    pending = agent.edge.tree.prepare_ids(transcript_of((user("ids"),)), ids)
+    assert list(pending.prompt_ids) == ids
+    assert [*pending.anchor.path.without(pending.num_cut), *pending.context_ids] == ids
 
 
 BRANCH = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(("yes", "no no", "go"))), min_size=1, max_size=4)

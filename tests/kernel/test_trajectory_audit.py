@@ -59,6 +59,11 @@ def _train_twice(rows: list[Row], ledger: list[LedgerEntry]) -> None:
     )
 
 
+def _nothing_left(entry: LedgerEntry) -> LedgerEntry:
+    """What the proxy's ledger keeps of an answer that it discards."""
+    return replace(entry, token_ids=array("i"), log_probs=array("d"), version_spans=(), discarded="left")
+
+
 @pytest.mark.parametrize(
     ("corrupt", "kind"),
     [
@@ -93,6 +98,11 @@ def _train_twice(rows: list[Row], ledger: list[LedgerEntry]) -> None:
         (_entry(lambda entry: replace(entry, token_ids=array("i", [1]))), ViolationKind.TOKENS_DIFFER),
         (_entry(lambda entry: replace(entry, prompt_len=3)), ViolationKind.PROMPT_DIFFERS),
         (_entry(lambda entry: replace(entry, discarded="left")), ViolationKind.DISCARDED_BUT_TRAINED),
+        (
+            lambda rows, ledger: ledger.append(_nothing_left(ledger.pop())),
+            ViolationKind.DISCARDED_BUT_TRAINED,
+        ),
+        (_entry(lambda entry: replace(entry, log_probs=entry.log_probs[:1])), ViolationKind.LOG_PROBS_DIFFER),
         (lambda rows, ledger: ledger.append(replace(ledger[0], generation_id="lost")), ViolationKind.NEVER_TRAINED),
     ],
 )

@@ -84,6 +84,9 @@ def test_a_rewind_branches_and_shares_the_common_tokens() -> None:
     turn = edge.ask([*start, user("right")], "r")
     assert (turn.kind, turn.reasons) == (MatchKind.FORK, (DriftReason.BRANCHED,))
     long, short = edge.rows()
+    assert long.num_trained == sum(
+        len(entry.token_ids) for entry in edge.ledger[:2]
+    )  # the longer row trains the answer
     shared = edge.ledger[1].prompt_len - 5
     assert long.token_ids[:shared] == short.token_ids[:shared]
     assert [t.trained for t in long.turns] == [True, True]
@@ -206,6 +209,33 @@ def test_of_answers_with_one_text_the_spelling_then_the_tokens_decide() -> None:
     edge.ask([user("a")], "same ", ids=[60])
     edge.ask([user("a")], "same", ids=[70])
     assert edge.ask([user("a"), assistant("same"), user("b")], "next").parent_ordinal == 1
+
+
+def test_of_answers_with_the_same_tokens_the_first_is_continued_whatever_comes_later() -> None:
+    edge = ScriptedEdge()
+    pending = edge.tree.prepare_with(edge.renderer, transcript_of((user("a"),)))
+    records = [edge.seal(pending, "same", ids=[60, ScriptedRenderer.END]) for _ in range(2)]
+    for record in reversed(records):
+        edge.tree.commit(record)
+        for again in (user("b"), user("c")):
+            pending = edge.tree.prepare_with(edge.renderer, transcript_of((user("a"), assistant("same"), again)))
+            assert pending.anchor is edge.tree.answers[0]
+        ids = [*pending.anchor.path, 5]
+        assert edge.tree.prepare_ids(transcript_of((user("ids"),)), ids).anchor is edge.tree.answers[0]
+
+
+@pytest.mark.parametrize("answer_first", [True, False])
+def test_of_equal_tokens_those_that_were_generated_are_continued(answer_first: bool) -> None:
+    """An answer, and a prompt that somebody wrote with the same tokens."""
+    edge = ScriptedEdge()
+    empty = transcript_of((user("ids"),))
+    asked, given = edge.tree.prepare_ids(empty, [5]), edge.tree.prepare_ids(empty, [5, 60])
+    records = [edge.seal(asked, "x", ids=[60]), edge.seal(given, "y", ids=[70])]
+    for record in records if answer_first else reversed(records):
+        edge.tree.commit(record)
+    anchor = edge.tree.prepare_ids(empty, [5, 60, 61]).anchor
+    assert anchor.turn is not None
+    assert anchor.turn.generation_id == "g0"
 
 
 def test_an_answer_cut_by_length_is_closed_by_the_template() -> None:

@@ -29,7 +29,7 @@ import psutil
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
-from seamless_verl.supervisor import GRACE
+from seamless_verl.supervisor import GRACE, RUN_ID
 
 GRACE_S = 20.0
 """From SIGTERM to SIGKILL: swe-rex may take ten seconds to end a container."""
@@ -38,7 +38,7 @@ _FORWARD = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
     "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY", "XDG_RUNTIME_DIR",
-    "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET",
+    "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", RUN_ID,
 )  # fmt: skip
 
 

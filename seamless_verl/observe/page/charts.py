@@ -9,6 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 34
+_BAND = 40.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,44 @@ def columns(
     return _svg("".join(parts), f"{y_unit} by part and {x_label}")
 
 
+def bands(
+    levels: Sequence[tuple[float, Mapping[str, float]]],
+    *,
+    stop: float,
+    styles: Mapping[str, str],
+    x_label: str,
+    number: Callable[[float], str],
+) -> str:
+    """A band per part: when there was some of it, and how much of its own most. For parts of very unlike size.
+
+    Args:
+        levels: ``(x, amounts by part from there on)``, in order of x; amounts stay until they change.
+        stop: where the last of them ends.
+        styles: class of the style sheet by part, in order from above.
+    """
+    if not levels:
+        return ""
+    height = _BOTTOM + _BAND * len(styles)
+    frame = _Frame(low_x=min(0.0, levels[0][0]), high_x=max(stop, levels[-1][0]), low_y=0.0, high_y=1.0)
+    ends = [*(x for x, _ in levels[1:]), frame.high_x]
+    parts = []
+    for row, (part, style) in enumerate(styles.items()):
+        most = max(amounts.get(part, 0.0) for _, amounts in levels) or 1.0
+        base = _BAND * (row + 1) - 4.0
+        path = []
+        for (start, amounts), end in zip(levels, ends, strict=True):
+            if amounts.get(part, 0.0) > 0:
+                top = base - (_BAND - 20.0) * amounts[part] / most
+                path.append(f"M{frame.x(start)},{base}V{top:.1f}H{frame.x(end)}V{base}Z")
+        label = escape(f"{part}, up to {number(most)}")
+        parts.append(f'<text class="tick" x="{_LEFT}" y="{base - _BAND + 16}">{label}</text>')
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>')
+        parts.append(f'<path class="{style}" d="{"".join(path)}"><title>{label}</title></path>')
+    ticks = [tick for tick in _ticks(frame.low_x, frame.high_x) if frame.low_x <= tick <= frame.high_x]
+    parts.append(f'<g transform="translate(0 {height - HEIGHT})">{_x_axis(frame, ticks, x_label)}</g>')
+    return _svg("".join(parts), f"{', '.join(styles)} over time", height)
+
+
 def scatter(
     points: Sequence[tuple[float, float, str]], *, x_label: str, y_label: str, number: Callable[[float], str]
 ) -> str:
@@ -182,8 +221,8 @@ def scatter(
     return _svg("".join(parts), f"{y_label} over {x_label}")
 
 
-def _svg(body: str, label: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{body}</svg>'
+def _svg(body: str, label: str, height: float = HEIGHT) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">{body}</svg>'
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:

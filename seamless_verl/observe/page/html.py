@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.numbers import duration
-from seamless_verl.observe.page import data_section, headline, sections
+from seamless_verl.observe.page import data_section, headline, memory_section, sections
 from seamless_verl.observe.page.lane_data import as_script, lane_data
 
 # Nothing may be fetched, whatever a task's name or an agent's text contains.
@@ -28,6 +28,7 @@ def render(run: RunDigest) -> str:
         _header(run, title),
         _section("next", "Look at this next", "", headline.next_steps(run)),
         _section("lanes", "What every slice did", "", _lanes(run)),
+        _section("memory", "What was in each slice's memory", memory_section.LEAD, memory_section.memory(run)),
         _section(
             "ledger",
             "Where the device time went",

@@ -4,7 +4,8 @@ The policy fits generation speed and lengths to what finishes (`prediction.sessi
 (`prediction.plans`) and compares their value in seconds (`prediction.forecast`):
 
 * **hold** against **lend m slices until t**, for several m and t, with the measured costs of waking and of taking back;
-  lent is the cheapest plan if it beats holding (by a margin, if one is asked for);
+  lent is the cheapest plan if it beats holding (by a margin, if one is asked for), also after what has to be prefilled
+  again because of the loan (`prediction.prefill`);
 * while slices are lent, **take back now** against later. Candidates for t are one switch before the groups of each
   local update are expected, and as late as the gang's training lets it; shortly before that lent slices get no new
   requests; a forecast of which nothing has come true yet is not believed (lengths that are all equal all come at once,
@@ -37,6 +38,7 @@ from seamless_verl.scheduling.events import (
 from seamless_verl.scheduling.prediction.course import Course, Crew, Work
 from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, crew_of
 from seamless_verl.scheduling.prediction.plans import Trainer
+from seamless_verl.scheduling.prediction.prefill import PrefillAgain, prefill_s
 from seamless_verl.scheduling.slices import SliceState, Tag
 from seamless_verl.scheduling.switch_costs import Switch
 
@@ -66,6 +68,7 @@ class _Plan:
     worth: float  # `Outlook.worth`, smaller is better
     back_s: float  # from now until the reclaim begins
     slices: tuple[SliceStatus, ...] = ()
+    left_behind: float = 0.0  # tokens in their caches then
 
 
 class Predictive:
@@ -126,9 +129,17 @@ class Predictive:
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
         hold = outlook.worth(outlook.course((0.0, outlook.standing)), 0.0)
         best = self._best_loan(cluster, outlook, idle, wake_s, back_s)
-        benefit = hold - best.worth if best.worth < math.inf else -math.inf
+        again = PrefillAgain.of_loan(
+            outlook.work,
+            outlook.standing,
+            crew_of(cluster, best.slices),
+            best.left_behind,
+            caches_lost=self._caches_lost(cluster),
+            usual_s=wake_s + back_s,
+        )
+        benefit = hold - best.worth - again.seconds if best.worth < math.inf else -math.inf
         needed = self._config.margin * (wake_s + back_s)
-        costs = f"after costs of {wake_s:.2f} + {back_s:.2f} s"
+        costs = f"after costs of {wake_s:.2f} + {back_s:.2f} s{again}"
         if benefit > needed:
             self._loans += 1
             self._review_at = cluster.now
@@ -161,7 +172,12 @@ class Predictive:
             course = outlook.course((0.0, standing), (wake_s, helped))
             for back_at in _ends_of_loan(outlook, course, wake_s, back_s):
                 planned = outlook.course((0.0, standing), (wake_s, helped), (back_at, standing))
-                plan = _Plan(worth=outlook.worth(planned, back_at + back_s), back_s=back_at, slices=chosen)
+                plan = _Plan(
+                    worth=outlook.worth(planned, back_at + back_s),
+                    back_s=back_at,
+                    slices=chosen,
+                    left_behind=planned.left_behind,
+                )
                 more = _CLEARLY * (wake_s + back_s) if best is not None and count < len(best.slices) else 0.0
                 if best is None or plan.worth < best.worth - more:
                     best = plan
@@ -190,7 +206,13 @@ class Predictive:
         best = _best_end(cluster, outlook, lent, back_s)
         soon = max(0.25 * back_s, 0.02)
         if best.back_s <= soon and best.worth < math.inf and arrived:
-            yield self._reclaim(lent, f"{cluster.ready} groups are ready; taking back takes {back_s:.2f} s")
+            book = self._forecaster.book
+            tokens = sum(book.cached_on(status.slice.id, cluster.now) for status in lent)
+            again_s = prefill_s(outlook.work, tokens, outlook.standing)
+            reason = f"{cluster.ready} groups are ready; taking back takes {back_s:.2f} s"
+            if again_s > back_s:
+                reason += str(PrefillAgain(tokens=tokens, seconds=again_s))
+            yield self._reclaim(lent, reason)
             return
         elapsed = cluster.now - min(s.since for s in lent)
         # Until something has arrived nothing can be taken back, however often one looks.
@@ -222,12 +244,15 @@ class Predictive:
     def _helped(self, cluster: Cluster, work: Work, standing: Crew, joining: Crew) -> Crew:
         """The slices that the work is spread over once ``joining`` are awake; a part of them where it stays."""
         everyone = standing + joining
-        between_steps = self._forecaster.between_steps
-        if self._config.migration or between_steps or self._published_at == cluster.now or standing.slices == 0:
+        if self._config.migration or self._caches_lost(cluster) or standing.slices == 0:
             return everyone
         sessions = len(work.remaining) * work.weight
-        pinned = min(self._forecaster.book.asking() / sessions, 1.0) if sessions else 1.0
+        pinned = min(len(self._forecaster.book.sessions) / sessions, 1.0) if sessions else 1.0
         return everyone.part(min(1.0, standing.slices / (pinned * everyone.slices))) if pinned > 0 else everyone
+
+    def _caches_lost(self, cluster: Cluster) -> bool:
+        """New weights go out: everything that runs is interrupted, spread anew and prefilled again in any case."""
+        return self._forecaster.between_steps or self._published_at == cluster.now
 
 
 def _best_end(cluster: Cluster, outlook: Outlook, lent: Sequence[SliceStatus], back_s: float) -> _Plan:

@@ -59,6 +59,11 @@ class Crew:
     def seats(self) -> float:
         return sum(kind.seats for kind in self.kinds)
 
+    @property
+    def power(self) -> float:
+        """Average slices that it is worth."""
+        return sum(kind.slices * kind.speed for kind in self.kinds)
+
 
 def alike(slices: float, seats: float = math.inf, speed: float = 1.0) -> Crew:
     """A crew of one kind."""
@@ -79,6 +84,8 @@ class Work:
         weight: real sessions (and groups) per listed one; > 1 when the list is a sample.
         duty: share of its time that a session generates or waits for a seat; the rest is tools and rewards.
         step_s: seconds per step of an average slice with so many requests over so many tokens of cache.
+        prefill_s: seconds in which an average slice prefills a token, by itself; 0 while nothing tells.
+        cached: tokens in the caches of all slices by now.
     """
 
     remaining: Sequence[float]
@@ -90,6 +97,8 @@ class Work:
     weight: float
     duty: float
     step_s: Callable[[float, float], float]
+    prefill_s: float = 0.0
+    cached: float = 0.0
 
     def pace(self, sessions: float, held: float, kind: Kind) -> float:
         """Seconds until each of so many sessions, which hold so many tokens in all, has another token."""
@@ -132,6 +141,7 @@ class Course:
     Attributes:
         phases: from when on who generates.
         done_at: when the last session that was out at the start is done; infinity if that never happens.
+        left_behind: tokens that are in the caches of slices when these are taken back.
     """
 
     phases: Sequence[tuple[float, Crew]]
@@ -139,6 +149,7 @@ class Course:
     tokens: list[float] = field(default_factory=lambda: [0.0])
     ready_at: list[float] = field(default_factory=list)
     done_at: float = math.inf
+    left_behind: float = 0.0
 
     def tokens_by(self, at: float) -> float:
         right = bisect.bisect_right(self.times, at)
@@ -246,6 +257,10 @@ class _Hall:
             heapq.heapify(latest)
             engines.ends = latest
 
+    def held(self) -> float:
+        """Tokens in the cache of all that have a seat."""
+        return sum(engines.held + engines.n * engines.made for engines in self.engines)
+
     def finish(self, engines: _Engines) -> int:
         """The first to end there does; its number."""
         engines.made, number = heapq.heappop(engines.ends)
@@ -274,7 +289,8 @@ def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float,
     """
     out = len(work.remaining)
     course = Course(phases=phases)
-    hall = _Hall(work, phases[0][1])
+    crew = phases[0][1]
+    hall = _Hall(work, crew)
     progress = _Groups(work)
     changes = deque(phases[1:])
     now, total = 0.0, 0.0
@@ -309,7 +325,10 @@ def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float,
             hall.join(joining[1])
             joining = None
         else:
-            hall.change(changes.popleft()[1])
+            before, crew = crew, changes.popleft()[1]
+            if 0 < crew.slices < before.slices:  # all slices have about as much in their caches
+                course.left_behind += hall.held() * (1.0 - crew.slices / before.slices)
+            hall.change(crew)
         course.times.append(now)
         course.tokens.append(total)
     course.done_at = now

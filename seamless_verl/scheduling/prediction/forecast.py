@@ -205,6 +205,8 @@ class Forecaster:
             weight=float(every),
             duty=duty,
             step_s=book.decode.step_s,
+            prefill_s=book.bare.prefill_s(),
+            cached=book.cached(cluster.now),
         )
 
     def _members(self, cluster: Cluster) -> list[tuple[bool, list[_Place]]]:

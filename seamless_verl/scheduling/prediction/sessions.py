@@ -20,6 +20,7 @@ from seamless_verl.scheduling.events import (
     RequestStarted,
     SessionFinished,
     SliceAdded,
+    SliceDrained,
     SliceReady,
     WeightsPublished,
 )
@@ -169,6 +170,8 @@ class SessionBook:
             self._closed(event)
         elif isinstance(event, SliceReady):
             self._awake(event)
+        elif isinstance(event, SliceDrained) and event.slice in self._loads:
+            self._loads[event.slice].emptied_at = event.at
         elif isinstance(event, WeightsPublished):
             self._published_at = event.at
 
@@ -187,6 +190,23 @@ class SessionBook:
             return session.tokens, request.context
         made = self._move(request.slice, now).made - request.seat.made
         return session.tokens + made, request.context + made
+
+    def cached_on(self, slice_id: SliceId, now: float) -> float:
+        """Tokens in the cache of a slice: of requests that have a seat there, and of what sessions that wait for their
+        tools will go on from."""
+        if slice_id not in self._loads:
+            return 0.0
+        load, seated = self._move(slice_id, now), self._on_slice.get(slice_id, {})
+        running = load.context + len(seated) * load.made - load.made_before
+        return running + sum(
+            session.context
+            for session in self.sessions.values()
+            if session.request is None and session.slice == slice_id and session.ended_at >= load.emptied_at
+        )
+
+    def cached(self, now: float) -> float:
+        """The same of all slices."""
+        return sum(self.cached_on(slice_id, now) for slice_id in self._loads)
 
     def asking(self) -> int:
         """Requests that are out, with a seat or without."""

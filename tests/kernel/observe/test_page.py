@@ -13,7 +13,7 @@ from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import Recording
 from tests.kernel.observe.made_up import made_up_run
 
-SECTIONS = ["next", "lanes", "ledger", "steps", "decisions", "learning", "data", "about"]
+SECTIONS = ["next", "lanes", "memory", "ledger", "steps", "decisions", "learning", "data", "about"]
 
 
 class Page(HTMLParser):

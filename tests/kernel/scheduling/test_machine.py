@@ -100,6 +100,9 @@ class ClusterLife(RuleBasedStateMachine):
                 event_asked = self.asked.pop(command.request)  # KeyError: answered twice
                 assert len(command.slices) == event_asked.count
                 self.granted[command.request] = command.slices
+                given_up = {s.slice.id for s in self.scheduler.cluster if s.lost_for_good}
+                restarting = {s for s, begun in self.dead.items() if begun} - given_up
+                assert event_asked.tag is Tag.ROLLOUT or not restarting & set(command.slices)
                 if event_asked.tag is Tag.ROLLOUT:
                     self.rollout_grants.add(command.request)
             elif isinstance(command, cm.RefuseAcquire):
@@ -113,6 +116,7 @@ class ClusterLife(RuleBasedStateMachine):
                 for request in self.rollout_grants & set(self.granted):  # goes on with the others
                     self.granted[request] = tuple(s for s in self.granted[request] if s != command.slice)
             elif isinstance(command, cm.RestartSlice):
+                assert self.scheduler.cluster[command.slice].state is not SliceState.TRAINING
                 self.dead[command.slice] = True
             elif isinstance(command, cm.SetTimer):
                 assert command.at > self.at or command.at > event.at

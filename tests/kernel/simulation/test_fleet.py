@@ -13,6 +13,7 @@ from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.workload import Agentic, Replay, Turn
+from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import Hold, LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
 from tests.kernel.simulation.build import ENGINE, scenario
 
@@ -42,12 +43,15 @@ def test_the_router_is_told_the_version_of_a_session_and_serves_the_most_stale_f
     assert any(order[0][0] < order[-1][0] for order in behind)  # interrupted sessions beside new ones
 
 
-def _fleet(stopped: list[tuple[object, str, bool]]) -> Fleet:
+def _fleet(
+    stopped: list[tuple[object, str, bool]], *, rebalance: bool = False, price: MovePrice | None = None
+) -> Fleet:
     return Fleet(
         Clock(),
         LeastRequests(),
         migration=None,
-        rebalance=False,
+        rebalance=rebalance,
+        price=price or MovePrice(),
         oldest_first=False,
         is_long=lambda request: False,
         lowest_version=lambda request: 0,
@@ -99,3 +103,51 @@ def test_a_group_that_is_given_up_leaves_no_request_behind_and_does_not_come_bac
     assert not clock.run(lambda: False)  # until nothing is left to happen
     assert clock.now == 3.0
     assert (live, ended) == ([], [])
+
+
+def _two_busy(
+    stopped: list[tuple[object, str, bool]], context: int, *, count: int = 40, price: MovePrice | None = None
+) -> Fleet:
+    """Two slices that serve requests of one context and a third that does not yet; what joins may take running ones."""
+    fleet = _fleet(stopped, rebalance=True, price=price)
+    for name in ("a", "b", "c"):
+        fleet.add(name, gpus=1, trainable=name == "c", physics=ENGINE)
+    for name in ("a", "b"):
+        fleet.units[name].serve(0)
+    fleet.submit([Request(n, context, 5000) for n in range(count)])
+    return fleet
+
+
+def _join(fleet: Fleet, name: str) -> None:
+    fleet.units[name].serve(0)
+    fleet.joined(name)
+    fleet.even_out()
+
+
+def test_a_slice_that_joins_interrupts_only_those_that_move_to_it() -> None:
+    stopped: list[tuple[object, str, bool]] = []
+    fleet = _two_busy(stopped, 20)
+    _join(fleet, "c")
+    loads = {name: unit.replica.load for name, unit in fleet.units.items()}
+    assert len(stopped) == loads["c"]
+    assert max(loads.values()) - min(loads.values()) <= 1
+    assert sum(loads.values()) == 40
+
+
+def test_where_prefill_is_dear_long_contexts_stay_where_they_are_cached() -> None:
+    moved = []
+    for prefill_steps in (200, 2_000, 20_000):
+        stopped: list[tuple[object, str, bool]] = []
+        _join(_two_busy(stopped, 9000, price=MovePrice(prefill_steps=prefill_steps)), "c")
+        moved.append(len(stopped))
+    assert moved[0] > moved[1] > moved[2]
+    assert moved[2] <= 4
+
+
+def test_a_slice_that_comes_back_has_no_conversations_left() -> None:
+    fleet = _two_busy([], 400, count=4)
+    first = next(iter(fleet._home))
+    home = fleet._home[first]
+    fleet.vacate(home)
+    fleet.units[home].serve(0)
+    assert home not in fleet._home.values()

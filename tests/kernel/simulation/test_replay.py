@@ -44,13 +44,19 @@ def test_a_replay_takes_as_long_as_what_was_recorded(system: str, load_s: float)
 
 
 def test_a_queue_is_replayed_in_the_order_that_it_was_recorded_in() -> None:
-    """Greedy's lent slices interrupt and spread requests again and again; first come, first served takes longer."""
-    base = scenario("greedy", steps=16)
-    pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
-    base = replace(base, pools=pools, workload=replace(base.workload, mean=300), oldest_first=False)
-    found, step_s = recorded(base, oldest_first=False)
-    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.03)
-    assert simulate(replace(found.scenario, oldest_first=None)).step_s < 0.95 * step_s
+    """Greedy's lent slices interrupt and spread requests again and again; first come, first served takes longer. Means
+    of four seeds: a single run differs from its replay by up to 15 %, as loans begin at other times."""
+    were, are, oldest_first = [], [], []
+    for seed in range(4):
+        base = scenario("greedy", steps=16, seed=seed)
+        pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
+        base = replace(base, pools=pools, workload=replace(base.workload, mean=300), oldest_first=False)
+        found, step_s = recorded(base, oldest_first=False)
+        were.append(step_s)
+        are.append(simulate(found.scenario).step_s)
+        oldest_first.append(simulate(replace(found.scenario, oldest_first=None)).step_s)
+    assert mean(are) == pytest.approx(mean(were), rel=0.03)
+    assert mean(oldest_first) < 0.95 * mean(were)
 
 
 def test_sessions_come_back_turn_by_turn() -> None:

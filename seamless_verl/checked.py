@@ -1,0 +1,66 @@
+"""From a plain mapping to dataclasses whose values are checked; a refusal names key, value and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from seamless_verl.errors import ConfigError
+
+
+def build(cls: type, section: Mapping[str, Any], path: str) -> Any:
+    if not isinstance(section, Mapping):
+        raise ConfigError(path, section, "must be a section with keys", f"write {path}.KEY=VALUE")
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
+        values[key] = _value(hints[key], value, f"{path}.{key}")
+    missing = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in values]
+    if missing:
+        raise ConfigError(f"{path}.{missing[0]}", "(nothing)", "is missing", f"write {path}.{missing[0]}: …")
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, path: str) -> Any:
+    """A section becomes its dataclass, a list a tuple of what it holds; anything else is the dataclass's to check."""
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), {} if value is None else value, path)
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(path, value, "must be a list", "write [A, B]")
+        return tuple(_value(arguments[0], item, f"{path}[{position}]") for position, item in enumerate(value))
+    nested = [argument for argument in arguments if dataclasses.is_dataclass(argument)]
+    return _value(nested[0], value, path) if nested and value is not None else value
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def positive(key: str, value: float, example: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ConfigError(key, value, "must be a number above 0", f"write for example {example}")
+
+
+def one_of(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
+        raise ConfigError(key, value, f"is none of {', '.join(known)}", f"write {near}")
+
+
+def check_in_flight(in_flight: float | None, eta: int) -> None:
+    """Raises:
+    ConfigError: it is not between 1 and eta + 1.
+    """
+    if in_flight is None:
+        return
+    if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
+        problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
+        raise ConfigError("seamless.staleness.in_flight", in_flight, problem, f"write {eta + 1}, the most")

@@ -1,0 +1,47 @@
+"""vLLM's engine processes end with their server, also with one that is killed: what they hold of a GPU comes back.
+
+vLLM's engine core waits for requests on a socket and does not notice that nobody can send any (0.24 and 0.27; its own
+workers notice when the core is gone). Remove when it does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import threading
+import time
+from typing import Any
+
+_SERVER = "SEAMLESS_VLLM_SERVER"
+_ENGINE_PROCESSES = ("EngineCore", "VllmWorker")  # vLLM's names
+_POLL_S = 1.0
+
+
+def end_with_server() -> None:
+    """In a server's process: its engine's processes are told of it. In theirs: a thread ends them when it is gone."""
+    if not multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
+        os.environ[_SERVER] = str(os.getpid())
+    elif _SERVER in os.environ:
+        server = int(os.environ[_SERVER])
+        threading.Thread(target=_end_after, args=(server,), name="server watch", daemon=True).start()
+
+
+def _end_after(server: int) -> None:
+    try:
+        handle = os.pidfd_open(server)
+    except ProcessLookupError:
+        pass
+    except OSError:  # Linux before 5.3
+        while os.path.exists(f"/proc/{server}"):
+            time.sleep(_POLL_S)
+    else:
+        select.select([handle], [], [])
+    for worker in multiprocessing.active_children():  # they would take their time, and hold the memory meanwhile
+        worker.kill()
+    os._exit(1)
+
+
+def engine_died(server: Any) -> bool:
+    """Called in the server's process; engines that do not say are taken to live."""
+    return bool(getattr(getattr(server, "engine", None), "errored", False))

@@ -1,0 +1,93 @@
+"""The arithmetic of `seamless_verl.gpu_memory` against transformers and against what verl leaves on a GPU."""
+
+import importlib
+import inspect
+
+import pytest
+
+from seamless_verl.gpu_memory import ModelShape
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MIXED = {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("mistral", {"head_dim": 16}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 16}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("qwen2_moe", MIXED),
+        ("qwen3_moe", MIXED | {"head_dim": 16}),
+        ("qwen3_moe", MIXED | {"mlp_only_layers": [0], "decoder_sparse_step": 2, "head_dim": 8}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value) or "plain",
+)
+def test_parameters_are_those_that_transformers_makes(family, more):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **SMALL, **more)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    made = sum(parameter.numel() for parameter in model.parameters())
+    assert ModelShape.from_config(config.to_dict()).parameters == made
+
+
+def test_gradients_are_gone_when_a_training_pass_of_verl_ends():
+    engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+    base = importlib.import_module("verl.workers.engine.base")
+    assert 'kwargs.pop("zero_grad_on_exit", True)' in inspect.getsource(base.BaseEngineCtx.__init__)
+    assert "optimizer_zero_grad" in inspect.getsource(engine.EngineTrainModeCtx.__exit__)
+
+
+def test_a_reference_model_lies_on_the_host_and_costs_no_gpu():
+    engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+    source = inspect.getsource(engine.FSDPEngine._build_fsdp_module)
+    assert "self.engine_config.offload_policy or self.engine_config.forward_only" in source
+    assert "CPUOffload(offload_params=True)" in source
+
+
+def test_replicas_with_gpus_of_their_own_are_made_with_their_own_share(monkeypatch):
+    importlib.import_module("verl.trainer.ppo.v1")
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter import trainer as ours
+
+    made = []
+    monkeypatch.setattr(ours.PlacedServers, "create", lambda *, config, **_: made.append(config))
+    trainer = object.__new__(ours.SeamlessTrainer)
+    trainer._enable_hybrid_replicas = False
+    trainer._balancer_class = lambda: None
+    for alone, expected in ((None, 0.7), (0.85, 0.85)):
+        rollout = {"gpu_memory_utilization": 0.7, "standalone_gpu_memory_utilization": alone}
+        trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+        trainer._start_standalone_replicas({})
+        assert made[-1].actor_rollout_ref.rollout.gpu_memory_utilization == expected
+        # The trainer's own replicas, which are made from it at the same time, keep theirs.
+        assert trainer.config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.7
+
+
+def test_verl_has_the_key_and_its_v1_trainers_still_do_not_read_it():
+    """When this fails, `standalone_config` may go (verl #7795)."""
+    from pathlib import Path
+
+    from verl.workers.config import RolloutConfig
+
+    key = "standalone_gpu_memory_utilization"
+    assert key in RolloutConfig.__dataclass_fields__
+    v1 = Path(importlib.import_module("verl.trainer.ppo.v1").__file__).parent
+    readers = [*v1.glob("*.py"), v1.parents[2] / "workers" / "rollout" / "llm_server.py"]
+    assert not [file.name for file in readers if key in file.read_text(encoding="utf-8")]

@@ -1,0 +1,190 @@
+"""Requests on one real replica: verl's server actor and vLLM's engine, through our router and our client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+NUM_REQUESTS, NUM_TOKENS = 1500, 48
+RAY_SLOTS = 1000  # what an actor has unless somebody asks for more
+LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": True}
+PROMPT = list(range(5, 37))
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from tests.live_replica import live_replica, tiny_model  # bring vLLM in, which warns at import
+
+    rollout = {"max_num_seqs": 256, "max_model_len": 1024, "disable_log_stats": False}
+    settings = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
+    with live_replica(tiny_model(tmp_path_factory.mktemp("model")), *settings) as started:
+        yield started
+
+
+async def in_time(what: Callable[..., Any], *args: Any, seconds: float = 60) -> None:
+    """Beside the event loop; a call that hangs fails the test instead of hanging it."""
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            what(*args)
+            ended.append(None)
+        except BaseException as error:  # noqa: BLE001 - raised again by who waits
+            ended.append(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    await until(lambda: bool(ended), f"{what} has not returned", seconds)
+    if ended[0] is not None:
+        raise ended[0]
+
+
+async def until(is_so: Callable[[], bool], story: str, seconds: float = 60) -> None:
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not is_so():
+        assert asyncio.get_running_loop().time() < deadline, f"{story} for {seconds:.0f} s"
+        await asyncio.sleep(0.02)
+
+
+async def until_running(replica: Any, count: int) -> None:
+    found = -1
+    for _ in range(500):
+        found = await asyncio.to_thread(replica.num_running)
+        if found == count:
+            return
+    raise AssertionError(f"the engine decodes {found} requests, not {count}")
+
+
+def ask(replica: Any, name: str, prompt: list[int] = PROMPT, **params: Any) -> asyncio.Task[Any]:
+    """Straight to the server."""
+
+    async def answer() -> Any:
+        return await replica.server.generate.remote(prompt, {**LONG, **params}, name)
+
+    return asyncio.ensure_future(answer())
+
+
+async def test_a_single_request_ends_with_its_tokens_and_the_others_go_on(replica: Any) -> None:
+    names = [uuid.uuid4().hex for _ in range(3)]
+    first, second, third = (ask(replica, name) for name in names)
+    await until_running(replica, 3)
+    told = await replica.server.abort_request.remote(names[1], reset_prefix_cache=False)
+    assert told["aborted"]
+    ended = await asyncio.wait_for(second, 30)
+    assert not first.done()
+    assert not third.done()
+    await until_running(replica, 2)
+    assert ended.stop_reason == "aborted"
+    assert 0 < len(ended.token_ids) == len(ended.log_probs) < LONG["max_tokens"]
+    for other in (await first, await third):
+        assert (len(other.token_ids), other.stop_reason) == (LONG["max_tokens"], "completed")
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_the_prefix_cache_is_kept_unless_asked(replica: Any, reset: bool) -> None:
+    prompt = [int(digit) + 5 for digit in f"{uuid.uuid4().int:040d}"[:40]] * 8
+    name = uuid.uuid4().hex
+    running = ask(replica, name, prompt, max_tokens=600)
+    await until_running(replica, 1)
+    await replica.server.abort_request.remote(name, reset_prefix_cache=reset)
+    assert (await asyncio.wait_for(running, 30)).stop_reason == "aborted"
+    again = await ask(replica, uuid.uuid4().hex, prompt, max_tokens=1)
+    assert (again.extra_fields["num_cached_tokens"] == 0) is reset
+
+
+async def test_a_cancelled_agent_leaves_nothing_running(replica: Any) -> None:
+    other = ask(replica, "stays")
+    await until_running(replica, 1)
+    asking = asyncio.ensure_future(replica.client.generate("left", prompt_ids=PROMPT, sampling_params=LONG))
+    await until_running(replica, 2)
+    asking.cancel()
+    await until_running(replica, 1)
+    assert not other.done(), "the other one ended, which began earlier: this one was never ended"
+    assert (await other).stop_reason == "completed"
+
+
+async def test_a_group_that_is_cut_short_keeps_what_it_has(replica: Any) -> None:
+    from seamless_verl.verl_adapter.cutting import cutting
+    from seamless_verl.verl_adapter.request_log import request_log
+
+    with request_log.session("group", 0):
+        asking = asyncio.ensure_future(replica.client.generate("slow", prompt_ids=PROMPT, sampling_params=LONG))
+    await until_running(replica, 1)
+    try:
+        cutting.cut(["group"])
+        output = await asyncio.wait_for(asking, 30)
+    finally:
+        cutting.forget("group")
+    assert output.stop_reason == "length"
+    assert 0 < len(output.token_ids) < LONG["max_tokens"]
+
+
+async def test_a_request_that_waits_for_weights_can_be_ended_too(replica: Any) -> None:
+    await in_time(replica.interrupt)
+    parked, other = ask(replica, "parked"), ask(replica, "other", max_tokens=8)
+    await replica.server.abort_request.remote("parked", reset_prefix_cache=False)
+    await in_time(replica.update, 4)
+    output = await asyncio.wait_for(parked, 30)
+    assert (output.token_ids, output.stop_reason) == ([], "aborted")
+    assert len((await other).token_ids) == 8
+
+
+async def test_a_grammar_that_refuses_the_kept_tokens_fails_its_request_alone(replica: Any) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
+    from tests.fakes import small_tokenizer
+
+    letters = small_tokenizer().encode("fox", add_special_tokens=False)
+    digits: dict[str, Any] = {"max_tokens": 6, "structured_outputs": StructuredOutputsParams(regex="[0-9]+")}
+    refused = {**digits, "extra_args": {GRAMMAR_PREFIX: len(letters)}}
+    other = ask(replica, "beside")
+    await until_running(replica, 1)
+    with pytest.raises(RuntimeError, match="gave up on a request"):
+        await asyncio.wait_for(
+            replica.client.generate("refused", prompt_ids=PROMPT + letters, sampling_params=refused), 60
+        )
+    assert (await other).stop_reason == "completed"
+    output = await replica.client.generate("allowed", prompt_ids=PROMPT, sampling_params=digits)
+    assert small_tokenizer().decode(output.token_ids, skip_special_tokens=True).isdigit()
+
+
+async def test_more_requests_than_ray_has_slots_survive_two_updates_and_a_loan(replica: Any) -> None:
+    """They come while the first weights arrive, and are interrupted again as soon as they generate."""
+    from tests.live_replica import SLICE
+
+    client, before = replica.client, replica.client.sent
+
+    async def answer(number: int) -> Any:
+        params = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": True}
+        return await client.generate(f"session-{number}", prompt_ids=PROMPT, sampling_params=params)
+
+    async def all_wait(before: int) -> None:
+        """Whoever has no answer has been sent, and waits at the server."""
+        await until(lambda: client.sent >= before + sum(not one.done() for one in answers), "not all came back")
+        assert sum(not one.done() for one in answers) > RAY_SLOTS, "too few are left to show anything"
+
+    await in_time(replica.interrupt)
+    answers = [asyncio.ensure_future(answer(number)) for number in range(NUM_REQUESTS)]
+    await all_wait(before)
+    await in_time(replica.update, 5)
+    before = client.sent
+    await in_time(replica.interrupt)
+    await all_wait(before)
+    await in_time(replica.update, 6)
+    before = client.sent
+    await in_time(replica.slices.unregister, [SLICE])
+    await in_time(replica.slices.interrupt, [SLICE])  # the trainer has its memory back here
+    await in_time(replica.slices.hold, [SLICE])
+    await in_time(replica.slices.register, [SLICE])
+    await all_wait(before)
+    await in_time(replica.slices.wake, [SLICE], 7, [])
+    for output in await asyncio.wait_for(asyncio.gather(*answers), 120):
+        assert len(output.token_ids) == len(output.log_probs) == NUM_TOKENS
+        assert sum(tokens for _, tokens in output.extra_fields["version_spans"]) == NUM_TOKENS
+        assert 5 <= output.extra_fields["min_global_steps"] <= output.extra_fields["max_global_steps"] <= 7

@@ -1,0 +1,73 @@
+"""What verl 0.9.1 does where we refuse, and that its own entry point refuses under our trainer mode, too."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from seamless_verl import compose, packages
+from seamless_verl.errors import ConfigError
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+def trainer_of(*overrides):
+    """As verl's entry point makes it, from verl's own configuration."""
+    importlib.import_module("verl.trainer.ppo.v1")
+    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+
+    with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
+        config = hydra_compose(
+            "ppo_trainer",
+            overrides=[
+                "trainer.v1.trainer_mode=seamless",
+                "actor_rollout_ref.rollout.nnodes=1",
+                "actor_rollout_ref.rollout.n_gpus_per_node=4",
+                *overrides,
+            ],
+        )
+    return SeamlessTrainer(config)
+
+
+@pytest.mark.parametrize("rank", ["model.lora_rank=16", "model.lora.rank=16"])
+def test_verls_entry_point_refuses_an_unmerged_adapter_too(rank, monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda module: True)
+    with pytest.raises(ConfigError, match=r"lora\.merge=False: .*base model"):
+        trainer_of(f"actor_rollout_ref.{rank}", "trainer.device=cuda")
+
+
+def test_verls_entry_point_refuses_a_checkpoint_engine_that_cannot_be_imported(monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda module: module != "cupy")
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend=nccl: needs cupy"):
+        trainer_of("trainer.device=cuda")
+
+
+@pytest.mark.parametrize("backend", packages._MODULES)
+def test_verls_checkpoint_engines_import_what_we_look_for(backend):
+    folder = Path(importlib.import_module("verl.checkpoint_engine").__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in folder.glob("*_checkpoint_engine.py")]
+    named = f'CheckpointEngineRegistry.register("{backend}")'
+    (source,) = [text for text in sources if named in text and "torch.npu" not in text]
+    for module in packages._MODULES[backend]:
+        assert re.search(rf"^\s*(import|from) {module}\b", source, re.MULTILINE)
+
+
+@pytest.mark.skipif(packages.is_installed("cupy"), reason="cupy is installed here; runs wherever it is not, as in CI")
+def test_without_cupy_verl_has_no_checkpoint_engine_nccl():
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+
+    with pytest.raises(ValueError, match=r"nccl not registered.*No module named 'cupy'"):
+        CheckpointEngineRegistry.get("nccl")
+
+
+def test_verl_still_drops_the_adapter_where_it_broadcasts_weights():
+    """When this fails, verl carries it (verl #7495), and `seamless_verl.refusals` may let unmerged adapters through."""
+    import inspect
+
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    source = inspect.getsource(ActorRolloutRefWorker.update_weights)
+    assert "per_tensor_param, _ = self.actor.engine.get_per_tensor_param()" in source

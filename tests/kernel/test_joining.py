@@ -1,0 +1,71 @@
+"""Which Ray cluster a run joins: as Ray would decide in the user's environment; what cannot be joined is refused."""
+
+import socket
+
+import pytest
+
+from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.joining import check_cluster, cluster_address
+
+HERE = "203.0.113.7:6379"
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+def start_ray(folder, address=HERE):
+    """What ``ray start --head`` leaves."""
+    (folder / "ray").mkdir(parents=True)
+    (folder / "ray" / "ray_current_cluster").write_text(address)
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_the_cluster_of_ray_start_is_found_where_ray_looks_for_it(monkeypatch, tmp_path, variable):
+    monkeypatch.setenv(variable, str(tmp_path / "elsewhere"))
+    assert cluster_address(None) is None
+    start_ray(tmp_path / "elsewhere")
+    assert cluster_address(None) == cluster_address("auto") == HERE
+
+
+def test_what_is_given_goes_before_the_environment_and_that_before_the_file(monkeypatch, tmp_path):
+    start_ray(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "203.0.113.8:1")
+    assert cluster_address(None) == cluster_address("auto") == "203.0.113.8:1"
+    assert cluster_address("203.0.113.9:2") == "203.0.113.9:2"
+    assert cluster_address("local") is None
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert cluster_address(None) is None
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert cluster_address(None) == HERE
+
+
+def test_auto_without_an_address_is_left_to_ray(tmp_path):
+    assert cluster_address("auto") == "auto"
+    check_cluster({"address": "auto"})
+
+
+@pytest.fixture
+def closed_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        yield taken.getsockname()[1]
+
+
+def test_a_cluster_that_is_gone_is_refused_with_the_file_that_names_it(tmp_path, closed_port):
+    start_ray(tmp_path, f"127.0.0.1:{closed_port}")
+    with pytest.raises(MachineError, match=rf"nothing answers at 127\.0\.0\.1:{closed_port}.*current_cluster names"):
+        check_cluster({})
+    check_cluster({"address": "local"})
+
+
+def test_a_cluster_that_answers_is_joined_and_settings_of_a_new_one_are_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        start_ray(tmp_path, f"127.0.0.1:{server.getsockname()[1]}")
+        check_cluster({"num_cpus": None})
+        with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_cpus=96: cannot change.*address=local"):
+            check_cluster({"num_cpus": 96})
+    check_cluster({"num_cpus": 96, "address": "local"})

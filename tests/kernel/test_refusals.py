@@ -1,0 +1,128 @@
+"""Settings of verl that start and then train on the wrong thing, and packages that a GPU run would miss."""
+
+import copy
+
+import pytest
+
+from seamless_verl import packages, preflight
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.machine import Machine
+
+GIB = 1 << 30
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+CONFIG = {
+    "trainer": {"device": "cuda", "nnodes": 1, "n_gpus_per_node": 4, "v1": {"trainer_mode": "seamless"}},
+    "data": {"train_batch_size": 16, "max_prompt_length": 256, "max_response_length": 768},
+    "actor_rollout_ref": {
+        "model": {"path": "Qwen/Qwen3-8B", "lora_rank": 0, "lora": {"rank": 0, "merge": False}, "override_config": {}},
+        "actor": {"ppo_mini_batch_size": 8, "strategy": "fsdp2"},
+        "rollout": {
+            "n": 8,
+            "nnodes": 1,
+            "n_gpus_per_node": 4,
+            "tensor_model_parallel_size": 1,
+            "load_format": "dummy",
+            "checkpoint_engine": {"backend": "naive", "custom_backend_module": None},
+        },
+    },
+    "ray_kwargs": {"ray_init": {"address": "local"}},
+}
+
+
+def machine(accelerators=8):
+    return Machine(
+        accelerators=accelerators,
+        cores=2,
+        memory_available=16 * GIB,
+        memory_total=24 * GIB,
+        disk_free=50 * GIB,
+        shared_memory_free=GIB,
+    )
+
+
+def config(changes):
+    changed = copy.deepcopy(CONFIG)
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        section = changed
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    return changed
+
+
+def check(changes, *, here=None, **seamless):
+    preflight.check_settings(config(changes), SeamlessConfig.from_mapping(seamless), here or machine())
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The modules that can be found; a test adds what its machine has."""
+    found = {"cupy", "flash_attn"}
+    monkeypatch.setattr(packages, "is_installed", found.__contains__)
+    return found
+
+
+@pytest.mark.parametrize("rank", ["lora_rank", "lora.rank"])
+def test_an_unmerged_adapter_is_refused_where_replicas_have_gpus_of_their_own(installed, rank):
+    with pytest.raises(ConfigError, match=r"would sample the base model.*lora\.merge=true") as refused:
+        check({f"{MODEL}.{rank}": 16})
+    assert (refused.value.key, refused.value.value) == (f"{MODEL}.lora.merge", False)
+    check({f"{MODEL}.{rank}": 16, f"{MODEL}.lora.merge": True})
+    check({f"{MODEL}.{rank}": 16, "trainer.v1.trainer_mode": "separate_async"})  # verl's own; not ours to refuse
+
+
+def test_the_trainers_own_replicas_get_adapters_and_one_that_is_started_anew_needs_the_model_below(installed):
+    alone = {f"{MODEL}.lora_rank": 16, f"{ROLLOUT}.nnodes": 0, f"{ROLLOUT}.n_gpus_per_node": 0}
+    check({**alone, f"{ROLLOUT}.load_format": "safetensors"}, scheduler={"policy": "colocated"})
+    with pytest.raises(ConfigError, match=r"random weights.*load_format=safetensors"):
+        check(alone, scheduler={"policy": "colocated"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "missing"),
+    [("naive", "cupy"), ("nccl", "cupy"), ("nixl", "nixl"), ("delta_sharded", "cupy"), ("mooncake", "mooncake")],
+)
+def test_a_checkpoint_engine_that_cannot_be_imported_is_refused(installed, backend, missing):
+    installed.discard(missing)
+    with pytest.raises(ConfigError, match=f"needs {missing}, which is not installed") as refused:
+        check({f"{ROLLOUT}.checkpoint_engine.backend": backend})
+    assert refused.value.key == f"{ROLLOUT}.checkpoint_engine.backend"
+    assert str(refused.value.value).startswith("nccl" if backend == "naive" else backend)
+    assert "install" in refused.value.fix
+    installed.add(missing)
+    check({f"{ROLLOUT}.checkpoint_engine.backend": backend})
+
+
+def test_what_needs_no_such_package_is_not_refused(installed):
+    installed.clear()
+    installed.add("flash_attn")
+    check({f"{ROLLOUT}.checkpoint_engine.backend": "mine", f"{ROLLOUT}.checkpoint_engine.custom_backend_module": "m"})
+    check({"trainer.v1.trainer_mode": "sync"})  # weights stay within the workers
+    installed.clear()
+    check({"trainer.device": "cpu"})
+
+
+def test_flash_attention_is_missed_where_the_workers_are(installed, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    installed.discard("flash_attn")
+    with pytest.raises(ConfigError, match=r"flash_attention_2: needs flash_attn.*attn_implementation=sdpa"):
+        check({})
+    check({f"{MODEL}.override_config.attn_implementation": "sdpa"})
+    joins = {"ray_kwargs.ray_init.address": "10.0.0.1:6379"}
+    check(joins, here=machine(0))  # the workers are elsewhere
+    with pytest.raises(ConfigError, match="flash_attn"):
+        check(joins)
+    installed.add("kernels")  # transformers fetches the kernel instead
+    check({})
+
+
+def test_megatron_is_missed(installed):
+    with pytest.raises(ConfigError, match=r"strategy=megatron: needs megatron.*verl\[megatron\]"):
+        check({"actor_rollout_ref.actor.strategy": "megatron"})
+
+
+def test_modules_are_looked_for_without_importing_them():
+    assert packages.is_installed("colorsys")
+    assert not packages.is_installed("no_module_of_this_name")
