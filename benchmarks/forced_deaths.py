@@ -16,6 +16,7 @@ other: the next is due when the one before is back. What was done goes to the fi
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -25,8 +26,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import wrapt
+
+from seamless_verl.verl_adapter.engine_watch import SERVER
 
 _STEPS_APART = 2  # of waits for groups, after a replica is back
 
@@ -71,17 +73,7 @@ class Killer:
         server = int(ray.get(replica.servers[0].__ray_call__.remote(_pid)))
         if kill["part"] == "server":
             return server
-        core = psutil.Process(server).cpu_affinity()  # declared devices are cores
-        mark = f"BENCHMARK_DEATHS_LOG={os.environ['BENCHMARK_DEATHS_LOG']}".encode()
-        for process in psutil.process_iter():
-            try:
-                named = "EngineCore" in " ".join(process.cmdline()[:1]) and process.cpu_affinity() == core
-                if named and mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                    return process.pid
-            except (psutil.Error, OSError):
-                continue
-        kill["part"] = "server"  # its engine has no name of its own here
-        return server
+        return int(_engine_file(server).read_text())
 
     def _kill(self, kill: dict[str, Any], pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -92,6 +84,14 @@ class Killer:
 def _pid(_: Any) -> int:
     return os.getpid()
 
+
+def _engine_file(server: int) -> Path:
+    return Path(f"{os.environ['BENCHMARK_DEATHS_LOG']}.engine-of-{server}")
+
+
+# vLLM's name of its engine's process, which the nursery's fork does not show from outside. It imports verl too.
+if multiprocessing.current_process().name.startswith("EngineCore"):
+    _engine_file(int(os.environ[SERVER])).write_text(str(os.getpid()))
 
 _killer = Killer(os.environ.get("BENCHMARK_DEATHS", ""))
 

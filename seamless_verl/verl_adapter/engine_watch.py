@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-_SERVER = "SEAMLESS_VLLM_SERVER"
+SERVER = "SEAMLESS_VLLM_SERVER"
 _ENGINE_PROCESSES = ("EngineCore", "VllmWorker")  # vLLM's names
 _POLL_S = 1.0
 
@@ -21,9 +21,9 @@ _POLL_S = 1.0
 def end_with_server() -> None:
     """In a server's process: its engine's processes are told of it. In theirs: a thread ends them when it is gone."""
     if not multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
-        os.environ[_SERVER] = str(os.getpid())
-    elif _SERVER in os.environ:
-        server = int(os.environ[_SERVER])
+        os.environ[SERVER] = str(os.getpid())
+    elif SERVER in os.environ:
+        server = int(os.environ[SERVER])
         threading.Thread(target=_end_after, args=(server,), name="server watch", daemon=True).start()
 
 
