@@ -44,8 +44,8 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.http_pool import HttpFailed, HttpPool
-from seamless_verl.proxy.tokenizer import FolderTokenizer
+from seamless_verl.proxy.engines.http_pool import HttpFailed, HttpPool
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 
 _AGENTS = 16
 _MOVES = 16

@@ -46,8 +46,8 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.http_pool import Answer, HttpFailed, HttpPool
-from seamless_verl.proxy.tokenizer import FolderTokenizer
+from seamless_verl.proxy.engines.http_pool import Answer, HttpFailed, HttpPool
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 
 AGENTS = 12
 _CHUNK = 25  # rounds on one folder

@@ -38,4 +38,4 @@ def _slow_ours(module: ModuleType) -> None:
 
 
 wrapt.register_post_import_hook(_slow_verl, "verl.trainer.ppo.v1.trainer_separate_async")
-wrapt.register_post_import_hook(_slow_ours, "seamless_verl.verl_adapter.slices")
+wrapt.register_post_import_hook(_slow_ours, "seamless_verl.verl_adapter.slices.replica_slices")

@@ -30,4 +30,4 @@ def _force(module: ModuleType) -> None:
     trainer._wait_for_sampleable_and_switch = wait
 
 
-wrapt.register_post_import_hook(_force, "seamless_verl.verl_adapter.lending")
+wrapt.register_post_import_hook(_force, "seamless_verl.verl_adapter.trainer.lending")

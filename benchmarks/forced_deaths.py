@@ -28,7 +28,7 @@ from typing import Any
 
 import wrapt
 
-from seamless_verl.verl_adapter.engine_watch import SERVER
+from seamless_verl.verl_adapter.vllm.engine_watch import SERVER
 
 _STEPS_APART = 2  # of waits for groups, after a replica is back
 
@@ -166,7 +166,7 @@ def _watch_trainer(module: ModuleType) -> None:
 
 
 if _killer._plan:
-    wrapt.register_post_import_hook(_watch_slices, "seamless_verl.verl_adapter.slices")
-    wrapt.register_post_import_hook(_watch_driver, "seamless_verl.verl_adapter.slice_driver")
-    wrapt.register_post_import_hook(_watch_transfer, "seamless_verl.verl_adapter.weight_transfer")
-    wrapt.register_post_import_hook(_watch_trainer, "seamless_verl.verl_adapter.lending")
+    wrapt.register_post_import_hook(_watch_slices, "seamless_verl.verl_adapter.slices.replica_slices")
+    wrapt.register_post_import_hook(_watch_driver, "seamless_verl.verl_adapter.slices.slice_driver")
+    wrapt.register_post_import_hook(_watch_transfer, "seamless_verl.verl_adapter.weights.weight_transfer")
+    wrapt.register_post_import_hook(_watch_trainer, "seamless_verl.verl_adapter.trainer.lending")

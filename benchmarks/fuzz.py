@@ -26,7 +26,7 @@ import httpx
 
 from benchmarks.records import Record, arguments, report
 from seamless_verl.proxy.engine import Ability
-from seamless_verl.proxy.parsing import TagParser
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.bodies import CALLING, GOOD, broken, hostile
 from tests.fakes import Served, serving
 

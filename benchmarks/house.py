@@ -38,7 +38,7 @@ from benchmarks.traffic import (
     until_up,
 )
 from benchmarks.traffic import process as child_process
-from seamless_verl.proxy.http_pool import HttpPool
+from seamless_verl.proxy.engines.http_pool import HttpPool
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "seamless_verl"
@@ -105,7 +105,7 @@ def tests_per_kernel() -> list[Record]:
 
 def overrides() -> list[Record]:
     """Of verl's trainer; needs verl installed."""
-    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     kinds = SeamlessTrainer.__mro__
     ours = [kind for kind in kinds if kind.__module__.startswith("seamless_verl.")]

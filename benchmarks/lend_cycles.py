@@ -1,6 +1,6 @@
 """A hundred forced lend and reclaim cycles while agents work: does any of them notice, is every token kept?
 
-Memory moves as on a GPU (`seamless_verl.verl_adapter.cpu_device`): each wake takes the engine's weights and cache, each
+Memory moves as on a GPU (`verl_adapter.cpu.cpu_device`): each wake takes the engine's weights and cache, each
 reclaim gives them back, and the weights of every loan are compared with those that were published. A row that is not
 what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the proxy) on two cores,
 one of which changes hands ten times a step. ``--keep FOLDER`` keeps the run's folder.
@@ -21,8 +21,8 @@ from pathlib import Path
 from benchmarks.loans import Loans, loans_of
 from benchmarks.records import Record, arguments, report
 from seamless_verl.observe import flight
-from seamless_verl.observe.ledger import Ledger
 from seamless_verl.observe.recording import read_recording
+from seamless_verl.observe.time_ledger import Ledger
 
 _ROOT = Path(__file__).parents[1]
 _PER_STEP = 10

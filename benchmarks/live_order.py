@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.intervals import interval
 from benchmarks.records import Record, arguments, report
-from seamless_verl.simulation.replay import Recorded, from_run
+from seamless_verl.simulation.recorded_run import Recorded, from_run
 from seamless_verl.simulation.run import simulate
 
 SYSTEMS = {

@@ -38,8 +38,8 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.http_pool import HttpPool
-from seamless_verl.proxy.tokenizer import FolderTokenizer
+from seamless_verl.proxy.engines.http_pool import HttpPool
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 
 _MIN_TOKENS = 128_000
 _MAX_MS = 10.0  # overhead of a turn

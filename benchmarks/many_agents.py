@@ -34,7 +34,7 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.http_pool import HttpPool
+from seamless_verl.proxy.engines.http_pool import HttpPool
 
 _LATENCY_S = 0.05
 

@@ -29,7 +29,7 @@ class PreparedAnswers:
     """Texts of exactly ``NUM_GENERATED`` tokens, the stop token last, in both forms of the wire."""
 
     def __init__(self, folder: Path) -> None:
-        from seamless_verl.proxy.tokenizer import FolderTokenizer
+        from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 
         tokenizer = FolderTokenizer(folder)
         words = (folder / "words.txt").read_text().split()

@@ -42,7 +42,7 @@ _VERL = [
     "trainer.v1.separate_async.parameter_sync_step=1",
     "trainer.v1.separate_async.num_warmup_batches=1",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_zmq",
-    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=seamless_verl.verl_adapter.cpu_weights",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=seamless_verl.verl_adapter.cpu.cpu_weights",
 ]
 
 
@@ -207,8 +207,8 @@ def _number(text: str) -> float:
 def _idle_share(folder: Path) -> float:
     """Of the slice that can train, from the third step's beginning to the end of the last."""
     from seamless_verl.observe import flight
-    from seamless_verl.observe.ledger import Ledger, idle_shares
     from seamless_verl.observe.recording import read_recording
+    from seamless_verl.observe.time_ledger import Ledger, idle_shares
 
     ledger, before, books, pool = Ledger(), None, (), ""
     for event in read_recording(folder / "flight").events:

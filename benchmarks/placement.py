@@ -82,7 +82,7 @@ def composed(overrides: Sequence[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from seamless_verl import compose
+    from seamless_verl.run import compose
 
     ours = [f"hydra.searchpath=[file://{compose.our_config_dir()}]", "+seamless=default", "+platform=gpu"]
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
@@ -96,7 +96,7 @@ def place_once(config: Any) -> Placed:
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
     from seamless_verl.config import SeamlessConfig
-    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     trainer = object.__new__(SeamlessTrainer)
     trainer.config, trainer.seamless, trainer.slices = config, SeamlessConfig(), ()
@@ -121,7 +121,7 @@ def place_once(config: Any) -> Placed:
 
     before = set(placement_group_table())
     with ExitStack() as stack:
-        for module in ("verl.workers.rollout.replica", "seamless_verl.verl_adapter.placing"):
+        for module in ("verl.workers.rollout.replica", "seamless_verl.verl_adapter.slices.placing"):
             if module in sys.modules:
                 stack.enter_context(patch(f"{module}.RayWorkerGroup", OfReplica))
         stack.enter_context(patch.object(trainer_base, "RayWorkerGroup", OfTrainer))

@@ -50,8 +50,8 @@ class Run:
     """A trainer over scripted completions; everything it must remember is in its folder."""
 
     def __init__(self, folder: Path, queue: ScriptedTransferQueue) -> None:
-        from seamless_verl.verl_adapter.curriculum import CurriculumLoader
-        from seamless_verl.verl_adapter.replay import StreamingReplayBuffer
+        from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import CurriculumLoader
+        from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer
 
         self.folder, self.queue = folder, queue
         self.step = 0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.records import Record, arguments, report
 from seamless_verl.main import CPU_ENVIRONMENT
-from seamless_verl.supervisor import RUN_ID, sweep
+from seamless_verl.run.supervisor import RUN_ID, sweep
 
 _OURS = [
     "+recipe=arithmetic",
@@ -52,7 +52,7 @@ def verls(config: Path, folder: Path) -> float:
         "trainer.v1.trainer_mode=separate_async",
         "trainer.v1.separate_async.parameter_sync_step=1",
         f"{engine}.backend=cpu_zmq",
-        f"{engine}.custom_backend_module=seamless_verl.verl_adapter.cpu_weights",
+        f"{engine}.custom_backend_module=seamless_verl.verl_adapter.cpu.cpu_weights",
         "trainer.rollout_data_dir=null",
     ]
     # verl 0.9.1 fails at its default log level when hybrid replicas are off (trainer_separate_async.py:181).

@@ -1,1 +1,1 @@
-"""Hydra configurations; `seamless_verl.compose` puts this folder on the search path."""
+"""Hydra configurations; `seamless_verl.run.compose` puts this folder on the search path."""

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seamless_verl import __version__
-from seamless_verl.compose import run_is_alive
 from seamless_verl.errors import ConfigError, MachineError, SeamlessError
-from seamless_verl.joining import check_cluster, cluster_address
 from seamless_verl.machine import bind_error, survey
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.own_disk import told_of_journal
-from seamless_verl.packages import HOW_TO_INSTALL, is_installed
-from seamless_verl.proxy import command as proxy
-from seamless_verl.simulation import command as simulation
+from seamless_verl.proxy.deploy import proxy_command as proxy
+from seamless_verl.run.compose import run_is_alive
+from seamless_verl.run.joining import check_cluster, cluster_address
+from seamless_verl.run.packages import HOW_TO_INSTALL, is_installed
+from seamless_verl.simulation import simulate_command as simulation
 
 if TYPE_CHECKING:
-    from seamless_verl.proxy.shards import Launcher
-    from seamless_verl.proxy.standalone import ParserOf, StandaloneConfig
+    from seamless_verl.proxy.deploy.shards import Launcher
+    from seamless_verl.proxy.deploy.standalone import ParserOf, StandaloneConfig
 
 _GIB = 1 << 30
 # What the tests run on, all of it on CPUs: verl's own pins first, then the newest set (docs/versions.md).
@@ -118,7 +118,7 @@ def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
 
 
 def _gpu_packages(accelerators: int) -> Iterator[Finding]:
-    """What a run with verl's defaults imports on GPUs, minutes after its start; `seamless_verl.packages` refuses it."""
+    """What a run with verl's defaults imports on GPUs, minutes after its start; `run.packages` refuses it."""
     if not accelerators or is_installed("torch_npu"):  # on Ascend verl takes other ones
         return
     for name, module, use in (
@@ -210,12 +210,13 @@ def report(parsed: argparse.Namespace) -> int:
 
 def _ray_launcher(config: StandaloneConfig, address: str) -> Launcher:
     # Only the adapter imports Ray, and only who asks for it pays for that.
-    launcher: Launcher = importlib.import_module("seamless_verl.verl_adapter.ray_shards").RayShards(config, address)
+    ray_shards = importlib.import_module("seamless_verl.verl_adapter.rollout.ray_shards")
+    launcher: Launcher = ray_shards.RayShards(config, address)
     return launcher
 
 
 def _vllm_parser(tool_parser: str | None, reasoning_parser: str | None) -> ParserOf:
-    make = importlib.import_module("seamless_verl.verl_adapter.parsers").parser_of
+    make = importlib.import_module("seamless_verl.verl_adapter.rollout.parsers").parser_of
     return functools.partial(make, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
 
 

@@ -271,7 +271,7 @@ class AgentConfig:
         max_tokens_per_turn: tokens one model call may generate.
         max_concurrent: attempts under way at a time in each rollout worker, or fewer where the runner takes fewer;
             others wait, and their deadline with them. None: its share of what all replicas decode or of what
-            `StalenessConfig` admits, whichever is more (`seamless_verl.capacity`).
+            `StalenessConfig` admits, whichever is more (`seamless_verl.run.capacity`).
     """
 
     runner: str | None = None

@@ -1,7 +1,7 @@
 """``python -m seamless_verl.main [verl's overrides] +recipe=NAME``: compose, check, build assets, train.
 
 The composition root of the user's process. It stays light: verl, torch and Ray are imported by the trainer's process
-(`seamless_verl.verl_adapter.job`), which it starts and cleans up after (`seamless_verl.supervisor`).
+(`seamless_verl.verl_adapter.job`), which it starts and cleans up after (`seamless_verl.run.supervisor`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from seamless_verl import capacity, compose, devices, joining, memory_check, preflight, verl_entry
 from seamless_verl.config import ResourceConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey
 from seamless_verl.memory.ledger import BOOK
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.own_disk import told_of_journal
+from seamless_verl.run import capacity, compose, devices, joining, memory_check, preflight, verl_entry
+from seamless_verl.run.supervisor import run_trainer
 from seamless_verl.scheduling.declaration import verl_keys
-from seamless_verl.supervisor import run_trainer
 
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -75,8 +75,8 @@ _IMPORTED = (
     "verl.workers.engine.fsdp.transformer_impl",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
     "verl.workers.rollout.vllm_rollout.vllm_rollout",
-    "seamless_verl.verl_adapter.agent_loop",
-    "seamless_verl.verl_adapter.cpu_weights",
+    "seamless_verl.verl_adapter.rollout.agent_loop",
+    "seamless_verl.verl_adapter.cpu.cpu_weights",
     "transformers.models.qwen3.modeling_qwen3",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
@@ -228,7 +228,7 @@ def _cpu_environment(resources: Sequence[ResourceConfig], cores: int, book: Path
 
 
 def _cores(resources: Sequence[ResourceConfig], cores: int) -> dict[str, str]:
-    """Without accelerators, a declared device is a core, if there are enough (`seamless_verl.verl_adapter.cores`)."""
+    """Without accelerators, a declared device is a core, if there are enough (`verl_adapter.cpu.cores`)."""
     trainers = [r for r in resources if "train" in r.capabilities]
     trainer = sum(r.nodes * r.gpus_per_node for r in trainers)
     devices = sum(r.nodes * r.gpus_per_node for r in resources)

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
+from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import FinishReason, Generation, GenerationRequest, TokenChunk, VersionSpan
-from seamless_verl.proxy.rendering import TokenizerRenderer
-from seamless_verl.proxy.server import ProxyServer
-from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.http.app import ProxyDeps, make_app
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
-from seamless_verl.trajectory.rendering import Extension, ExtensionRefused, Renderer
+from seamless_verl.trajectory.renderer import Extension, ExtensionRefused, Renderer
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.trajectory.segments import Turn, TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn, SessionTree
@@ -329,7 +329,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """Start a proxy, stop it at the end; ``options`` go to :class:`ProxyDeps`. ``sees``: the model takes pictures."""
     if sees:
-        from seamless_verl.proxy.vision import ProcessorReader
+        from seamless_verl.proxy.text.vision import ProcessorReader
         from tests.pictures import small_processor
 
         options["images"] = ProcessorReader(small_processor(), {}, max_pixels=1_000_000)

@@ -16,11 +16,11 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.proxy.app import ProxyDeps, make_app
-from seamless_verl.proxy.rendering import TokenizerRenderer
-from seamless_verl.proxy.sessions import SessionSpec
-from seamless_verl.proxy.sqlite_journal import SqliteJournal
-from seamless_verl.proxy.wire import RewardBody
+from seamless_verl.proxy.http.app import ProxyDeps, make_app
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.session.wire import RewardBody
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from tests.fakes import ScriptedEngine, small_tokenizer
 
 CHAT = "/v1/chat/completions"

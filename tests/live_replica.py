@@ -18,15 +18,15 @@ from hydra import compose, initialize_config_dir
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.router import get_router_handle
 
-from seamless_verl.compose import our_config_dir, verl_config_dir
 from seamless_verl.config import RouterConfig
 from seamless_verl.main import CPU_ENVIRONMENT
+from seamless_verl.run.compose import our_config_dir, verl_config_dir
 from seamless_verl.scheduling.slices import SliceId
-from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
-from seamless_verl.verl_adapter.router import balancer_class
-from seamless_verl.verl_adapter.slices import ReplicaSlices
-from seamless_verl.verl_adapter.slots import raise_slots
-from seamless_verl.verl_adapter.vllm_server import InterruptibleReplica
+from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
+from seamless_verl.verl_adapter.rollout.router import balancer_class
+from seamless_verl.verl_adapter.rollout.slots import raise_slots
+from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
+from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica
 from tests.fakes import small_tokenizer
 
 SLICE = SliceId("trainer/0")

@@ -75,7 +75,7 @@ def settings(context: Context, model: str = "small") -> list[str]:
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_zmq",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=seamless_verl.verl_adapter.cpu_weights",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=seamless_verl.verl_adapter.cpu.cpu_weights",
     ]
     return shared + (_gpu_settings() if context.on_gpu else [])
 

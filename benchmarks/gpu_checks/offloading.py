@@ -31,7 +31,7 @@ def run(context: Context) -> list[Record]:
     return [
         Record(name="values that three round trips change", value=changed, unit="", bar="= 0", holds=changed == 0),
         Record(name="updates lost, weights saved by us", value=lost, unit="of 1", bar="= 0", holds=lost == 0),
-        # 0 here would say that verl has mended it, and that ours can go (`verl_adapter.saved_weights`).
+        # 0 here would say that verl has mended it, and that ours can go (`verl_adapter.weights.saved_weights`).
         Record(name="updates lost, weights saved by verl", value=lost_by_verl, unit="of 1"),
     ]
 

@@ -181,11 +181,11 @@ def _watch_end(plan: dict[str, Any], engine: int) -> None:
 
 
 if "weights" in _WATCHES:
-    wrapt.register_post_import_hook(_watch_publications, "seamless_verl.verl_adapter.lending")
-    wrapt.register_post_import_hook(_watch_updates, "seamless_verl.verl_adapter.lending")
-    wrapt.register_post_import_hook(_watch_loans, "seamless_verl.verl_adapter.slices")
+    wrapt.register_post_import_hook(_watch_publications, "seamless_verl.verl_adapter.trainer.lending")
+    wrapt.register_post_import_hook(_watch_updates, "seamless_verl.verl_adapter.trainer.lending")
+    wrapt.register_post_import_hook(_watch_loans, "seamless_verl.verl_adapter.slices.replica_slices")
 if "memory" in _WATCHES:
-    wrapt.register_post_import_hook(_watch_phases, "seamless_verl.verl_adapter.recorded_trainer")
+    wrapt.register_post_import_hook(_watch_phases, "seamless_verl.verl_adapter.trainer.recorded_trainer")
     wrapt.register_post_import_hook(_watch_memory, "verl.experimental.separation.engine_workers")
 if _KILLS:
-    wrapt.register_post_import_hook(_kill_on_time, "seamless_verl.verl_adapter.lending")
+    wrapt.register_post_import_hook(_kill_on_time, "seamless_verl.verl_adapter.trainer.lending")

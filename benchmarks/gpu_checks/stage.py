@@ -219,6 +219,6 @@ def _let_the_engine_measure(module: ModuleType) -> None:
 
 
 if _BODY is not None:
-    wrapt.register_post_import_hook(_take_the_place_of_fit, "seamless_verl.verl_adapter.trainer")
-wrapt.register_post_import_hook(_let_the_server_measure, "seamless_verl.verl_adapter.vllm_server")
+    wrapt.register_post_import_hook(_take_the_place_of_fit, "seamless_verl.verl_adapter.trainer.trainer")
+wrapt.register_post_import_hook(_let_the_server_measure, "seamless_verl.verl_adapter.vllm.vllm_server")
 wrapt.register_post_import_hook(_let_the_engine_measure, "verl.workers.rollout.vllm_rollout.utils")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from seamless_verl.config import CurriculumConfig, StageConfig
 from seamless_verl.curriculum.curriculum import Curriculum
-from seamless_verl.curriculum.pool import Resampling
+from seamless_verl.curriculum.prompt_pool import Resampling
 from seamless_verl.curriculum.stages import Plateau, Stage
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from seamless_verl.curriculum.pool import Change, Outcome, Pool, Resampling
+from seamless_verl.curriculum.prompt_pool import Change, Outcome, Pool, Resampling
 from seamless_verl.curriculum.stages import Stage, StageProgress
 from seamless_verl.errors import ConfigError, SeamlessError
 

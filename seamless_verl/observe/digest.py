@@ -10,11 +10,11 @@ from typing import Any
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.lanes import Lane
-from seamless_verl.observe.ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
 from seamless_verl.observe.memory import SliceMemory
-from seamless_verl.observe.prefill import with_first_tokens
+from seamless_verl.observe.prefill_estimate import with_first_tokens
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.tallies import DecisionRow, Requests, Rows, Sessions, Tallies
+from seamless_verl.observe.time_ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
 
 Seconds = Mapping[Category, float]
 

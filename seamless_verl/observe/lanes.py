@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from seamless_verl.observe.ledger import Stretch
+from seamless_verl.observe.time_ledger import Stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

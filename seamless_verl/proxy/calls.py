@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from seamless_verl.proxy.errors import ApiError
+from seamless_verl.proxy.call_errors import ApiError
 from seamless_verl.trajectory.messages import Message
 
 

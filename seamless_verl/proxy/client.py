@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.proxy.sessions import SessionSpec
-from seamless_verl.proxy.wire import audit_from_wire, row_from_wire
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.session.wire import audit_from_wire, row_from_wire
 from seamless_verl.trajectory.audit import AuditReport
 from seamless_verl.trajectory.rows import Row
 
@@ -64,7 +64,7 @@ class ProxyAdmin:
     """Admin client of one proxy.
 
     Args:
-        base_url: as :attr:`seamless_verl.proxy.server.ProxyServer.base_url`.
+        base_url: as :attr:`seamless_verl.proxy.deploy.http_server.ProxyServer.base_url`.
         admin_key: the proxy's admin key.
         timeout_s: for one call; closing a long session transfers its rows.
         app: the proxy's application where it runs in this very process; calls then go to it without a socket.

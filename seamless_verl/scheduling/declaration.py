@@ -9,8 +9,8 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies.colocated import Colocated
 from seamless_verl.scheduling.policies.disaggregated import Disaggregated
 from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies.policy import Policy
 from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
-from seamless_verl.scheduling.policies.protocol import Policy
 from seamless_verl.scheduling.policies.verl_gate import VerlGate
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
 

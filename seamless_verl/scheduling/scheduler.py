@@ -34,7 +34,7 @@ from seamless_verl.scheduling.decisions import Decision, Horizon, LookAgain, Pro
 from seamless_verl.scheduling.issuing import Issuer
 from seamless_verl.scheduling.loans import LoanBook
 from seamless_verl.scheduling.patience import Patience
-from seamless_verl.scheduling.policies.protocol import Policy
+from seamless_verl.scheduling.policies.policy import Policy
 from seamless_verl.scheduling.slices import InvalidTransition, Move, SliceState, Tag
 from seamless_verl.scheduling.switch_costs import Switch
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from seamless_verl.trajectory.generation import pack_ids
 from seamless_verl.trajectory.messages import MessageKey, Role, Transcript
-from seamless_verl.trajectory.rendering import ExtensionRefused, Renderer
+from seamless_verl.trajectory.renderer import ExtensionRefused, Renderer
 from seamless_verl.trajectory.segments import DriftReason, Segment
 
 

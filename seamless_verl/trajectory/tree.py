@@ -24,7 +24,7 @@ from seamless_verl.trajectory.generation import FinishReason, Generation, Trajec
 from seamless_verl.trajectory.matching import HistoryIndex, Rendering, Route, system_of
 from seamless_verl.trajectory.messages import Message, Transcript, key_of, link
 from seamless_verl.trajectory.paths import TokenPath
-from seamless_verl.trajectory.rendering import Renderer
+from seamless_verl.trajectory.renderer import Renderer
 from seamless_verl.trajectory.segments import (
     DriftReason,
     MatchKind,

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from seamless_verl.supervisor import sweep_node
+from seamless_verl.run.supervisor import sweep_node
 
 _LIMIT_S = 60.0
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.supervisor import INTERPRETER, MARKS
+from seamless_verl.run.supervisor import INTERPRETER, MARKS
 
 _log = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     from verl.utils.logging_utils import configure_verl_logging
 
     from seamless_verl.observe.reporter import Reporter
-    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
-    from seamless_verl.verl_adapter.watchdog import Watchdog
+    from seamless_verl.verl_adapter.slices.watchdog import Watchdog
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     config = OmegaConf.load(run_dir / "config.yaml")
     OmegaConf.set_struct(config, True)

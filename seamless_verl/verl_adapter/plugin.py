@@ -18,20 +18,20 @@ TRAINER_MODE = "seamless"
 
 def _register_agent_loop(agent_loop: ModuleType) -> None:
     # The registry takes a Hydra target, so the class itself is imported only by the worker that runs it.
-    target = "seamless_verl.verl_adapter.agent_loop.ProxyAgentLoop"
+    target = "seamless_verl.verl_adapter.rollout.agent_loop.ProxyAgentLoop"
     agent_loop._agent_loop_registry[AGENT_LOOP_NAME] = {"_target_": target}
 
 
 def _register_trainer(_: ModuleType) -> None:
-    import seamless_verl.verl_adapter.trainer  # noqa: F401  (registers itself under TRAINER_MODE)
+    import seamless_verl.verl_adapter.trainer.trainer  # noqa: F401  (registers itself under TRAINER_MODE)
 
 
 def _register_policy_loss(_: ModuleType) -> None:
-    import seamless_verl.verl_adapter.a3po  # noqa: F401  (registers itself)
+    import seamless_verl.verl_adapter.trainer.a3po  # noqa: F401  (registers itself)
 
 
 def _copy_saved_weights(fsdp_utils: ModuleType) -> None:
-    from seamless_verl.verl_adapter import saved_weights
+    from seamless_verl.verl_adapter.weights import saved_weights
 
     saved_weights.install(fsdp_utils)
 
@@ -64,25 +64,25 @@ def _scope_weight_sockets(rollout: ModuleType) -> None:
 
 
 def _add_checksum(rollout: ModuleType) -> None:
-    from seamless_verl.verl_adapter import weight_checks
+    from seamless_verl.verl_adapter.weights import weight_checks
 
     weight_checks.install(rollout)
 
 
 def _bound_sender(transfer: ModuleType) -> None:
-    from seamless_verl.verl_adapter.weight_sender import bound_sender
+    from seamless_verl.verl_adapter.weights.weight_sender import bound_sender
 
     bound_sender(transfer)
 
 
 def _fail_together(rollout: ModuleType) -> None:
-    from seamless_verl.verl_adapter.weight_sender import fail_together
+    from seamless_verl.verl_adapter.weights.weight_sender import fail_together
 
     fail_together(rollout)
 
 
 def _copy_megatron_weights_once(megatron_utils: ModuleType) -> None:
-    from seamless_verl.verl_adapter import megatron_weights
+    from seamless_verl.verl_adapter.weights import megatron_weights
 
     megatron_weights.install(megatron_utils)
 
@@ -91,7 +91,7 @@ def _load() -> None:
     import wrapt
 
     if os.environ.get("VERL_PLATFORM", "").lower() == "cpu":
-        import seamless_verl.verl_adapter.cpu_platform  # noqa: F401  (registers the platform)
+        import seamless_verl.verl_adapter.cpu.cpu_platform  # noqa: F401  (registers the platform)
     wrapt.register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
     wrapt.register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
     wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
 from seamless_verl.config import AgentConfig, SeamlessConfig
 from seamless_verl.proxy.client import SessionHandle, SessionResult
-from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.verl_adapter.agent_loop import ProxyAgentLoop
-from seamless_verl.verl_adapter.proxy_shard import ProxyShard
+from seamless_verl.verl_adapter.rollout.agent_loop import ProxyAgentLoop
+from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 from tests.fakes import ScriptedEdge, user
 
 # verl warns of engines that are not installed when its trainer is imported, which the tests do that need it.
@@ -144,7 +144,8 @@ async def test_each_row_of_an_attempt_has_its_reward(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seamless_verl.verl_adapter import arrivals, proxy_shard
+    from seamless_verl.verl_adapter.dataloader import arrivals
+    from seamless_verl.verl_adapter.rollout import proxy_shard
 
     runner = Runner(max_concurrent=2)
     shard = shard_of(runner)
@@ -175,7 +176,7 @@ async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypat
 
 
 async def test_a_worker_without_agents_closes_what_it_generates() -> None:
-    from seamless_verl.verl_adapter import arrivals
+    from seamless_verl.verl_adapter.dataloader import arrivals
 
     prompt = asyncio.ensure_future(asyncio.Event().wait())
     worker = object.__new__(arrivals.NotifyingWorker)

@@ -17,8 +17,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from seamless_verl.memory.book import by_purpose  # noqa: E402
 from seamless_verl.memory.ledger import BOOK, CAPACITY, MemoryLedger  # noqa: E402
-from seamless_verl.verl_adapter import cpu_device  # noqa: E402
-from seamless_verl.verl_adapter.cpu_device import DEVICE  # noqa: E402
+from seamless_verl.verl_adapter.cpu import cpu_device  # noqa: E402
+from seamless_verl.verl_adapter.cpu.cpu_device import DEVICE  # noqa: E402
 from tests.fakes import small_tokenizer  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)]
@@ -125,7 +125,7 @@ class Engine:
     """vLLM's worker after it has started, with a model of one layer."""
 
     def __init__(self, weights: int, cache: int) -> None:
-        from seamless_verl.verl_adapter.vllm_sleep import KV_CACHE, WEIGHTS, SleepingCPUWorker
+        from seamless_verl.verl_adapter.cpu.vllm_sleep import KV_CACHE, WEIGHTS, SleepingCPUWorker
 
         self.worker = object.__new__(SleepingCPUWorker)
         model = torch.nn.Linear(weights // 4, 1, bias=False)
@@ -175,7 +175,7 @@ def test_without_a_book_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_trainers_checksum_is_that_of_the_weights_it_began_with(trainer: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from seamless_verl.verl_adapter.weight_checks import _of_trainer, checksum
+    from seamless_verl.verl_adapter.weights.weight_checks import _of_trainer, checksum
 
     worker = SimpleNamespace(worker_dict={"actor_rollout": SimpleNamespace(actor=SimpleNamespace(engine=trainer))})
     stored = checksum(load_file(tmp_path / "model" / "model.safetensors").values(), torch.float32)

@@ -7,9 +7,9 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from seamless_verl import compose
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.main import main
+from seamless_verl.run import compose
 
 LISTS = sorted((Path(__file__).parent / "overrides").glob("*.txt"))
 OURS = {"trainer.v1.trainer_mode"}

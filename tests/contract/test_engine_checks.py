@@ -14,8 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.engine_checks import check_engine, check_rows
 from seamless_verl.errors import ConfigError
+from seamless_verl.run.engine_checks import check_engine, check_rows
 from tests.contract.test_resource_pools import MIXED, adopted
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -66,7 +66,7 @@ def test_what_it_can_do_is_not(overrides: list[str]) -> None:
 
 
 def test_the_command_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seamless_verl import preflight
+    from seamless_verl.run import preflight
 
     plain: Any = {"trainer": {"v1": {"trainer_mode": "seamless"}}, "actor_rollout_ref": {"rollout": {"name": "sglang"}}}
     for other in ("check_devices", "check_layout", "_check_batches"):
@@ -92,7 +92,7 @@ def test_rows_that_ask_for_agents_are_found(tmp_path: Path, name: str, is_refuse
 
 
 def test_a_worker_whose_rows_turn_out_to_ask_for_agents_refuses_before_it_generates() -> None:
-    from seamless_verl.verl_adapter.proxy_shard import ProxyShard
+    from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 
     rollout = {"enable_rollout_routing_replay": True, "name": "vllm"}
     config = OmegaConf.create({"seamless": {}, "actor_rollout_ref": {"rollout": rollout}})
@@ -102,7 +102,7 @@ def test_a_worker_whose_rows_turn_out_to_ask_for_agents_refuses_before_it_genera
 
 def test_constrained_decoding_is_offered_with_vllm_only() -> None:
     from seamless_verl.proxy.engine import Ability
-    from seamless_verl.verl_adapter.engine import abilities_of
+    from seamless_verl.verl_adapter.rollout.trainer_engine import abilities_of
 
     assert abilities_of("vllm") == {Ability.STRUCTURED_OUTPUTS}
     assert abilities_of("sglang") == abilities_of("trtllm") == frozenset()
@@ -116,7 +116,7 @@ def test_without_vllm_requests_go_through_and_constraints_are_refused(
     from verl.workers.rollout.replica import TokenOutput
 
     from seamless_verl.proxy.engine import EngineRefused, GenerationRequest
-    from seamless_verl.verl_adapter.engine import VerlEngine
+    from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine
 
     for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
         monkeypatch.setitem(sys.modules, name, None)

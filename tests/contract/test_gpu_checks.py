@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from benchmarks.gpu_checks import live, models
 from benchmarks.gpu_checks.checksums import add, sums_of
 from benchmarks.gpu_checks.registry import BY_NUMBER, Context
-from seamless_verl import compose, memory_check, packages, preflight
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.run import compose, memory_check, packages, preflight
 from seamless_verl.scheduling.declaration import verl_keys
 from tests.contract.test_recipes import GIB, machine
 

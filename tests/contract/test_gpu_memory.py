@@ -1,11 +1,11 @@
-"""The arithmetic of `seamless_verl.gpu_memory` against transformers and against what verl leaves on a GPU."""
+"""The arithmetic of `seamless_verl.memory.gpu_memory` against transformers and against what verl leaves on a GPU."""
 
 import importlib
 import inspect
 
 import pytest
 
-from seamless_verl.gpu_memory import ModelShape
+from seamless_verl.memory.gpu_memory import ModelShape
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -64,7 +64,7 @@ def test_replicas_with_gpus_of_their_own_are_made_with_their_own_share(monkeypat
     importlib.import_module("verl.trainer.ppo.v1")
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter import trainer as ours
+    from seamless_verl.verl_adapter.trainer.trainer import trainer as ours
 
     made = []
     monkeypatch.setattr(ours.PlacedServers, "create", lambda *, config, **_: made.append(config))

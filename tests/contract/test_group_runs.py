@@ -23,7 +23,7 @@ class Members:
     """Rollouts of one prompt that end when the test says so, and the rows they wrote."""
 
     def __init__(self, redundancy):
-        from seamless_verl.verl_adapter.group_runs import GroupRuns
+        from seamless_verl.verl_adapter.dataloader.group_runs import GroupRuns
 
         self.runs = GroupRuns(redundancy, self.clear)
         self.rows = set()
@@ -142,8 +142,8 @@ def worker(monkeypatch, queue, redundancy, n=2):
     import transfer_queue as tq
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter import arrivals
-    from seamless_verl.verl_adapter.group_runs import GroupRuns
+    from seamless_verl.verl_adapter.dataloader import arrivals
+    from seamless_verl.verl_adapter.dataloader.group_runs import GroupRuns
 
     async def put(key, partition_id, tag):
         queue.kv_batch_put([key], partition_id, [tag])
@@ -317,7 +317,7 @@ def test_patience_runs_out_while_the_trainer_waits_for_its_gpus_too(queue):
     from types import SimpleNamespace
 
     from seamless_verl.scheduling.slices import Tag
-    from seamless_verl.verl_adapter.lending import LendingTrainer
+    from seamless_verl.verl_adapter.trainer.lending import LendingTrainer
     from tests.contract.test_slice_driver import Run
 
     rollout, handle = waiting(queue, Treatment.TRUNCATE)
@@ -364,7 +364,7 @@ def test_an_answer_is_cut_where_it_is_and_an_empty_one_gets_a_token():
 
 
 def test_cutting_reaches_the_attempts_under_way_and_is_forgotten():
-    from seamless_verl.verl_adapter.cutting import Cutting
+    from seamless_verl.verl_adapter.rollout.cutting import Cutting
 
     cutting, aborted = Cutting(), []
     with cutting.attempt("u", lambda: aborted.append("first")), cutting.attempt("v", lambda: aborted.append("other")):
@@ -398,8 +398,8 @@ def test_settings_that_this_rollout_cannot_follow_are_refused(overrides, said):
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from seamless_verl import compose
-    from seamless_verl.verl_adapter.adoption import adopt_config
+    from seamless_verl.run import compose
+    from seamless_verl.verl_adapter.trainer.adoption import adopt_config
 
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose("ppo_trainer", overrides=overrides)

@@ -15,8 +15,8 @@ from verl.workers.rollout.utils import qwen2_5_vl_dedup_image_tokens
 
 from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.engine import GenerationRequest
-from seamless_verl.verl_adapter.engine import VerlEngine
-from seamless_verl.verl_adapter.rows import row_to_output, rows_to_dataproto
+from seamless_verl.verl_adapter.rollout.padded_rows import row_to_output, rows_to_dataproto
+from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine
 from tests.edge.test_proxy_images import BLUE, RED, WIDE, _chat, _part, _text
 from tests.fakes import serving
 from tests.pictures import small_processor
@@ -92,7 +92,7 @@ async def test_the_server_gets_the_pictures_and_expands_the_prompt_to_what_is_re
 def test_a_processor_travels_to_the_actor_without_verls_additions() -> None:
     import types
 
-    from seamless_verl.verl_adapter.proxy_shard import _portable
+    from seamless_verl.verl_adapter.rollout.proxy_shard import _portable
 
     processor = small_processor()
     processor.get_rope_index = types.MethodType(lambda self: None, processor)

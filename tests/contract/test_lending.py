@@ -26,7 +26,7 @@ class Workers:
 def test_between_mini_batches_lent_slices_get_the_published_weights():
     import verl.trainer.ppo.v1  # noqa: F401  (brings our trainer in; to begin with a module of ours is a cycle)
 
-    from seamless_verl.verl_adapter.lending import LendingTrainer
+    from seamless_verl.verl_adapter.trainer.lending import LendingTrainer
 
     workers = Workers()
     trainer = SimpleNamespace(actor_rollout_wg=workers, _within_step=False)

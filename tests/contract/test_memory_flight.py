@@ -10,7 +10,7 @@ import pytest
 from seamless_verl.memory.book import Owner
 from seamless_verl.memory.ledger import BOOK, MemoryLedger, this_process
 from seamless_verl.observe.flight import SliceAdded, SliceState
-from seamless_verl.verl_adapter.memory_flight import MemoryFlight
+from seamless_verl.verl_adapter.trainer.memory_flight import MemoryFlight
 
 
 def added(name: str, devices: int, *tags: str) -> SliceAdded:

@@ -72,8 +72,12 @@ def test_the_installed_verl_has_all_names_without_being_imported():
 
 
 def test_who_uses_a_name_is_told():
-    assert "seamless_verl/verl_adapter/trainer.py" in moved.users("verl.trainer.ppo.v1.trainer_base:PPOTrainer._setup")
-    assert "seamless_verl/verl_adapter/slices.py" in moved.users("verl.workers.rollout.replica:RolloutReplica.sleep")
+    assert "seamless_verl/verl_adapter/trainer/trainer.py" in moved.users(
+        "verl.trainer.ppo.v1.trainer_base:PPOTrainer._setup"
+    )
+    assert "seamless_verl/verl_adapter/slices/replica_slices.py" in moved.users(
+        "verl.workers.rollout.replica:RolloutReplica.sleep"
+    )
 
 
 def test_no_name_is_listed_twice():

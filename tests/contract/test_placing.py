@@ -37,7 +37,7 @@ def test_the_trainer_gets_its_nodes_although_its_data_loads_slowly(two_nodes, sh
 def reservation(*groups, colocated=1):
     from verl.single_controller.ray.base import RayResourcePool
 
-    from seamless_verl.verl_adapter.placing import Reservation
+    from seamless_verl.verl_adapter.slices.placing import Reservation
 
     pool = RayResourcePool(process_on_nodes=list(groups), max_colocate_count=colocated, name_prefix="t")
     return Reservation(name="trainer", pools=[pool], per_node=max(groups))
@@ -46,7 +46,7 @@ def reservation(*groups, colocated=1):
 def test_gpus_that_somebody_else_holds_are_waited_for_and_then_named(two_nodes):
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from seamless_verl.verl_adapter.placing import place
+    from seamless_verl.verl_adapter.slices.placing import place
 
     others = [placement_group([{"GPU": 5}], strategy="STRICT_PACK") for _ in range(2)]
     assert all(group.wait(30) for group in others)
@@ -62,7 +62,7 @@ def test_gpus_that_somebody_else_holds_are_waited_for_and_then_named(two_nodes):
 
 
 def test_what_no_node_can_hold_is_refused_at_once(two_nodes):
-    from seamless_verl.verl_adapter.placing import place
+    from seamless_verl.verl_adapter.slices.placing import place
 
     with pytest.raises(MachineError, match="even on empty nodes.*1 x 9 GPUs"):
         place([reservation(9)])
@@ -90,7 +90,7 @@ def test_the_sweep_reaches_the_other_node_of_a_joined_cluster(two_nodes, monkeyp
     """An engine that lost its server there, the shared memory of a killed rank, and nothing of anybody else's."""
     import ray
 
-    from seamless_verl.supervisor import RUN_ID
+    from seamless_verl.run.supervisor import RUN_ID
     from seamless_verl.verl_adapter.far_sweep import sweep_nodes
 
     run_id, since = uuid.uuid4().hex, time.time() - 1.0

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
 def balancer(servers=("a", "b")):
-    from seamless_verl.verl_adapter.balancer import MeteredLoadBalancer
+    from seamless_verl.verl_adapter.rollout.balancer import MeteredLoadBalancer
 
     return MeteredLoadBalancer(servers={name: name.upper() for name in servers}, max_cache_size=10_000)
 
@@ -34,7 +34,7 @@ def slices_of(made, monkeypatch, names="abc"):
     """The edge that the driver commands, around a balancer; replicas are names."""
     from types import SimpleNamespace
 
-    from seamless_verl.verl_adapter import slices
+    from seamless_verl.verl_adapter.slices.replica_slices import replica_slices as slices
 
     monkeypatch.setattr(slices.ray, "get", lambda answer: answer)
     edge = object.__new__(slices.ReplicaSlices)
@@ -145,7 +145,7 @@ def test_a_router_of_the_users_own_is_told_to_spread_anew_as_by_verl(monkeypatch
 async def test_the_client_says_how_long_a_prompt_is_and_not_what_is_in_it():
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
     from tests.contract.test_router import Awaitable
 
     asked = []

@@ -21,9 +21,9 @@ import ray
 from seamless_verl.errors import SeamlessError
 from seamless_verl.own_disk import journal_folder
 from seamless_verl.proxy.client import ProxyAdmin
-from seamless_verl.proxy.sessions import SessionSpec
-from seamless_verl.verl_adapter.proxy_actor import ShardSettings
-from seamless_verl.verl_adapter.proxy_shard import ActorProxy
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.verl_adapter.rollout.proxy_actor import ShardSettings
+from seamless_verl.verl_adapter.rollout.proxy_shard import ActorProxy
 from tests.fakes import ScriptedEngine, small_tokenizer
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,7 +15,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from benchmarks.traffic import model_folder
-from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.session.sessions import SessionSpec
 from tests.edge.test_proxy_standalone import HI, Mock
 from tests.standalone import KEY, Standalone, chat
 

@@ -10,13 +10,13 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from seamless_verl import compose, memory_check, packages, preflight
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.gpu_memory import ModelShape
 from seamless_verl.machine import Machine
+from seamless_verl.memory.gpu_memory import ModelShape
 from seamless_verl.recipes.swe.real import runner as swe_runner
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
+from seamless_verl.run import compose, memory_check, packages, preflight
 from tests.kernel.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 
 pytestmark = pytest.mark.timeout(180)

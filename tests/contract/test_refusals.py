@@ -8,8 +8,8 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from seamless_verl import compose, packages
 from seamless_verl.errors import ConfigError
+from seamless_verl.run import compose, packages
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 def trainer_of(*overrides):
     """As verl's entry point makes it, from verl's own configuration."""
     importlib.import_module("verl.trainer.ppo.v1")
-    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose(
@@ -64,7 +64,7 @@ def test_without_cupy_verl_has_no_checkpoint_engine_nccl():
 
 
 def test_verl_still_drops_the_adapter_where_it_broadcasts_weights():
-    """When this fails, verl carries it (verl #7495), and `seamless_verl.refusals` may let unmerged adapters through."""
+    """When this fails, verl carries it (verl #7495), and `run.refusals` may let unmerged adapters through."""
     import inspect
 
     from verl.workers.engine_workers import ActorRolloutRefWorker

@@ -3,7 +3,7 @@
 import asyncio
 
 from seamless_verl.scheduling.events import Ending, RequestFinished, RequestStarted, SessionFinished, SliceFailed
-from seamless_verl.verl_adapter.request_log import RequestLog
+from seamless_verl.verl_adapter.rollout.request_log import RequestLog
 
 
 async def test_requests_belong_to_the_session_that_asks_or_that_was_named():
@@ -65,7 +65,7 @@ def test_it_rings_for_watched_servers_and_for_dead_ones():
 
 async def test_all_requests_of_a_session_are_as_old_as_the_session(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("seamless_verl.verl_adapter.request_log.time.time", lambda: now[0])
+    monkeypatch.setattr("seamless_verl.verl_adapter.rollout.request_log.time.time", lambda: now[0])
     log = RequestLog()
     with log.session("g", 0):
         log.name("first")

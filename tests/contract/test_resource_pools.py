@@ -17,9 +17,9 @@ def adopted(*overrides, config_name="ppo_trainer"):
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from seamless_verl import compose
-    from seamless_verl.verl_adapter.adoption import adopt_config
-    from seamless_verl.verl_adapter.resource_pools import adopt_resources
+    from seamless_verl.run import compose
+    from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
+    from seamless_verl.verl_adapter.trainer.adoption import adopt_config
 
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose(
@@ -89,7 +89,7 @@ def test_without_a_declaration_nothing_is_changed():
     from omegaconf import OmegaConf
 
     from seamless_verl.config import SeamlessConfig
-    from seamless_verl.verl_adapter.resource_pools import adopt_resources
+    from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
 
     config, slices = adopted()
     before = OmegaConf.to_yaml(config)
@@ -186,7 +186,7 @@ def test_other_engines_compose_and_are_cut_into_the_same_slices(overrides):
 def test_the_pools_of_the_trainer_want_their_accelerator(monkeypatch):
     import ray
 
-    from seamless_verl.verl_adapter.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
+    from seamless_verl.verl_adapter.slices.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
 
     nodes = [{"Alive": True, "Resources": {"GPU": 8.0}}] * 3
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
@@ -204,7 +204,7 @@ def test_a_cluster_that_is_too_small_for_trainer_and_replicas_is_refused(monkeyp
     import ray
 
     from seamless_verl.errors import ConfigError
-    from seamless_verl.verl_adapter.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
+    from seamless_verl.verl_adapter.slices.resource_pools import TRAINER_POOL, TagAwareResourcePoolManager
 
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 8.0}}] * 2)
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: {0: {"GPU": 8}, 1: {"GPU": 8}})

@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopW
 
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row
-from seamless_verl.verl_adapter.rows import ROW_FIELD, row_digest, row_to_output, rows_to_dataproto
+from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD, row_digest, row_to_output, rows_to_dataproto
 from tests.fakes import ScriptedEdge, assistant, small_tokenizer, system, user
 
 PROMPT, RESPONSE = 12, 40

@@ -90,7 +90,7 @@ class Run:
         from seamless_verl.scheduling.policies.greedy import Greedy
         from seamless_verl.scheduling.scheduler import Scheduler
         from seamless_verl.scheduling.slices import Gpu, Slice, SliceState, Tag
-        from seamless_verl.verl_adapter.slice_driver import SliceDriver
+        from seamless_verl.verl_adapter.slices.slice_driver import SliceDriver
 
         self.ev, self.time, self.asked, self.reports, self.lines = ev, 0.0, 0, [], []
         self.scheduler = Scheduler(Greedy())
@@ -229,7 +229,7 @@ def test_the_last_replica_that_only_rolls_out_dies_and_the_trainers_own_goes_on(
 
 
 def test_weights_that_reach_nobody_although_all_live_end_the_run():
-    from seamless_verl.verl_adapter.slice_driver import WeightsLost
+    from seamless_verl.verl_adapter.slices.slice_driver import WeightsLost
 
     run = Run()
     run.replicas.dies_in["sync"] = "nobody"

@@ -224,7 +224,7 @@ def test_the_plug_in_registers_trainer_agent_loop_and_platform():
 
 
 def test_our_platform_implements_everything_that_verl_declares():
-    from seamless_verl.verl_adapter.cpu_platform import CpuPlatform
+    from seamless_verl.verl_adapter.cpu.cpu_platform import CpuPlatform
 
     assert not getattr(CpuPlatform, "__abstractmethods__", frozenset())
     CpuPlatform()
@@ -282,7 +282,7 @@ def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
     import subprocess
     import sys
 
-    code = "import seamless_verl.verl_adapter.arrivals as a; print(a.NotifyingWorker.__mro__[1].__name__)"
+    code = "import seamless_verl.verl_adapter.dataloader.arrivals as a; print(a.NotifyingWorker.__mro__[1].__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert done.stdout.split() == ["AgentLoopWorkerTQ"], done.stderr
 
@@ -290,7 +290,7 @@ def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
 async def test_who_finds_no_replica_is_told_when_there_is_one():
     import asyncio
 
-    from seamless_verl.verl_adapter import balancer
+    from seamless_verl.verl_adapter.rollout import balancer
 
     metered = balancer.MeteredLoadBalancer({"a": "handle"})
     await metered.someone_serves()
@@ -307,7 +307,7 @@ async def test_all_that_wait_for_a_replica_in_one_process_ask_the_router_once():
     import asyncio
     from types import SimpleNamespace
 
-    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 
     asked: list[asyncio.Future] = []
 
@@ -332,8 +332,8 @@ async def test_all_that_wait_for_a_replica_in_one_process_ask_the_router_once():
 
 
 def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
-    from seamless_verl.observe.ledger import Category
-    from seamless_verl.verl_adapter import balancer
+    from seamless_verl.observe.time_ledger import Category
+    from seamless_verl.verl_adapter.rollout import balancer
 
     now = 9.0
     monkeypatch.setattr(balancer.time, "monotonic", lambda: now)
@@ -366,7 +366,7 @@ def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1
     """A trainer that can only balance; prompts have two rollouts each."""
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     config = {
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini_batch}, "rollout": {"n": 2}},
@@ -411,7 +411,7 @@ def test_rows_of_like_length_lie_side_by_side_and_every_optimizer_step_keeps_the
     """Two mini-batches: sessions that left a second row make more rows than one mini-batch has."""
     import random
 
-    from seamless_verl.verl_adapter.trainer import separate_async
+    from seamless_verl.verl_adapter.trainer.trainer import separate_async
 
     lengths = random.Random(0).sample(range(400, 8000), 32)
     trainer = _balancing_trainer(ranks=2, mini_batch=8)
@@ -427,7 +427,7 @@ def test_rows_of_like_length_lie_side_by_side_and_every_optimizer_step_keeps_the
 def test_a_critic_with_mini_batches_of_another_size_keeps_its_rows_per_step_too(critic_mini_batch, critic_ranks):
     import random
 
-    from seamless_verl.verl_adapter.trainer import separate_async
+    from seamless_verl.verl_adapter.trainer.trainer import separate_async
 
     lengths = random.Random(1).sample(range(400, 8000), 96)
     trainer = _balancing_trainer(2, 8, critic_mini_batch, critic_ranks)
@@ -441,7 +441,7 @@ def test_a_critic_with_mini_batches_of_another_size_keeps_its_rows_per_step_too(
 def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differs():
     import torch
 
-    from seamless_verl.verl_adapter.rows import row_digest
+    from seamless_verl.verl_adapter.rollout.padded_rows import row_digest
 
     row = ([1, 2], [3, 4, 5], [1, 0, 1], [-0.1, 0.0, -0.3])
     tensors = tuple(torch.tensor(part) for part in row)
@@ -461,8 +461,8 @@ def _audited(monkeypatch, **changes):
     import torch
     from transfer_queue import KVBatchMeta
 
-    from seamless_verl.verl_adapter import step_report
-    from seamless_verl.verl_adapter.rows import row_digest
+    from seamless_verl.verl_adapter.rollout.padded_rows import row_digest
+    from seamless_verl.verl_adapter.trainer.trainer import step_report
 
     stored = {
         "prompts": torch.tensor([1, 2]),
@@ -498,7 +498,7 @@ def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
 def test_a_row_that_was_changed_on_the_way_ends_the_run_before_it_is_trained(monkeypatch, change):
     import torch
 
-    from seamless_verl.verl_adapter.step_report import AuditFailed
+    from seamless_verl.verl_adapter.trainer.step_report import AuditFailed
 
     tensors = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in change.items()}
     with pytest.raises(AuditFailed, match="uid_0_0"):
@@ -516,9 +516,8 @@ def test_the_step_of_a_refused_batch_is_reported_with_the_number_of_its_rows(mon
     from seamless_verl.observe.page.html import render
     from seamless_verl.observe.reporter import STEPS, Reporter, read_records
     from seamless_verl.observe.run_folder import load_digest
-    from seamless_verl.verl_adapter import step_report
-    from seamless_verl.verl_adapter.recorded_trainer import TrainerFlight
-    from seamless_verl.verl_adapter.trainer import SeamlessTrainer
+    from seamless_verl.verl_adapter.trainer.recorded_trainer import TrainerFlight
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer, step_report
 
     stamps = [{"digest": "of another row", "violations": 0}, {"digest": "", "violations": 2}, None]
     column = [torch.tensor([1])] * 3
@@ -555,7 +554,7 @@ def _with_versions(*versions):
 
 
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
-    from seamless_verl.verl_adapter import step_report
+    from seamless_verl.verl_adapter.trainer.trainer import step_report
 
     meter = step_report.StepMeter()
     meter.count_staleness(_with_versions(7, 6, 8), current_version=7)
@@ -564,7 +563,7 @@ def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
 
 
 def test_a_row_of_a_version_that_does_not_exist_ends_the_run():
-    from seamless_verl.verl_adapter import step_report
+    from seamless_verl.verl_adapter.trainer.trainer import step_report
 
     meter = step_report.StepMeter()
     with pytest.raises(step_report.AuditFailed, match="uid_1_0 says that its first token is of version 9"):
@@ -574,7 +573,7 @@ def test_a_row_of_a_version_that_does_not_exist_ends_the_run():
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 4), (2, 4), (8, 8)])
 def test_trainer_and_rollout_are_compared_on_a_few_rows_of_the_current_version_other_ones_each_time(ranks, rows):
-    from seamless_verl.verl_adapter.step_report import rows_to_compare
+    from seamless_verl.verl_adapter.trainer.step_report import rows_to_compare
 
     batch = _with_versions(*([6, 7] * 64))
     samples = [rows_to_compare(batch, 7, ranks), rows_to_compare(_with_versions(*([8, 6] * 64)), 8, ranks)]
@@ -588,7 +587,7 @@ def test_trainer_and_rollout_are_compared_on_a_few_rows_of_the_current_version_o
 
 
 def test_a_sample_is_filled_up_to_equal_shares_and_empty_where_nothing_can_be_compared():
-    from seamless_verl.verl_adapter.step_report import rows_to_compare
+    from seamless_verl.verl_adapter.trainer.step_report import rows_to_compare
 
     sample = rows_to_compare(_with_versions(6, 7, 6, 7, 6, 6, 6, 6), 7, ranks=4)
     assert len(set(sample.keys)) == 4
@@ -597,8 +596,8 @@ def test_a_sample_is_filled_up_to_equal_shares_and_empty_where_nothing_can_be_co
 
 
 def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_and_its_end():
-    from seamless_verl.observe.ledger import Category, SliceSeconds
-    from seamless_verl.verl_adapter import step_report
+    from seamless_verl.observe.time_ledger import Category, SliceSeconds
+    from seamless_verl.verl_adapter.trainer.trainer import step_report
 
     def books(name: str, pool: str, wall_s: float, idle_s: float) -> SliceSeconds:
         seconds = {**dict.fromkeys(Category, 0.0), Category.WAIT_DATA: idle_s, Category.TRAIN: wall_s - idle_s}
@@ -637,7 +636,7 @@ class _Scripted:
 def _client(monkeypatch, attempts, **rollout):
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter import llm_client
+    from seamless_verl.verl_adapter.rollout import llm_client
 
     scripted = _Scripted(attempts)
     monkeypatch.setattr(llm_client.LLMServerClient, "generate", lambda self, **kw: scripted(self, **kw))
@@ -728,7 +727,7 @@ async def test_cancelling_a_generation_frees_its_replica():
     from omegaconf import OmegaConf
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 
     started, named, aborted = asyncio.Event(), [], []
 
@@ -769,8 +768,8 @@ async def test_a_replica_is_told_how_old_the_session_is_and_told_the_same_after_
     from verl.workers.rollout.replica import TokenOutput
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    from seamless_verl.verl_adapter.llm_client import VersionedLLMClient
-    from seamless_verl.verl_adapter.request_log import request_log
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
 
     asked = []
 
@@ -808,7 +807,7 @@ async def test_grammars_reach_vllm_and_what_vllm_refuses_is_refused():
     from vllm.sampling_params import StructuredOutputsParams
 
     from seamless_verl.proxy.engine import EngineRefused, GenerationRequest
-    from seamless_verl.verl_adapter.engine import VerlEngine
+    from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine
 
     class Client:
         async def generate(self, *, sampling_params, **_):
@@ -844,8 +843,8 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     from omegaconf import OmegaConf, open_dict
     from ray.exceptions import ActorDiedError, RayTaskError
 
-    from seamless_verl.verl_adapter import llm_client
-    from seamless_verl.verl_adapter.attempts import RecordedAttempt
+    from seamless_verl.verl_adapter.rollout import llm_client
+    from seamless_verl.verl_adapter.rollout.attempts import RecordedAttempt
 
     class EngineDeadError(Exception):
         pass
@@ -884,7 +883,7 @@ async def test_an_error_of_the_engine_that_is_no_death_is_not_retried(monkeypatc
     from omegaconf import OmegaConf, open_dict
     from ray.exceptions import RayTaskError
 
-    from seamless_verl.verl_adapter import llm_client
+    from seamless_verl.verl_adapter.rollout import llm_client
 
     client, _ = _client(monkeypatch, [])
 

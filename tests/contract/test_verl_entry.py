@@ -169,7 +169,7 @@ def test_what_verl_sets_for_its_keys_we_set(monkeypatch, rollout, judge, logger)
     from omegaconf import OmegaConf
     from verl.trainer import main_ppo
 
-    from seamless_verl.verl_entry import trainer_environment
+    from seamless_verl.run.verl_entry import trainer_environment
 
     class Enough(Exception):
         pass

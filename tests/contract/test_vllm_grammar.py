@@ -18,7 +18,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 from seamless_verl.trajectory.partial import GRAMMAR_PREFIX, PartialGeneration
-from seamless_verl.verl_adapter import vllm_grammar
+from seamless_verl.verl_adapter.vllm import vllm_grammar
 from tests.fakes import small_tokenizer
 
 pytestmark = [  # what vLLM's backends call
@@ -152,7 +152,7 @@ def test_a_grammar_that_does_not_compile_ends_the_request_alone(manager: Any, mo
 
 
 def test_the_plug_in_reaches_the_engines_process(monkeypatch: Any) -> None:
-    from seamless_verl.verl_adapter import vllm_cpu
+    from seamless_verl.verl_adapter.cpu import vllm_cpu
 
     manager = structured_output.StructuredOutputManager
     monkeypatch.setattr(manager, "_create_grammar", manager._create_grammar)
@@ -166,7 +166,7 @@ def test_the_plug_in_reaches_the_engines_process(monkeypatch: Any) -> None:
 
 
 def test_a_server_with_a_list_of_plug_ins_keeps_ours(monkeypatch: Any) -> None:
-    from seamless_verl.verl_adapter.vllm_server import load_plug_in
+    from seamless_verl.verl_adapter.vllm.vllm_server import load_plug_in
 
     for given, wanted in ((None, None), ("a,b", "a,b,seamless_verl"), ("seamless_verl", "seamless_verl")):
         environment = {} if given is None else {"VLLM_PLUGINS": given}

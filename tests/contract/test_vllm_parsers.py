@@ -15,16 +15,16 @@ from fastapi import FastAPI, Request, Response
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.calls import Call, ToolChoice
 from seamless_verl.proxy.client import ProxyAdmin
-from seamless_verl.proxy.constraints import structured_outputs
-from seamless_verl.proxy.parsing import Asked, TagParser
-from seamless_verl.proxy.server import ProxyServer
-from seamless_verl.proxy.sessions import SessionSpec
-from seamless_verl.proxy.standalone import StandaloneConfig, serve
+from seamless_verl.proxy.deploy.http_server import ProxyServer
+from seamless_verl.proxy.deploy.standalone import StandaloneConfig, serve
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.text.constraints import structured_outputs
+from seamless_verl.proxy.text.parsing import Asked, TagParser
 from tests.fakes import CHATML, small_tokenizer
 from tests.standalone import save_tokenizer
 
 pytest.importorskip("vllm")
-from seamless_verl.verl_adapter.parsers import VllmParser, make_parser, parser_of
+from seamless_verl.verl_adapter.rollout.parsers import VllmParser, make_parser, parser_of
 
 SPECIAL = ("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|im_end|>")
 TOOLS: list[Any] = [

@@ -78,7 +78,7 @@ async def one_queued(server):
 
 
 def test_a_queued_request_is_interrupted_at_once(monkeypatch):
-    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
 
     async def scenario():
         server = await serve(InterruptibleServer, monkeypatch)
@@ -93,7 +93,7 @@ def test_a_queued_request_is_interrupted_at_once(monkeypatch):
 
 
 def test_a_request_half_way_into_the_engine_is_waited_for(monkeypatch):
-    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
 
     async def scenario():
         server = await serve(InterruptibleServer, monkeypatch)
@@ -110,7 +110,7 @@ def test_a_request_half_way_into_the_engine_is_waited_for(monkeypatch):
 
 
 def test_a_request_that_is_cancelled_on_its_way_is_not_waited_for(monkeypatch):
-    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
 
     async def scenario():
         server = await serve(InterruptibleServer, monkeypatch)
@@ -139,7 +139,7 @@ def test_verls_own_server_would_wait_for_the_queue(monkeypatch):
 
 def test_with_several_engine_cores_the_first_token_counts_as_under_verl(monkeypatch):
     """Before it, the start of the other cores may still be on its way, and come in after the pause has ended."""
-    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
 
     async def scenario():
         server = await serve(InterruptibleServer, monkeypatch, num_cores=2)
@@ -158,7 +158,7 @@ def test_with_several_engine_cores_the_first_token_counts_as_under_verl(monkeypa
 
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_a_request_that_was_ended_before_it_came_is_told_so_once(monkeypatch, num_cores):
-    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
 
     async def scenario():
         server = await serve(InterruptibleServer, monkeypatch, num_cores)
@@ -173,7 +173,7 @@ def test_a_request_that_was_ended_before_it_came_is_told_so_once(monkeypatch, nu
 
 
 def test_a_request_that_is_ended_half_way_into_the_engine_is_ended_there(monkeypatch):
-    from seamless_verl.verl_adapter.vllm_server import InterruptibleServer
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
 
     async def scenario():
         server = await serve(InterruptibleServer, monkeypatch)
@@ -198,7 +198,7 @@ def test_our_trainer_starts_such_servers():
     from verl.workers.rollout.replica import RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-    from seamless_verl.verl_adapter.trainer import _interruptible_replica
+    from seamless_verl.verl_adapter.trainer.trainer import _interruptible_replica
 
     before = RolloutReplicaRegistry._registry["vllm"]
     try:
@@ -214,8 +214,8 @@ def test_and_gives_every_engines_servers_more_slots_than_anything_fills(monkeypa
     from verl.workers.rollout.replica import RolloutReplica
     from verl.workers.rollout.vllm_rollout.vllm_pd_replica import vLLMPDReplica
 
-    from seamless_verl.verl_adapter.slots import NUM_SLOTS, raise_slots
-    from seamless_verl.verl_adapter.vllm_server import InterruptibleReplica
+    from seamless_verl.verl_adapter.rollout.slots import NUM_SLOTS, raise_slots
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica
 
     monkeypatch.setattr(RolloutReplica, "max_concurrency", RolloutReplica.max_concurrency)
     raise_slots()

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("verl")
 import ray
 
-from seamless_verl.verl_adapter import watchdog
-from seamless_verl.verl_adapter.watchdog import Watchdog
+from seamless_verl.verl_adapter.slices.replica_slices import watchdog
+from seamless_verl.verl_adapter.slices.watchdog import Watchdog
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from seamless_verl.errors import ConfigError  # noqa: E402
-from seamless_verl.verl_adapter import weight_checks  # noqa: E402
-from seamless_verl.verl_adapter.weight_checks import WeightChecks, WeightsDiffer, checksum  # noqa: E402
+from seamless_verl.verl_adapter.weights import weight_checks  # noqa: E402
+from seamless_verl.verl_adapter.weights.weight_checks import WeightChecks, WeightsDiffer, checksum  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BITS = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1, max_size=12)
@@ -122,7 +122,7 @@ def test_only_what_was_published_last_can_be_lent(told: list[Any]) -> None:
 
 
 def test_a_slice_with_other_weights_never_generates(told: list[Any]) -> None:
-    from seamless_verl.verl_adapter.slices import ReplicaSlices
+    from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 
     async def resume_generation() -> None:
         told.append("generates")

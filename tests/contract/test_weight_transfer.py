@@ -50,7 +50,7 @@ class Fleet:
         self.version = 0
 
     def managed(self) -> Any:
-        from seamless_verl.verl_adapter.weight_transfer import GuardedCheckpointManager
+        from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager
 
         config = SimpleNamespace(backend="nccl_over_gloo", custom_backend_module="benchmarks.nccl_over_gloo")
         return GuardedCheckpointManager(config=config, actor_wg=self.trainers, replicas=list(self.replicas))
@@ -108,7 +108,7 @@ def _leave_out_and_go_on(fleet: Fleet, lost: Any, *, worker_too: bool = False) -
 
 
 def _broken(fleet: Fleet, lost: Any, within_s: float) -> Any:
-    from seamless_verl.verl_adapter.weight_transfer import TransferBroken
+    from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 
     began = time.monotonic()
     with pytest.raises(TransferBroken, match=f"rollout replica {lost.replica_rank}") as broken:

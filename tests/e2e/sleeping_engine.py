@@ -33,7 +33,7 @@ def main(model: str) -> None:
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
-    from seamless_verl.verl_adapter.weight_checks import _of_worker, checksum
+    from seamless_verl.verl_adapter.weights.weight_checks import _of_worker, checksum
 
     engine = LLM(
         model,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.main import CPU_ENVIRONMENT
-from seamless_verl.supervisor import RUN_ID, sweep
+from seamless_verl.run.supervisor import RUN_ID, sweep
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.forced_lengths import write_workload
 from benchmarks.loans import loans_of
 from seamless_verl.observe import flight
-from seamless_verl.observe.ledger import Ledger
 from seamless_verl.observe.recording import Recording, read_recording
+from seamless_verl.observe.time_ledger import Ledger
 from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     FAST,
     Machine,

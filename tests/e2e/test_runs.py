@@ -24,8 +24,8 @@ import pytest
 from seamless_verl.cli import main
 from seamless_verl.main import CPU_ENVIRONMENT
 from seamless_verl.observe.flight import Phase
-from seamless_verl.observe.ledger import Category
 from seamless_verl.observe.run_folder import load_digest
+from seamless_verl.observe.time_ledger import Category
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

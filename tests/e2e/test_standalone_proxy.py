@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from recipes.arithmetic.assets import build
-from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.session.sessions import SessionSpec
 from tests.standalone import Standalone
 from tests.vllm_server import vllm_server
 

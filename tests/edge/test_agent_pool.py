@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from seamless_verl.agents import pool as module
-from seamless_verl.agents.pool import AgentPool, JobFailed, JobTimedOut, PoolBroken, WorkerDied
+from seamless_verl.agents import agent_pool as module
+from seamless_verl.agents.agent_pool import AgentPool, JobFailed, JobTimedOut, PoolBroken, WorkerDied
 from seamless_verl.errors import SeamlessError
-from seamless_verl.supervisor import RUN_ID
+from seamless_verl.run.supervisor import RUN_ID
 
 WORKER = """
 import os, signal, subprocess, sys, threading
-from seamless_verl.agents.pool import serve
+from seamless_verl.agents.agent_pool import serve
 
 meeting = threading.Barrier(4)
 
@@ -227,7 +227,7 @@ async def test_a_line_for_people_may_be_of_any_length(tmp_path: Path, monkeypatc
     script = tmp_path / "loud.py"
     script.write_text(
         "import os, sys\n"
-        "from seamless_verl.agents.pool import serve\n"
+        "from seamless_verl.agents.agent_pool import serve\n"
         "def handle(payload, forgotten):\n"
         "    print('x' * 1_000_000, file=sys.stderr, flush=True)\n"
         "    print('my last words', file=sys.stderr, flush=True)\n"
@@ -284,7 +284,7 @@ async def test_close_ends_workers_their_children_and_their_jobs(command: tuple[s
 
 OWNER = """
 import asyncio, sys
-from seamless_verl.agents.pool import AgentPool
+from seamless_verl.agents.agent_pool import AgentPool
 
 async def main():
     pool = AgentPool((sys.executable, sys.argv[1]), processes=2)

@@ -30,7 +30,7 @@ def home(tmp_path_factory):
 def python(home):
     """The stand-in's path, with a nursery behind it that has `json` and `decimal` imported."""
     read, write = os.pipe()
-    command = [sys.executable, "-m", "seamless_verl.nursery.server", str(home / "nursery"), "json", "decimal"]
+    command = [sys.executable, "-m", "seamless_verl.nursery.nursery_server", str(home / "nursery"), "json", "decimal"]
     server = subprocess.Popen(command, stderr=write)
     os.close(write)
     with os.fdopen(read) as said:
@@ -127,7 +127,7 @@ def test_imports_that_leave_threads_behind_are_not_forked(home, tmp_path):
     (tmp_path / "threaded.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=(5,), daemon=True).start()"
     )
-    command = [sys.executable, "-m", "seamless_verl.nursery.server", str(home / "nursery"), "threaded"]
+    command = [sys.executable, "-m", "seamless_verl.nursery.nursery_server", str(home / "nursery"), "threaded"]
     result = subprocess.run(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=30
     )

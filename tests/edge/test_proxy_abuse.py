@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.server import ProxyServer
 from tests.fakes import Served, serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

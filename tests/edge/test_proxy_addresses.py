@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.server import ProxyServer, base_url_of, free_port_after, listen_on
+from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, free_port_after, listen_on
 
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 

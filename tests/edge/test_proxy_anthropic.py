@@ -8,10 +8,10 @@ from typing import Any
 import anthropic
 import pytest
 
+from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.dialects.anthropic import parse_messages
 from seamless_verl.proxy.engine import EngineUnavailable
-from seamless_verl.proxy.errors import ApiError
-from seamless_verl.proxy.messages import parse_messages
-from seamless_verl.proxy.parsing import TagParser
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

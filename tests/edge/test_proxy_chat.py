@@ -12,7 +12,7 @@ import pytest
 
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.parsing import TagParser
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.proxy.client import SessionResult
-from seamless_verl.proxy.parsing import TagParser
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
 _SCRIPTS = Path(__file__).parent / "clients"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.completions import parse_completion
-from seamless_verl.proxy.errors import ApiError
+from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.dialects.completions import parse_completion
 from tests.fakes import serving
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from seamless_verl.proxy.calls import Call, ToolChoice
-from seamless_verl.proxy.constraints import structured_outputs
 from seamless_verl.proxy.engine import Ability
-from seamless_verl.proxy.parsing import Asked, TagParser
+from seamless_verl.proxy.text.constraints import structured_outputs
+from seamless_verl.proxy.text.parsing import Asked, TagParser
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

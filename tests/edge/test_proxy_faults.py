@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.proxy.client import ProxyRefused
-from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.session.sessions import SessionSpec
 from tests.edge.test_proxy_standalone import HI, Mock, folder, mock  # noqa: F401 - fixtures
 from tests.standalone import Standalone, chat
 

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
-from seamless_verl.proxy.app import make_app
+from seamless_verl.proxy.deploy.http_server import _Impatient
 from seamless_verl.proxy.engine import Ability
+from seamless_verl.proxy.http.app import make_app
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.parsing import TagParser
-from seamless_verl.proxy.server import _Impatient
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.bodies import CALLING, GONE, GOOD, changed, hostile, places_of
 from tests.fakes import Served, serving
 

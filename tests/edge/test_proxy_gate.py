@@ -13,13 +13,13 @@ import anthropic
 import openai
 import pytest
 
-from seamless_verl.proxy.app import ProxyDeps, make_app
 from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import EngineUnavailable, Generation, GenerationRequest, TokenChunk
-from seamless_verl.proxy.gate import Gate, GatedEngine
-from seamless_verl.proxy.rendering import TokenizerRenderer
-from seamless_verl.proxy.server import ProxyServer
-from seamless_verl.proxy.sessions import SessionSpec
+from seamless_verl.proxy.engines.gate import Gate, GatedEngine
+from seamless_verl.proxy.http.app import ProxyDeps, make_app
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
 from tests.fakes import serving, small_tokenizer
 from tests.interruptible import NUM_TURNS, InterruptibleEngine, chat_agent, expected_of_chat, script

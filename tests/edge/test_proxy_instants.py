@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from seamless_verl.proxy.engine import Generation, GenerationRequest
-from seamless_verl.proxy.folder_sink import FolderSink
+from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.sessions import Session
-from seamless_verl.proxy.wire import RewardBody
+from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.proxy.session.wire import RewardBody
 from seamless_verl.trajectory.audit import AuditReport
 from seamless_verl.trajectory.rows import Row
 from tests.fakes import ScriptedEngine, small_tokenizer

@@ -16,9 +16,9 @@ import pytest
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyAdmin
-from seamless_verl.proxy.parsing import TagParser
-from seamless_verl.proxy.sessions import SessionSpec, SessionStore
-from seamless_verl.proxy.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.session.sessions import SessionSpec, SessionStore
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -30,9 +30,9 @@ def _words(prompt: str) -> str:
 
 async def _serve(path: Path, port: int) -> None:
     """What the killed process runs: a real proxy on a fixed port, with its journal."""
-    from seamless_verl.proxy.app import ProxyDeps, make_app
-    from seamless_verl.proxy.rendering import TokenizerRenderer
-    from seamless_verl.proxy.server import ProxyServer
+    from seamless_verl.proxy.deploy.http_server import ProxyServer
+    from seamless_verl.proxy.http.app import ProxyDeps, make_app
+    from seamless_verl.proxy.text.chat_template import TokenizerRenderer
     from tests.fakes import ScriptedEngine, small_tokenizer
 
     tokenizer = small_tokenizer()

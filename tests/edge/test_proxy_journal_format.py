@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.proxy.calls import Answer, Token
-from seamless_verl.proxy.flights import Served
-from seamless_verl.proxy.journal_format import Damaged, pack, unpack
+from seamless_verl.proxy.journal.journal_format import Damaged, pack, unpack
+from seamless_verl.proxy.session.flights import Served
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import FinishReason, VersionSpan
 from seamless_verl.trajectory.messages import Message, MessageKey, Role, ToolCall

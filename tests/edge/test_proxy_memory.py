@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.proxy import engine as engine_module
-from seamless_verl.proxy import intake
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.engine import EngineUnavailable
-from seamless_verl.proxy.folder_sink import FolderSink
+from seamless_verl.proxy.http import intake
+from seamless_verl.proxy.journal.folder_sink import FolderSink
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.rendering import TokenizerRenderer
-from seamless_verl.proxy.requests import read_body
-from seamless_verl.proxy.sessions import SessionStore
-from seamless_verl.proxy.sqlite_journal import SqliteJournal
-from seamless_verl.proxy.text_cache import TextCache
+from seamless_verl.proxy.session.requests import read_body
+from seamless_verl.proxy.session.sessions import SessionStore
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
+from seamless_verl.proxy.text.text_cache import TextCache
 from seamless_verl.trajectory.segments import Segment
 from tests.fakes import Served, serving, small_tokenizer, user
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.engine import Ability
-from seamless_verl.proxy.errors import ApiError
-from seamless_verl.proxy.parsing import Asked, TagParser
-from seamless_verl.proxy.responses import parse_responses
-from seamless_verl.proxy.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.text.parsing import Asked, TagParser
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

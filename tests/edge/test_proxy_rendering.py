@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.rendering import RenderingFailed, TokenizerRenderer
+from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, ToolCall
 from seamless_verl.trajectory.segments import DriftReason, MatchKind

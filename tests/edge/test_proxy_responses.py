@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from seamless_verl.proxy.errors import ApiError
-from seamless_verl.proxy.parsing import TagParser
-from seamless_verl.proxy.responses import parse_responses
+from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.dialects.responses import parse_responses
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.edge.test_proxy_anthropic import agent
 from tests.fakes import serving
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from seamless_verl.proxy.calls import Answer
-from seamless_verl.proxy.flights import Arrival, FlightBoard, Served
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.session.flights import Arrival, FlightBoard, Served
 from seamless_verl.trajectory.messages import Message, Role
 from seamless_verl.trajectory.retries import Earlier
 from tests.fakes import serving

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.app import make_app
 from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
-from seamless_verl.proxy.replying import StreamTiming
-from seamless_verl.proxy.sessions import Session, SessionSpec
+from seamless_verl.proxy.http.app import make_app
+from seamless_verl.proxy.http.replying import StreamTiming
+from seamless_verl.proxy.session.sessions import Session, SessionSpec
 from tests.fakes import Served, serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

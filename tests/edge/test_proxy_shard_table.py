@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy import shards as module
+from seamless_verl.proxy.deploy import shards as module
+from seamless_verl.proxy.deploy.shards import Shards, ShardsConfig
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.shards import Shards, ShardsConfig
 
 
 class ScriptedShard:

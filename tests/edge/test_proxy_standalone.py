@@ -15,8 +15,8 @@ import pytest
 from benchmarks.mock_engine import Connection, PreparedAnswers
 from benchmarks.traffic import model_folder
 from seamless_verl.proxy.client import ProxyRefused
-from seamless_verl.proxy.sessions import SessionSpec
-from seamless_verl.proxy.tokenizer import FolderTokenizer
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from tests.fakes import CHATML, small_tokenizer
 from tests.standalone import KEY, Standalone, chat, refused, save_tokenizer
 

@@ -12,9 +12,9 @@ import pytest
 
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.engine import EngineUnavailable
+from seamless_verl.proxy.http.replying import StreamTiming
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.parsing import TagParser
-from seamless_verl.proxy.replying import StreamTiming
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import Served, serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.rendering import TokenizerRenderer
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
 from seamless_verl.trajectory.segments import DriftReason, MatchKind

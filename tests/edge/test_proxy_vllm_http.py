@@ -12,9 +12,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, FinishReason, GenerationRequest, TokenChunk
-from seamless_verl.proxy.server import ProxyServer
-from seamless_verl.proxy.vllm_http import VllmHttpEngine
+from seamless_verl.proxy.engines.vllm_http import VllmHttpEngine
 from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
 from tests.fakes import small_tokenizer
 

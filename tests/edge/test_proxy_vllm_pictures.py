@@ -18,13 +18,13 @@ import pytest
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
+from seamless_verl.proxy.deploy.http_server import ProxyServer
+from seamless_verl.proxy.deploy.standalone import Ready, StandaloneConfig, serve
 from seamless_verl.proxy.engine import TokenChunk
-from seamless_verl.proxy.server import ProxyServer
-from seamless_verl.proxy.sessions import SessionSpec
-from seamless_verl.proxy.standalone import Ready, StandaloneConfig, serve
-from seamless_verl.proxy.tokenizer import FolderTokenizer
-from seamless_verl.proxy.vision import open_image
-from seamless_verl.proxy.vllm_wire import BadAnswer, EventReader, TokensAnswer, read_answer
+from seamless_verl.proxy.engines.vllm_wire import BadAnswer, EventReader, TokensAnswer, read_answer
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer
+from seamless_verl.proxy.text.vision import open_image
 from tests.picture_server import DEFAULTS, PictureServer, model_folder
 from tests.pictures import picture, small_processor
 from tests.standalone import KEY, save_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from seamless_verl.cli import main
 from seamless_verl.observe.run_folder import load_digest
-from seamless_verl.simulation.replay import from_run
+from seamless_verl.simulation.recorded_run import from_run
 
 _SMALL = (
     "workload={kind: lognormal, mean: 900, sigma: 0.8, cap: 4000}",

@@ -18,7 +18,7 @@ import pytest
 
 from seamless_verl.own_disk import APART
 from seamless_verl.recipes.swe.real import child
-from seamless_verl.supervisor import GRACE, RUN_ID, _apart, _remove_shared_memory, sweep, sweep_node
+from seamless_verl.run.supervisor import GRACE, RUN_ID, _apart, _remove_shared_memory, sweep, sweep_node
 
 # Prints its pid and waits for ever.
 NAMELESS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
@@ -33,7 +33,7 @@ def test_an_orphan_without_the_mark_ends_and_a_spared_child_stays():
     program = f"""
         import subprocess, sys
         import psutil
-        from seamless_verl import supervisor
+        from seamless_verl.run import supervisor
 
         supervisor._prctl(supervisor._PR_SET_CHILD_SUBREAPER, 1)
         spared = subprocess.Popen([sys.executable, "-c", {NAMELESS!r}], stdout=subprocess.PIPE)
@@ -137,7 +137,7 @@ RUN = """
 import sys
 from pathlib import Path
 import psutil
-from seamless_verl import supervisor
+from seamless_verl.run import supervisor
 
 def send_signal(process, number):
     print(int(number), flush=True)
@@ -260,7 +260,7 @@ def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch,
 
 def test_what_a_node_keeps_is_named(monkeypatch):
     monkeypatch.setattr(psutil.Process, "send_signal", lambda process, number: None)
-    monkeypatch.setattr("seamless_verl.supervisor._SWEEP_S", 0.5)
+    monkeypatch.setattr("seamless_verl.run.supervisor._SWEEP_S", 0.5)
     env = {**os.environ, RUN_ID: "undead-far-run"}
     with subprocess.Popen([sys.executable, "-c", STUBBORN], env=env, stdout=subprocess.PIPE) as process:
         process.stdout.readline()

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
-from seamless_verl.proxy.chat import parse_chat
+from seamless_verl.proxy.dialects.chat import parse_chat
 from seamless_verl.recipes.swe.real.runner import MiniSweRunner
 from seamless_verl.recipes.swe.real.sandbox import SandboxError
 from tests.edge.test_swe_real_support import (

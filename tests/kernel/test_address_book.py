@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.address_book import KEY_PREFIX, AddressBook, prefix_of
+from seamless_verl.proxy.session.address_book import KEY_PREFIX, AddressBook, prefix_of
 
 TOKENS = [f"t{number}" for number in range(3000)]
 

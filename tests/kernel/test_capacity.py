@@ -3,8 +3,8 @@
 import pytest
 
 from seamless_verl.agents.contract import places_of
-from seamless_verl.capacity import attempts_per_worker, told_of_cap
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.run.capacity import attempts_per_worker, told_of_cap
 
 
 def config(*, nodes, batch, n=8, workers=8, train=8, tensor=1, seats=256):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hydra.errors import MissingConfigException
 
-from seamless_verl import compose
 from seamless_verl.errors import ConfigError
-from seamless_verl.supervisor import identity
+from seamless_verl.run import compose
+from seamless_verl.run.supervisor import identity
 
 RUNS = Path("/somewhere/runs")
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from seamless_verl import devices
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine
 from seamless_verl.main import _platform
+from seamless_verl.run import devices
 
 GIB = 1 << 30
 TRAIN_AND_ROLL_OUT = [

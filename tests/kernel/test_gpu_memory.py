@@ -2,7 +2,7 @@
 
 import pytest
 
-from seamless_verl.gpu_memory import COMFORT, GIB, Engine, ModelShape, Trained, beyond, highest_utilization
+from seamless_verl.memory.gpu_memory import COMFORT, GIB, Engine, ModelShape, Trained, beyond, highest_utilization
 
 H100 = 81559 << 20  # what nvidia-smi says of "80 GB"
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "num_key_value_heads": 8}

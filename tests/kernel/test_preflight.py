@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from seamless_verl import packages, preflight
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, count_accelerators, port_is_free
+from seamless_verl.run import packages, preflight
 
 GIB = 1 << 30
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it

@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.prompt_texts import PromptTexts
+from seamless_verl.proxy.text.prompt_texts import PromptTexts
 from seamless_verl.trajectory.paths import TokenPath
 
 _IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -27,7 +27,7 @@ def test_whatever_a_prompt_grew_from_its_text_says_its_ids_and_memory_is_bounded
 
 
 def test_only_what_is_new_is_written(monkeypatch) -> None:
-    from seamless_verl.proxy import prompt_texts
+    from seamless_verl.proxy.text import prompt_texts
 
     written: list[int] = []
     plain = prompt_texts._items

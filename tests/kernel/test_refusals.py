@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
-from seamless_verl import packages, preflight
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
+from seamless_verl.run import packages, preflight
 
 GIB = 1 << 30
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"

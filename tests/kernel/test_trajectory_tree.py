@@ -6,7 +6,7 @@ import pytest
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, VersionSpan
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
-from seamless_verl.trajectory.rendering import Extension
+from seamless_verl.trajectory.renderer import Extension
 from seamless_verl.trajectory.retries import Earlier, Verdict, recognise
 from seamless_verl.trajectory.rows import build_rows
 from seamless_verl.trajectory.segments import DriftReason, MatchKind

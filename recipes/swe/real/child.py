@@ -29,7 +29,7 @@ import psutil
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
-from seamless_verl.supervisor import GRACE, RUN_ID
+from seamless_verl.run.supervisor import GRACE, RUN_ID
 
 GRACE_S = 20.0
 """From SIGTERM to SIGKILL: swe-rex may take ten seconds to end a container."""

@@ -2,7 +2,7 @@
 
 It works like a person at a terminal: runs the tests, shows the model the file and the first failure, writes the edit
 that the model answers with into the file, runs the tests again, and goes on in the same conversation. It is a worker
-of ``seamless_verl.agents.pool`` and imports nothing but the standard library and its own sandbox::
+of ``seamless_verl.agents.agent_pool`` and imports nothing but the standard library and its own sandbox::
 
     python -m seamless_verl.recipes.swe.tiny.agent
 
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.agents.pool import serve
+from seamless_verl.agents.agent_pool import serve
 from seamless_verl.agents.sandbox import Sandbox, TestRun
 from seamless_verl.recipes.swe.tiny import edit
 from seamless_verl.recipes.swe.tiny.chat import ChatClient, ChatFailed, ChatRefused

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.agents.agent_pool import AgentPool, JobFailed, JobTimedOut, WorkerDied
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
-from seamless_verl.agents.pool import AgentPool, JobFailed, JobTimedOut, WorkerDied
 from seamless_verl.agents.sandbox import Limits, Sandbox, TestRun
 from seamless_verl.errors import ConfigError
 

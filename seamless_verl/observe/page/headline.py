@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from html import escape
 
 from seamless_verl.observe.digest import RunDigest
-from seamless_verl.observe.ledger import IDLE, Category
 from seamless_verl.observe.numbers import duration, share, si
 from seamless_verl.observe.page.blocks import validation_sets
 from seamless_verl.observe.page.findings import Finding, findings
+from seamless_verl.observe.time_ledger import IDLE, Category
 
 
 def headline(run: RunDigest) -> str:

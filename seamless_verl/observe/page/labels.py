@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from seamless_verl.observe.ledger import Category
+from seamless_verl.observe.time_ledger import Category
 from seamless_verl.trajectory.segments import DriftReason
 
 LABELS: Mapping[Category, str] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.lanes import Lane, thin
-from seamless_verl.observe.ledger import Category
 from seamless_verl.observe.page.labels import LABELS, style_of
+from seamless_verl.observe.time_ledger import Category
 from seamless_verl.scheduling.slices import ACTIVE_TAG
 
 # About 1 MB of text; a laptop draws that many rectangles in a few milliseconds.

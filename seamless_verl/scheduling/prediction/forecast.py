@@ -20,7 +20,7 @@ from seamless_verl.scheduling.events import (
 )
 from seamless_verl.scheduling.prediction.course import Course, Crew, Fresh, Work, alike, play
 from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, value
-from seamless_verl.scheduling.prediction.sessions import SessionBook
+from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.slices import SliceState, Tag
 
 _SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups

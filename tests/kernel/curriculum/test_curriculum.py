@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.curriculum.curriculum import Curriculum, CurriculumError, Draw, EpochEnded, StageEntered
-from seamless_verl.curriculum.pool import Outcome, Resampling
+from seamless_verl.curriculum.prompt_pool import Outcome, Resampling
 from seamless_verl.curriculum.stages import Plateau, Stage
 from seamless_verl.errors import ConfigError
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from seamless_verl.observe.flight import SliceState
 from seamless_verl.observe.lanes import Lane, thin
-from seamless_verl.observe.ledger import Category, Stretch
+from seamless_verl.observe.time_ledger import Category, Stretch
 
 LENGTHS = st.lists(
     st.tuples(st.floats(0.001, 10.0), st.sampled_from(Category), st.booleans()), min_size=1, max_size=200

@@ -23,7 +23,7 @@ from seamless_verl.observe.flight import (
     SliceState,
     StepBegan,
 )
-from seamless_verl.observe.ledger import Category, Ledger, Stretch, idle_shares
+from seamless_verl.observe.time_ledger import Category, Ledger, Stretch, idle_shares
 
 C = Category
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.digest import digest
-from seamless_verl.observe.ledger import Category
-from seamless_verl.observe.prefill import fit, with_first_tokens
+from seamless_verl.observe.prefill_estimate import fit, with_first_tokens
 from seamless_verl.observe.recording import Recording
+from seamless_verl.observe.time_ledger import Category
 
 PREFILL_S, DECODE_S = 0.001, 0.02
 SHAPES = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 500)), min_size=20, max_size=40)

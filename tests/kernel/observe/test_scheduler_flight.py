@@ -2,8 +2,8 @@
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight_codec import decode_event, encode_event
-from seamless_verl.observe.ledger import Category, Ledger
 from seamless_verl.observe.scheduler_flight import RecordedScheduler, plain_fields
+from seamless_verl.observe.time_ledger import Category, Ledger
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.policies.greedy import Greedy

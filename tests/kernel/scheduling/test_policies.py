@@ -12,8 +12,8 @@ from seamless_verl.scheduling.decisions import Verb
 from seamless_verl.scheduling.policies.colocated import Colocated
 from seamless_verl.scheduling.policies.disaggregated import Disaggregated
 from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies.policy import Policy
 from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
-from seamless_verl.scheduling.policies.protocol import Policy
 from seamless_verl.scheduling.policies.verl_gate import VerlGate
 from tests.kernel.scheduling.toy import Result, Setting, Toy
 

@@ -13,7 +13,7 @@ from seamless_verl.scheduling.prediction.course import Crew, Fresh, Work, alike,
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.lengths import LengthModel
 from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, next_end, value
-from seamless_verl.scheduling.prediction.sessions import SessionBook
+from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.roofline import Roofline, balance
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
 from seamless_verl.scheduling.switch_costs import Switch, SwitchCosts

@@ -14,7 +14,7 @@ from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveC
 from seamless_verl.scheduling.prediction.course import Work, alike, play
 from seamless_verl.scheduling.prediction.decode import DecodeModel
 from seamless_verl.scheduling.prediction.prefill import PrefillAgain
-from seamless_verl.scheduling.prediction.sessions import SessionBook
+from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, World, make_slice

@@ -1,0 +1,76 @@
+"""An answer while it is generated: tokens in, settled text out.
+
+Invariant: what a draft has shown is a prefix of the answer that is committed; otherwise nothing is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.calls import Token
+from seamless_verl.proxy.engine import Generation, TokenChunk
+from seamless_verl.proxy.session.flights import Progress
+from seamless_verl.proxy.text.chat_template import Codec
+from seamless_verl.proxy.text.settling import Settler, StopCutter, TextDecoder
+from seamless_verl.trajectory.messages import Message
+
+
+class Draft:
+    """Feeds one :class:`~.flights.Progress`.
+
+    Args:
+        settler: None for plain text.
+        stops: stop strings; the text ends before the first of them.
+        show_tokens: whether the client asked for log-probs.
+    """
+
+    def __init__(
+        self, progress: Progress, codec: Codec, settler: Settler | None, stops: Sequence[str], *, show_tokens: bool
+    ) -> None:
+        self._progress = progress
+        self._codec = codec
+        self._settler = settler
+        self._decoder = TextDecoder(codec.decode, codec.open_ids)
+        self._cutter = StopCutter(stops)
+        # Which tokens a stop string takes with it is only known at the end.
+        self._show_tokens = show_tokens and not stops
+        self._has_stops = bool(stops)
+        self._ids: list[int] = []
+
+    def feed(self, chunk: TokenChunk) -> None:
+        """Take tokens as the engine makes them."""
+        self._ids.extend(chunk.token_ids)
+        kept = [at for at, token in enumerate(chunk.token_ids) if token not in self._codec.stop_token_ids]
+        text = self._cutter.feed(self._decoder.feed([chunk.token_ids[at] for at in kept]))
+        reasoning, content = self._settler.feed(text) if self._settler is not None else ("", text)
+        self._progress.reasoning += reasoning
+        self._progress.content += content
+        if self._show_tokens:
+            self._progress.tokens.extend(tokens_of(chunk, kept, self._codec))
+        if reasoning or content or (self._show_tokens and kept):
+            self._progress.tell()
+
+    def check(self, generation: Generation, message: Message) -> None:
+        """Refuse an answer that takes back what was shown.
+
+        Raises:
+            ApiError: 502.
+        """
+        shown, num = self._progress, len(generation.token_ids)
+        # A stop string across an interruption ends the answer before tokens that were streamed; its text was held back.
+        is_cut = num < len(self._ids) and self._has_stops
+        if list(generation.token_ids[: len(self._ids)]) != (self._ids[:num] if is_cut else self._ids):
+            raise ApiError(502, "engine_error", "The engine took back tokens that it had streamed.")
+        if not message.reasoning.startswith(shown.reasoning) or not message.content.startswith(shown.content):
+            raise ApiError(502, "stream_differs", "The whole answer reads differently from what was streamed of it.")
+
+
+def tokens_of(chunk: TokenChunk | Generation, places: Sequence[int], codec: Codec) -> list[Token]:
+    """Tokens as clients see them; ``places`` are those to show."""
+    shown = []
+    for at in places:
+        others = chunk.alternatives[at] if chunk.alternatives else ()
+        alternatives = tuple((codec.decode([token]), float(value)) for token, value in others)
+        shown.append(Token(codec.decode([chunk.token_ids[at]]), float(chunk.log_probs[at]), alternatives))
+    return shown

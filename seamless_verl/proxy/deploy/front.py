@@ -1,0 +1,234 @@
+"""One door in front of several shards: opens sessions, knows who has which, and passes on what came to it.
+
+::
+
+    opener ──POST /sessions──▶ front ──▶ shard k          answer: the shard's own base_url
+    agent  ──that base_url────────────▶ shard k          the usual way; the front sees nothing of it
+    agent  ──key alone, to the front──▶ front ──▶ shard k  works too, one hop more
+
+The front keeps no state: the owner of a session is in its name (:mod:`seamless_verl.proxy.session.address_book`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.http.intake import BodyIntake
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.session.address_book import AddressBook
+from seamless_verl.proxy.session.flights import ClientGone
+from seamless_verl.proxy.session.requests import api_key_of, client_left, encoded
+from seamless_verl.proxy.session.sessions import same_key
+
+_SAMPLE = re.compile(rb"^(\w+)(?:\{(.*)\})? (.*)$")
+_NOT_PASSED = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"})
+_METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"]
+
+
+class Front:
+    """See the module.
+
+    Args:
+        book: the table as it is now.
+        admin_key: the key of the shards; the front asks for it where it answers by itself.
+        add_shard: starts one more shard and returns once it is in the table.
+    """
+
+    def __init__(
+        self,
+        *,
+        book: Callable[[], AddressBook],
+        admin_key: str,
+        limits: Limits,
+        add_shard: Callable[[], Awaitable[int]],
+    ) -> None:
+        self._book = book
+        self._admin_key = admin_key
+        self._intake = BodyIntake(limits)
+        self._add_shard = add_shard
+        self._client = httpx.AsyncClient(trust_env=False, timeout=None, limits=httpx.Limits(max_connections=None))
+
+    async def open_session(self, request: Request) -> Response:
+        try:
+            shard = self._book().place(uuid.uuid4().hex)
+        except LookupError as error:
+            raise ApiError(503, "no_shard", f"{error}.", retry_after_s=5.0) from None
+        return await self._pass_on(request, shard)
+
+    async def any(self, request: Request) -> Response:
+        """Whatever names a session, by its path or by its key."""
+        book = self._book()
+        named = request.path_params.get("session_id")
+        shard = book.owner(named) if named is not None else book.owner(api_key_of(request))
+        if shard is None:
+            story = "No shard knows this session." if named is not None else "This API key belongs to no session."
+            raise ApiError(404 if named is not None else 401, "session_not_found", story)
+        return await self._pass_on(request, shard)
+
+    async def shards(self, request: Request) -> Response:
+        """The address book; ``POST`` adds a shard."""
+        self._require_admin(request)
+        try:
+            added = await self._add_shard() if request.method == "POST" else None
+        except ConfigError as error:
+            raise ApiError(503, "shard_failed", f"No shard was added: {error}") from None
+        book = self._book()
+        table = {str(shard): url for shard, url in sorted(book.addresses.items())}
+        content = {"shards": table, "retired": sorted(book.retired), **({} if added is None else {"added": added})}
+        return Response(encoded(content), media_type="application/json", status_code=200 if added is None else 201)
+
+    async def stats(self, request: Request) -> Response:
+        self._require_admin(request)
+        answers = await self._ask_all("/stats", {"authorization": f"Bearer {self._admin_key}"})
+        content = {str(shard): answer.json() if answer is not None else None for shard, answer in answers.items()}
+        return Response(encoded(content), media_type="application/json")
+
+    async def healthz(self, request: Request) -> Response:
+        answers = await self._ask_all("/healthz", {})
+        down = [shard for shard, answer in answers.items() if answer is None or answer.is_error]
+        sessions = sum(answer.json()["sessions"] for answer in answers.values() if answer is not None)
+        content = {"status": "ok" if not down else "degraded", "sessions": sessions, "down": down}
+        return Response(encoded(content), media_type="application/json", status_code=503 if down else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        answers = await self._ask_all("/metrics", {})
+        texts = {shard: answer.content for shard, answer in answers.items() if answer is not None}
+        return Response(_merged(texts), media_type="text/plain; version=0.0.4")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _require_admin(self, request: Request) -> None:
+        if not same_key(api_key_of(request), self._admin_key):
+            raise ApiError(403, "admin_only", "This route needs the admin key.")
+
+    async def _ask_all(self, path: str, headers: dict[str, str]) -> dict[int, httpx.Response | None]:
+        async def ask(url: str) -> httpx.Response | None:
+            try:
+                return await self._client.get(url + path, headers=headers, timeout=5.0)
+            except httpx.TransportError:
+                return None
+
+        shards = sorted(self._book().addresses.items())
+        answers = await asyncio.gather(*(ask(url) for _, url in shards))
+        return {shard: answer for (shard, _), answer in zip(shards, answers, strict=True)}
+
+    async def _pass_on(self, request: Request, shard: int) -> Response:
+        async with self._intake.held(request) as body:  # until the shard answers
+            return await self._send_on(request, shard, body)
+
+    async def _send_on(self, request: Request, shard: int, body: bytes) -> Response:
+        address = self._book().addresses[shard]
+        headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_PASSED]
+        # The shard tells openers its own address under the name by which they reached this machine.
+        headers.append(("host", f"{request.url.hostname or '127.0.0.1'}:{urlsplit(address).port}"))
+        query = f"?{request.url.query}" if request.url.query else ""
+        if body:
+            headers.append(("content-length", str(len(body))))
+        onward = self._client.build_request(
+            request.method,
+            f"{address}{request.url.path}{query}",
+            headers=headers,
+            content=_once(body) if body else None,
+        )
+        try:
+            answer = await _while_client_waits(request, self._client.send(onward, stream=True))
+        except httpx.TransportError as error:
+            story = f"Shard {shard} does not answer ({type(error).__name__}); it is started again."
+            raise ApiError(503, "shard_down", story, retry_after_s=1.0) from None
+
+        async def content() -> AsyncIterator[bytes]:
+            try:
+                async for chunk in answer.aiter_raw():
+                    yield chunk
+            finally:
+                await answer.aclose()
+
+        kept = {name: value for name, value in answer.headers.items() if name not in _NOT_PASSED}
+        return StreamingResponse(content(), status_code=answer.status_code, headers=kept)
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    """A body that is let go of when it has been sent; httpx keeps one that it is given until the answer has ended."""
+    yield body
+
+
+async def _while_client_waits(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """The head of a shard's answer. Cancelling cuts the connection, which is how the shard learns that nobody waits.
+
+    Raises:
+        ClientGone: the client left before there was one.
+    """
+    left, sent = asyncio.ensure_future(client_left(request)), asyncio.ensure_future(sending)
+    try:
+        await asyncio.wait({left, sent}, return_when=asyncio.FIRST_COMPLETED)
+        if not left.done():
+            return sent.result()
+        if sent.done():
+            await sent.result().aclose()
+        raise ClientGone
+    finally:
+        left.cancel()
+        sent.cancel()
+        await asyncio.gather(left, sent, return_exceptions=True)
+
+
+def make_front(front: Front) -> FastAPI:
+    """The front as an ASGI application."""
+    app = FastAPI(title="seamless_verl proxy front", openapi_url=None, docs_url=None, redoc_url=None)
+    routes: tuple[tuple[list[str], str, Callable[[Request], Awaitable[Response]]], ...] = (
+        (["GET"], "/healthz", front.healthz),
+        (["GET"], "/metrics", front.metrics),
+        (["GET"], "/stats", front.stats),
+        (["GET", "POST"], "/shards", front.shards),
+        (["POST"], "/sessions", front.open_session),
+        (_METHODS, "/sessions/{session_id}", front.any),
+        (_METHODS, "/sessions/{session_id}/{rest:path}", front.any),
+        (_METHODS, "/{rest:path}", front.any),
+    )
+    for methods, path, handler in routes:
+        app.router.add_route(path, handler, methods=methods)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return Response(encoded(error.body(request.url.path)), status_code=error.status, headers=dict(error.headers()))
+
+    async def nobody(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    app.add_exception_handler(ApiError, refuse)
+    app.add_exception_handler(ClientGone, nobody)
+    return app
+
+
+def _merged(texts: dict[int, bytes]) -> bytes:
+    """Prometheus texts of all shards as one, each sample with its shard."""
+    comments: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for shard, text in texts.items():
+        name = b""
+        for line in text.splitlines():
+            if line.startswith(b"#"):
+                name = line.split()[2]
+                if line not in comments.setdefault(name, []):
+                    comments[name].append(line)
+            elif found := _SAMPLE.match(line):
+                title, labels, value = found.groups()
+                own = b'shard="%d"' % shard
+                inside = own + b"," + labels if labels else own
+                samples.setdefault(name, []).append(title + b"{" + inside + b"} " + value)
+    lines: list[Any] = []
+    for name, told in comments.items():
+        lines += [*told, *samples.get(name, [])]
+    return b"\n".join([*lines, b""])

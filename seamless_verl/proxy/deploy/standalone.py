@@ -1,0 +1,290 @@
+"""A proxy of its own in front of a vLLM server: no trainer, no Ray, no torch.
+
+    agents ──▶ this process ──token ids──▶ vLLM
+                   │ journal.sqlite   every answered turn, before the answer leaves
+                   └ rows/, images/   one file per closed session, and one per picture
+
+Composition root of one process; :mod:`seamless_verl.proxy.deploy.proxy_command` reads its options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.own_disk import shared_file_system
+from seamless_verl.proxy.deploy.http_server import ProxyServer
+from seamless_verl.proxy.engine import Ability
+from seamless_verl.proxy.engines.gate import Gate
+from seamless_verl.proxy.engines.vllm_http import ABILITIES, VllmHttpEngine
+from seamless_verl.proxy.engines.vllm_pictures import NoPictures
+from seamless_verl.proxy.http.app import ProxyDeps, make_app
+from seamless_verl.proxy.journal.folder_sink import FolderSink
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.session.handover import HandOver
+from seamless_verl.proxy.session.journal import Journal, NullJournal
+from seamless_verl.proxy.session.sessions import SessionStore
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
+from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
+from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageReader
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer, open_tokenizer
+
+_log = logging.getLogger(__name__)
+
+_VERSION_FILE = "weight_version"
+
+
+ParserOf = Callable[[str], AnswerParser]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandaloneConfig:
+    """Options of one stand-alone proxy.
+
+    Attributes:
+        engine: address of the vLLM server.
+        model: the name that it serves.
+        tokenizer: folder, or name on the Hub, whose tokenizer and chat template are used.
+        record: folder of the journal and the rows; None records nothing.
+        admin_key: opens and closes sessions.
+        engine_key: the server's own key, "" for none.
+        version: weight version that answers are stamped with, until ``POST /resume`` tells another; where a higher one
+            was told to an earlier process on this folder, that one.
+        parquet: rows as Parquet instead of JSON lines.
+        durable: the journal also survives the loss of power.
+        think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
+        parser: from ``tokenizer`` to a parser of calls and reasoning; None for Hermes-style calls and ``think_tags``.
+        drain_s: how long answers under way may take after SIGTERM.
+        base_url: how agents reach this proxy; "" for "as the opener of a session did".
+        prefix: begins the id of every session and every key; tells shards apart.
+        ends_with_stdin: end when standard input closes, i.e. when whoever started this process is gone.
+    """
+
+    engine: str
+    model: str
+    tokenizer: str
+    record: Path | None
+    host: str
+    port: int
+    admin_key: str
+    engine_key: str = ""
+    version: int = 0
+    parquet: bool = False
+    durable: bool = False
+    think_tags: tuple[str, str] | None = None
+    parser: ParserOf | None = None
+    drain_s: float = 30.0
+    base_url: str = ""
+    prefix: str = ""
+    ends_with_stdin: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What is said once requests are taken.
+
+    Attributes:
+        found: sessions that an earlier process left.
+        blind: why pictures are refused though the model has a token for them; "" where they are not, or it has none.
+    """
+
+    base_url: str
+    found: int
+    max_model_len: int
+    blind: str
+
+
+def stopped_by_signal() -> asyncio.Event:
+    """Set on SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callable[[Ready], None]) -> None:
+    """Serve until ``stop`` is set; then finish what is under way and return.
+
+    Args:
+        ready: called once requests are taken.
+
+    Raises:
+        ConfigError: an option that cannot work, by name.
+    """
+    if config.ends_with_stdin:
+        _watch_stdin(asyncio.get_running_loop(), stop)
+    tokenizer = open_tokenizer(config.tokenizer)
+    version = max(config.version, _last_version(config.record))
+    engine = VllmHttpEngine(
+        config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
+    )
+    deps, blind = await _deps(config, engine, tokenizer)
+    app = make_app(deps)
+    server = ProxyServer(app, config.host, config.port, drain_s=config.drain_s)
+    try:
+        base_url = await server.start()
+        handover: HandOver = app.state.handover
+        resumed = asyncio.create_task(handover.resume())
+        max_model_len = deps.limits.max_model_len
+        ready(Ready(base_url=base_url, found=len(deps.sessions), max_model_len=max_model_len, blind=blind))
+        await stop.wait()
+        resumed.cancel()
+    finally:
+        await server.stop()
+        await engine.close()
+        if isinstance(deps.journal, SqliteJournal):
+            await deps.journal.close()
+
+
+async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: FolderTokenizer) -> tuple[ProxyDeps, str]:
+    """What the proxy is made of, after a look at the server; and why that cannot be shown pictures, else ""."""
+    parser = TagParser(config.think_tags) if config.parser is None else config.parser(config.tokenizer)
+    renderer = TokenizerRenderer(
+        tokenizer,
+        stop_token_ids=tokenizer.stop_token_ids,
+        keep_special_tokens=parser.keeps_special_tokens,
+        placeholder=tokenizer.image_token_id,
+        others=tokenizer.placeholders,
+    )
+    served = await engine.probe()
+    limits = config.limits
+    images, blind = await _eyes(engine, tokenizer.image_token_id, limits)
+    continues = await engine.continues_grammars(renderer.decode)
+    if served.max_model_len is not None:
+        limits = replace(limits, max_model_len=min(limits.max_model_len, served.max_model_len))
+    sessions = SessionStore(prefix=config.prefix, on_drop=engine.forget)
+    journal, sink = _journal(config), _sink(config)
+    counters = Counters()
+    if isinstance(journal, SqliteJournal):
+        journal.resume(sessions)
+        counters.num_sessions = len(sessions)
+    deps = ProxyDeps(
+        engine=engine,
+        renderer=renderer,
+        codec=renderer,
+        admin_key=config.admin_key,
+        model=config.model,
+        journal=journal,
+        limits=limits,
+        counters=counters,
+        sessions=sessions,
+        sink=sink,
+        parser=parser,
+        images=images,
+        blind=blind or TEXT_ONLY,
+        abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
+        gate=Gate(_stamping(engine, config.record)),
+        base_url=config.base_url,
+    )
+    return deps, blind
+
+
+async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits) -> tuple[ImageReader | None, str]:
+    """Who reads pictures; nobody where the model takes none, or else where the server cannot, and why."""
+    if placeholder is None:
+        return None, ""
+    try:
+        return await engine.show(placeholder, max_pixels=limits.max_image_pixels), ""
+    except NoPictures as error:
+        return None, str(error)
+
+
+def _stamping(engine: VllmHttpEngine, record: Path | None) -> Callable[[int], None]:
+    """Stamps answers with a new weight version, and writes it down first: a process started after us has to know."""
+
+    def stamp(version: int) -> None:
+        if record is not None:
+            temporary = record / f"{_VERSION_FILE}.part"
+            temporary.write_text(f"{version}\n", encoding="ascii")
+            temporary.replace(record / _VERSION_FILE)
+        engine.stamp(version)
+
+    return stamp
+
+
+def _last_version(record: Path | None) -> int:
+    file = record / _VERSION_FILE if record is not None else None
+    if file is None or not file.exists():
+        return 0
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError) as error:
+        fix = "write the served weights' version into it, or remove it"
+        raise ConfigError("--record", file, f"holds no weight version: {error}", fix) from error
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def read() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop.set()
+
+    loop.add_reader(0, read)
+
+
+def _journal(config: StandaloneConfig) -> Journal:
+    if config.record is None:
+        return NullJournal()
+    _lock(config.record)
+    if kind := shared_file_system(config.record):
+        _log.warning("%s is on %s: SQLite keeps its log safely on a node's own disk only", config.record, kind)
+    return SqliteJournal(config.record / "journal.sqlite", durable=config.durable)
+
+
+def _sink(config: StandaloneConfig) -> FolderSink | None:
+    if config.record is None:
+        return None
+    try:
+        return FolderSink(config.record, parquet=config.parquet)
+    except OSError as error:
+        raise ConfigError("--record", config.record, f"cannot be written: {error}", "name another folder") from error
+
+
+def _lock(folder: Path) -> None:
+    """One process per folder, held until the process ends, however it ends.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another process records there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError("--record", folder, f"cannot be written: {error}", "name another folder") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        fix = "stop that process, or name another folder"
+        raise ConfigError("--record", folder, "another process records there", fix) from error
+
+
+def read_key(option: str, file: Path, *, make: bool) -> str:
+    """A key from a file; with ``make``, a new one (mode 0600) where there is no file yet.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
+    try:
+        if make and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.write(secrets.token_urlsafe(32) + "\n")
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(option, file, f"cannot be read: {error}", "name a file that holds the key") from error
+    if len(key) < 8 or not key.isascii() or any(letter.isspace() for letter in key):
+        raise ConfigError(option, file, "holds no key of at least 8 plain characters", "write the key into it")
+    return key

@@ -1,0 +1,178 @@
+"""OpenAI text completions: a prompt as text or as token ids is continued as it is, without a chat template.
+
+Token ids that begin with a recorded answer extend it; a text is encoded whole, and extends what it then begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from seamless_verl.proxy.call_errors import ApiError, bad_request
+from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, Token
+from seamless_verl.proxy.dialects.chat import StreamOptions, checked_stop, validated
+from seamless_verl.proxy.dialects.chat_answer import DONE, event, usage_of
+from seamless_verl.proxy.session.requests import encoded
+
+
+class CompletionRequest(BaseModel):
+    """Body of ``POST /v1/completions``."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str = Field(max_length=256)
+    prompt: str | list[int] | list[str] | list[list[int]]
+    n: int | None = Field(default=None, ge=1, lt=2**31)
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+def parse_completion(body: bytes) -> CompletionExchange:
+    """Check a body.
+
+    Raises:
+        ApiError: 400, naming the parameter at fault.
+    """
+    request = validated(CompletionRequest, body)
+    problems = (
+        ("n", (request.n or 1) > 128, "at most 128 answers"),
+        ("best_of", request.best_of not in (None, 1, request.n), "every answer is recorded, so every answer is given"),
+        ("echo", bool(request.echo), "the prompt is not repeated"),
+        ("suffix", bool(request.suffix), "text is continued at its end only"),
+        ("frequency_penalty", bool(request.frequency_penalty), "penalties change the policy that is trained"),
+        ("presence_penalty", bool(request.presence_penalty), "penalties change the policy that is trained"),
+    )
+    for param, is_wrong, why in problems:
+        if is_wrong:
+            raise bad_request(f"This value of {param} is not supported: {why}.", param=param, code="unsupported_value")
+    asked: dict[str, Any] = {
+        "max_tokens": request.max_tokens or 16,  # the API's own default
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "seed": request.seed,
+        "stop": checked_stop(request.stop, "stop"),
+    }
+    call = Call(
+        model=request.model,
+        prompt=_prompt(request.prompt),
+        sampling={key: value for key, value in asked.items() if value is not None},
+        n=request.n or 1,
+        logprobs=request.logprobs,
+        stream=bool(request.stream),
+    )
+    options = request.stream_options
+    return CompletionExchange(call=call, include_usage=options is not None and options.include_usage)
+
+
+def _prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:
+    if prompt and isinstance(prompt, list) and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise bad_request("prompt takes one text or one list of token ids per request.", param="prompt")
+        prompt = prompt[0]
+    if not prompt:
+        raise bad_request("prompt is empty.", param="prompt")
+    if isinstance(prompt, str):
+        return prompt
+    ids = tuple(token for token in prompt if isinstance(token, int))
+    if min(ids) < 0 or max(ids) >= 2**31:
+        raise bad_request("prompt holds a number that is no token id.", param="prompt")
+    return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionExchange:
+    """One text completion; see :class:`~.calls.Exchange`."""
+
+    call: Call
+    include_usage: bool
+
+    def body(self, answers: Sequence[Answer]) -> bytes:
+        shows = self.call.logprobs is not None
+        choices = [
+            _choice(number, answer.message.content, answer.tokens if shows else None, 0, answer.finish_reason)
+            for number, answer in enumerate(answers)
+        ]
+        first = answers[0]
+        return encoded({**_frame(first.id, first.created, self.call), "choices": choices, "usage": usage_of(answers)})
+
+    def writer(self) -> CompletionWriter:
+        return CompletionWriter(self)
+
+
+def _frame(answer_id: str, created: int, call: Call) -> dict[str, Any]:
+    return {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": call.model}
+
+
+def _choice(
+    index: int, text: str, tokens: Sequence[Token] | None, offset: int, finish_reason: str | None
+) -> dict[str, Any]:
+    """One choice; ``offset`` is where its text begins in the whole answer."""
+    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    if tokens is not None:
+        offsets = [offset]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token.text))
+        choice["logprobs"] = {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [dict(token.alternatives) or {token.text: token.logprob} for token in tokens],
+            "text_offset": offsets[:-1],
+        }
+    return choice
+
+
+class CompletionWriter:
+    """Chunks of one stream."""
+
+    def __init__(self, exchange: CompletionExchange) -> None:
+        self._exchange = exchange
+        self._head: StreamHead | None = None
+        self._offsets = [0] * exchange.call.n
+
+    def start(self, head: StreamHead) -> bytes:
+        self._head = head
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        offset = self._offsets[delta.index]
+        self._offsets[delta.index] += sum(len(token.text) for token in delta.tokens)
+        tokens = delta.tokens if self._exchange.call.logprobs is not None else None
+        return self._chunk([_choice(delta.index, delta.content, tokens, offset, None)])
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        chunks = [
+            self._chunk([_choice(number, "", None, 0, answer.finish_reason)]) for number, answer in enumerate(answers)
+        ]
+        if self._exchange.include_usage:
+            chunks.append(self._chunk([], usage_of(answers)))
+        return b"".join([*chunks, DONE])
+
+    def fail(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        assert self._head is not None
+        chunk = {**_frame(self._head.id, self._head.created, self._exchange.call), "choices": choices}
+        if self._exchange.include_usage:
+            chunk["usage"] = usage
+        return event(chunk)

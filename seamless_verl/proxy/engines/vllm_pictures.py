@@ -1,0 +1,230 @@
+"""Pictures through the processor of the vLLM server that answers: read once, sent with every prompt that shows them.
+
+::
+
+    file ─▶ its pixels ──/v1/chat/completions/render──▶ features ─▶ cache ─┐
+                                                            prompt ids ────┴──▶ /inference/v1/generate
+
+Invariants: the pixels are those that training reads of the same file; each placeholder of a prompt belongs to exactly
+one picture, and the prompt's ids stay as they were recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import msgspec
+
+from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable
+from seamless_verl.proxy.engines.http_pool import HttpFailed, HttpPool
+from seamless_verl.proxy.text.pictures import BadImage
+from seamless_verl.proxy.text.vision import open_image
+from seamless_verl.trajectory.paths import TokenPath
+
+RENDER_ROUTE = "/v1/chat/completions/render"
+_RENDER_S = 60.0
+_MAX_BYTES = 1 << 30  # of tensors, in the cache and in one request
+NEEDS = "pictures need a vLLM of 0.27 or later"
+# What `/v1/completions` takes from the model's generation config where a request is silent; the other route does not.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class NoPictures(EngineUnavailable):
+    """This server cannot be shown pictures; the message says what would help."""
+
+
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Range]]
+    kwargs_data: dict[str, list[msgspec.Raw]] | None = None
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    features: _Features | None = None
+    sampling_params: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the server's processor made of one picture.
+
+    Attributes:
+        prompt_ids: the server's own prompt of a chat that is this picture.
+        data: JSON of its tensors, which only vLLM reads.
+    """
+
+    digest: str
+    num_tokens: int
+    prompt_ids: Sequence[int]
+    data: msgspec.Raw
+
+
+class VllmPictures:
+    """An :class:`~seamless_verl.proxy.text.pictures.ImageReader`.
+
+    Args:
+        pool: of the server.
+        model: the name that it serves.
+        placeholder: id of the token that stands, alone and many times, in the place of a picture.
+        max_pixels: of one picture.
+
+    Attributes:
+        defaults: sampling of the server where a request is silent; known once a picture was read.
+    """
+
+    def __init__(self, pool: HttpPool, model: str, placeholder: int, *, max_pixels: int) -> None:
+        self.placeholder = placeholder
+        self.defaults: Mapping[str, Any] = {}
+        self._pool = pool
+        self._model = model
+        self._max_pixels = max_pixels
+        self._decoder = msgspec.json.Decoder(_Rendered)
+        self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
+        self._num_bytes = 0
+
+    async def read(self, data: bytes) -> Sequence[int]:
+        """See :class:`~seamless_verl.proxy.text.pictures.ImageReader`."""
+        return [self.placeholder] * (await self._see(data)).num_tokens
+
+    async def prompt(self, data: bytes) -> Sequence[int]:
+        """A chat that is one picture, as the server's own chat template writes it. Errors as of :meth:`read`."""
+        return (await self._see(data)).prompt_ids
+
+    async def features(self, images: Sequence[bytes], prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """``features`` of a generate request: what each picture is, and where it stands in the prompt.
+
+        Raises:
+            EngineUnavailable: the server cannot read them now.
+            EngineRefused: it never will, or reads other tokens than were recorded.
+        """
+        seen, num_bytes = [], 0
+        for data in images:
+            try:
+                one = await self._see(data)
+            except BadImage as error:
+                raise EngineRefused(f"a picture of this session: {error}") from error
+            num_bytes += len(one.data)
+            if num_bytes > _MAX_BYTES:
+                story = f"the tensors of this prompt's {len(images)} pictures have more than {_MAX_BYTES >> 20} MiB"
+                raise EngineRefused(f"{story}; give the server smaller ones (--mm-processor-kwargs, max_pixels)")
+            seen.append(one)
+        return {
+            "mm_hashes": {"image": [one.digest for one in seen]},
+            "mm_placeholders": {"image": self._places(seen, TokenPath.of(prompt_ids))},
+            "kwargs_data": {"image": [one.data for one in seen]},
+        }
+
+    def _places(self, seen: Sequence[_Seen], prompt: TokenPath) -> list[_Range]:
+        ids, end, places = prompt.flat(), 0, []
+        num_placeholders, num_tokens = ids.count(self.placeholder), sum(one.num_tokens for one in seen)
+        for one in seen if num_placeholders == num_tokens else ():
+            start = ids.index(self.placeholder, end)
+            end = start + one.num_tokens
+            if ids[start:end].count(self.placeholder) != one.num_tokens:
+                break
+            places.append(_Range(start, one.num_tokens))
+        if len(places) != len(seen):
+            # E.g. started again with another --mm-processor-kwargs while a session was open.
+            told = f"{num_placeholders} tokens of pictures were recorded, the server reads {num_tokens}"
+            raise EngineRefused(f"{told}; serve the model with the settings that this session began with")
+        return places
+
+    async def _see(self, data: bytes) -> _Seen:
+        """A picture as the server's processor reads it, from the cache where it is there.
+
+        Raises:
+            BadImage: it is none, or the processor refuses it.
+            EngineUnavailable: no answer from the server, or (:class:`NoPictures`) one without features.
+        """
+        found = self._seen.get(data)
+        if found is None:
+            picture = await asyncio.to_thread(_pixels, data, self._max_pixels)
+            found = self._kept(data, await self._render(picture))
+        else:
+            self._seen.move_to_end(data)
+        return found
+
+    def _kept(self, data: bytes, seen: _Seen) -> _Seen:
+        if data not in self._seen:  # two sessions may have asked for it at once
+            self._seen[data] = seen
+            self._num_bytes += len(data) + len(seen.data)
+            while self._num_bytes > _MAX_BYTES:
+                oldest, gone = self._seen.popitem(last=False)
+                self._num_bytes -= len(oldest) + len(gone.data)
+        return seen
+
+    async def _render(self, picture: bytes) -> _Seen:
+        url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        body = {"model": self._model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+        try:
+            answer = await self._pool.request("POST", RENDER_ROUTE, msgspec.json.encode(body), timeout_s=_RENDER_S)
+        except HttpFailed as error:
+            raise EngineUnavailable(f"{error} ({self._pool.base_url})") from error
+        said = answer.body[:300].decode("utf-8", "replace")
+        if answer.status in (400, 422):
+            raise BadImage(f"the model's processor refuses it: {said}")
+        if answer.status in (404, 405):
+            raise NoPictures(f"the vLLM server has no {RENDER_ROUTE}; {NEEDS}")
+        if answer.status != 200:
+            raise EngineUnavailable(f"{self._pool.base_url}{RENDER_ROUTE} answered {answer.status}: {said}")
+        try:
+            rendered = self._decoder.decode(answer.body)
+        except msgspec.MsgspecError as error:
+            raise NoPictures(f"{RENDER_ROUTE} answers no token ids ({error}); {NEEDS}") from error
+        self.defaults = {name: value for name, value in rendered.sampling_params.items() if name in _DEFAULTS}
+        return self._read(rendered)
+
+    def _read(self, rendered: _Rendered) -> _Seen:
+        features = rendered.features
+        if features is None or features.kwargs_data is None:
+            raise NoPictures(f"{RENDER_ROUTE} answers no tensors of a picture; {NEEDS}")
+        try:
+            (digest,), (place,) = features.mm_hashes["image"], features.mm_placeholders["image"]
+            (data,) = features.kwargs_data["image"]
+        except (KeyError, ValueError) as error:
+            raise NoPictures(f"{RENDER_ROUTE} makes something else of one picture than one picture") from error
+        if bytes(data) == b"null":  # older servers send the tensors of the same picture only once
+            raise NoPictures(f"{RENDER_ROUTE} keeps the tensors; {NEEDS}, or one with --mm-processor-cache-gb 0")
+        if rendered.token_ids[place.offset : place.offset + place.length] != [self.placeholder] * place.length:
+            story = f"this model's pictures are not a run of its image token {self.placeholder} alone"
+            raise NoPictures(f"{story}, and vLLM's {RENDER_ROUTE} tells no finer places")
+        return _Seen(
+            digest=digest, num_tokens=place.length, prompt_ids=array("i", rendered.token_ids), data=data.copy()
+        )
+
+
+def _pixels(data: bytes, max_pixels: int) -> bytes:
+    """A file as a plain RGB one. vLLM would turn it by its EXIF data and put white behind it; training does neither."""
+    picture = open_image(data, max_pixels=max_pixels)
+    file = BytesIO()
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def plain_picture(grey: int) -> bytes:
+    """A small file of one colour, to try a server with.
+
+    Raises:
+        NoPictures: Pillow is not installed here.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise NoPictures("pictures need Pillow beside the proxy: pip install pillow") from error
+    file = BytesIO()
+    Image.new("RGB", (64, 64), (grey, grey, grey)).save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,272 @@
+"""A journal in one SQLite file (write-ahead log), written by one thread in groups.
+
+Whatever is waiting when the thread comes back from the disk goes into its next transaction, so that the cost of a
+commit is shared by all turns that arrived meanwhile. Forgetting a session frees its pages for later ones.
+
+Survives the death of the process at any instant (``synchronous=NORMAL``); ``durable=True`` also survives the loss of
+power, at the price of an fsync per group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.proxy.journal.journal_format import VERSION, Damaged, pack, unpack
+from seamless_verl.proxy.session.flights import Served
+from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
+from seamless_verl.proxy.session.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState, SessionStore
+from seamless_verl.proxy.text.pictures import StoredImage
+from seamless_verl.trajectory.generation import TrajectoryError, pack_ids
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT, state TEXT, rewards TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turns (number INTEGER PRIMARY KEY, session_id TEXT, body BLOB);
+CREATE INDEX IF NOT EXISTS turns_of ON turns (session_id);
+CREATE TABLE IF NOT EXISTS images (
+    session_id TEXT, number INTEGER, digest TEXT, placeholder INTEGER, token_ids BLOB, data BLOB,
+    PRIMARY KEY (session_id, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY, id TEXT UNIQUE, key_digest BLOB, summary BLOB);
+"""
+_OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
+_APPENDED = "INSERT INTO turns (session_id, body) VALUES (?, ?)"
+_PICTURED = "INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)"
+_UPDATED = "UPDATE sessions SET state = ?, rewards = ? WHERE id = ?"
+_BURIED = "INSERT OR IGNORE INTO gone (id, key_digest, summary) SELECT id, key_digest, ? FROM sessions WHERE id = ?"
+_FORGOTTEN = (
+    "DELETE FROM turns WHERE session_id = ?",
+    "DELETE FROM images WHERE session_id = ?",
+    "DELETE FROM sessions WHERE id = ?",
+)
+_TRIMMED = "DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?"
+
+_Statement = tuple[str, tuple[Any, ...]]
+
+
+class SqliteJournal:
+    """See the module; one instance per file and process.
+
+    Args:
+        path: the file; made if missing.
+        durable: also survive the loss of power.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+
+    can_load = True
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        self._waiting: list[tuple[list[_Statement], asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+        try:
+            self._db = self._thread.submit(_connect, path, durable).result()
+        except sqlite3.Error as error:
+            self._thread.shutdown()
+            raise self._unusable(error) from error
+
+    async def opened(self, session: Session) -> None:
+        spec = json.dumps(asdict(session.spec))
+        values = (session.id, session.key_digest, session.opened_at, spec, session.state.value, _rewards(session))
+        await self._write([(_OPENED, values)])
+
+    async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
+        await self._write([(_APPENDED, (session_id, pack(*turn))) for turn in turns])
+
+    async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
+        ids = pack_ids(stored.token_ids).tobytes()
+        await self._write([(_PICTURED, (session_id, number, stored.digest, stored.placeholder, ids, stored.data))])
+
+    async def updated(self, session: Session) -> None:
+        await self._write([(_UPDATED, (session.state.value, _rewards(session), session.id))])
+
+    async def forgotten(self, session_id: str, summary: bytes) -> None:
+        deletions = [(statement, (session_id,)) for statement in _FORGOTTEN]
+        await self._write([(_BURIED, (summary, session_id)), *deletions, (_TRIMMED, (NUM_TOMBSTONES,))])
+
+    async def summary(self, session_id: str) -> bytes:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, _read_summary, self._db, session_id)
+        except sqlite3.Error as error:
+            raise JournalFailed(f"{type(error).__name__}: {error}") from error
+
+    def resume(self, sessions: SessionStore) -> None:
+        """Hand over every session that the last process left, and the memory of those that are gone.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        for session in self.sessions():
+            sessions.adopt(session)
+        for session_id, digest in self.gone():
+            sessions.bury(session_id, digest)
+
+    def gone(self) -> list[tuple[str, bytes]]:
+        """Ids and key digests of the sessions that were forgotten last, the oldest first.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            return self._thread.submit(_read_gone, self._db).result()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def sessions(self) -> list[Session]:
+        """Every session that the last process left, without its turns: :meth:`load` brings those.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            return self._thread.submit(_read_sessions, self._db).result()
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise self._unusable(error) from error
+
+    async def load(self, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            images, bodies = await loop.run_in_executor(self._thread, _read_turns, self._db, session.id)
+        except sqlite3.Error as error:
+            raise JournalFailed(f"{type(error).__name__}: {error}") from error
+        for image in images:
+            session.images.add(image)
+        _restore(session, bodies)
+
+    async def close(self) -> None:
+        """Write what is waiting and let the file go."""
+        if self._writer is not None:
+            await self._writer
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
+        self._thread.shutdown()
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        fix = "name another file, or mend this one (sqlite3 FILE .recover saves what can be read)"
+        return ConfigError("proxy.journal", self._path, f"cannot be used as a journal: {error}", fix)
+
+    async def _write(self, statements: list[_Statement]) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((statements, done))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._drain())
+        await done
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            group, self._waiting = self._waiting, []
+            statements = [statement for item, _ in group for statement in item]
+            problem: JournalFailed | None = None
+            try:
+                await loop.run_in_executor(self._thread, _transact, self._db, statements)
+            except Exception as error:  # noqa: BLE001 - whatever it is, all of the group wait for an answer
+                problem = JournalFailed(f"{type(error).__name__}: {error}")
+            for _, done in group:
+                if done.done():
+                    continue
+                if problem is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(problem)
+
+
+def _connect(path: Path, durable: bool) -> sqlite3.Connection:
+    # Used by the journal's own thread only; the check would also forbid closing it from there at shutdown.
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {VERSION}")
+        mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise sqlite3.OperationalError(f"no write-ahead log can be kept there (journal_mode is {mode})")
+        db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        db.executescript(_SCHEMA)
+        db.execute(f"PRAGMA user_version = {VERSION}")
+    except sqlite3.Error:
+        db.close()
+        raise
+    return db
+
+
+def _transact(db: sqlite3.Connection, statements: Sequence[_Statement]) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for sql, values in statements:
+            db.execute(sql, values)
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def _read_sessions(db: sqlite3.Connection) -> list[Session]:
+    sessions = []
+    for session_id, digest, opened_at, spec, state, rewards in db.execute(
+        "SELECT * FROM sessions ORDER BY opened_at, id"
+    ):
+        session = Session(
+            session_id=session_id,
+            key_digest=bytes(digest),
+            spec=SessionSpec(**json.loads(spec)),
+            opened_at=opened_at,
+            is_resident=False,
+        )
+        session.state = SessionState(state)
+        session.reward, session.rewards = json.loads(rewards)
+        sessions.append(session)
+    return sessions
+
+
+def _read_gone(db: sqlite3.Connection) -> list[tuple[str, bytes]]:
+    return [(name, bytes(digest)) for name, digest in db.execute("SELECT id, key_digest FROM gone ORDER BY number")]
+
+
+def _read_summary(db: sqlite3.Connection, session_id: str) -> bytes:
+    found = db.execute("SELECT summary FROM gone WHERE id = ?", (session_id,)).fetchone()
+    return bytes(found[0]) if found is not None else b""
+
+
+def _read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredImage], list[bytes]]:
+    rows = db.execute("SELECT body FROM turns WHERE session_id = ? ORDER BY number", (session_id,))
+    bodies = [bytes(body) for (body,) in rows]
+    fields = "digest, placeholder, token_ids, data"
+    images = db.execute(f"SELECT {fields} FROM images WHERE session_id = ? ORDER BY number", (session_id,))
+    return [
+        StoredImage(digest=digest, placeholder=placeholder, token_ids=array("i", bytes(ids)), data=bytes(data))
+        for digest, placeholder, ids, data in images
+    ], bodies
+
+
+def _restore(session: Session, bodies: Sequence[bytes]) -> None:
+    """Commit turns to an empty session, up to the first that is damaged."""
+    replies: list[Served] = []
+    for number, body in enumerate(bodies):
+        try:
+            record, entry, served = unpack(body)
+            turn = session.tree.commit(record)
+        except (Damaged, TrajectoryError) as error:
+            session.damage = f"turn {number} of {len(bodies)} in the journal cannot be read: {error}"
+            break
+        session.ledger.restore(entry)
+        replies.append(served.matched(turn.kind.value))
+    # An answer that was never continued may have died with the process: the next identical request gets it.
+    answers = zip(replies, session.tree.answers, strict=True)
+    session.loaded([(served, not answer.is_leaf) for served, answer in answers])
+
+
+def _rewards(session: Session) -> str:
+    return json.dumps([session.reward, session.rewards])

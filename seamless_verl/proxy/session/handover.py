@@ -1,0 +1,248 @@
+"""From a session that ends to rows that somebody else holds.
+
+::
+
+    close ─▶ CLOSED in the journal ─▶ rows, audited ─┬─▶ written to a folder ─▶ forgotten ◀── asked again: the same
+                                                     └─▶ answered ─▶ acknowledged ─▶ forgotten      rows, from there
+                                                            └── asked again: the same rows
+
+Invariant: the journal forgets a session only after a sink has written its rows or its consumer has acknowledged them
+(or nobody came for them in a long time). Until then, also after a restart, closing it again gives the same rows; after
+that, the rows that the sink has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import msgspec
+
+from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.session.journal import Journal, JournalFailed
+from seamless_verl.proxy.session.requests import encoded
+from seamless_verl.proxy.session.residency import Residency
+from seamless_verl.proxy.session.sessions import Session, SessionState, SessionStore
+from seamless_verl.proxy.session.wire import RewardBody, result_to_wire, summary_to_wire
+from seamless_verl.trajectory.audit import AuditReport, audit_rows
+from seamless_verl.trajectory.rows import Row, build_rows
+
+_log = logging.getLogger(__name__)
+_NUM_RESULTS = 8  # sessions whose rows can be asked for again without work, should the first answer have been lost
+_MAX_SUMMARY_BYTES = 1 << 16  # of what is kept of a session that is gone; only long metadata makes more
+
+
+class RowSink(Protocol):
+    """Takes rows for good."""
+
+    def write(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
+        """Returns once they are safe; writing the same session again changes nothing.
+
+        Raises:
+            OSError: they are not.
+        """
+        ...
+
+    def read(self, session_id: str) -> dict[str, Any] | None:
+        """The rows of a session and their pictures, as a result has them; None when they are here no more.
+
+        Raises:
+            OSError, ValueError: they cannot be read.
+        """
+        ...
+
+
+class HandOver:
+    """Ends sessions of one proxy."""
+
+    def __init__(
+        self,
+        *,
+        sessions: SessionStore,
+        journal: Journal,
+        residency: Residency,
+        limits: Limits,
+        counters: Counters,
+        sink: RowSink | None,
+    ) -> None:
+        self._sessions = sessions
+        self._journal = journal
+        self._residency = residency
+        self._limits = limits
+        self._counters = counters
+        self._sink = sink
+        self._results: OrderedDict[str, bytes] = OrderedDict()
+        self._closing: dict[str, asyncio.Task[bytes]] = {}
+
+    async def close(self, session_id: str, outcome: RewardBody) -> bytes:
+        """The session's rows, as the body of a response; asked again, the same.
+
+        Raises:
+            ApiError: no such session, or its rows could not be read or written; trying again may help.
+        """
+        known = self._results.get(session_id)
+        if known is not None:
+            return known
+        task = self._closing.get(session_id)
+        if task is None and self._sink is not None and self._sessions.is_gone(session_id):
+            return await self._written(session_id, self._sink)
+        if task is None:
+            session = self._sessions.by_id(session_id)
+            if session.state is not SessionState.CLOSED:
+                outcome.apply_to(session)
+                session.state = SessionState.CLOSED
+            task = self._closing[session_id] = asyncio.create_task(self._close(session))
+            task.add_done_callback(lambda _: self._closing.pop(session_id, None))
+        return await asyncio.shield(task)
+
+    async def reward(self, session_id: str, outcome: RewardBody) -> Session:
+        """Note a reward; of a closed session only what is known already, so that a request may be repeated.
+
+        Raises:
+            ApiError: no such session, or it is closed and has another reward.
+        """
+        session = self._sessions.by_id(session_id)
+        known = (session.reward, dict(session.rewards))
+        outcome.apply_to(session)
+        if session.state is SessionState.CLOSED and (session.reward, session.rewards) != known:
+            session.reward, session.rewards = known
+            raise ApiError(409, "session_closed", f"Session {session.id} is closed with reward {session.reward}.")
+        try:
+            await self._journal.updated(session)
+        except JournalFailed as error:
+            raise ApiError(503, "journal_failed", f"The reward could not be recorded: {error}.") from None
+        return session
+
+    async def acknowledge(self, session_id: str) -> None:
+        """Its consumer has the rows, or wants none: forget the session.
+
+        Raises:
+            ApiError: there never was such a session.
+        """
+        self._results.pop(session_id, None)
+        try:
+            session = self._sessions.by_id(session_id)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            return
+        await self._forget(session)
+
+    async def reap(self) -> None:
+        """Forget sessions whose deadline passed long ago and whose rows nobody took."""
+        now = time.time()
+        for session in self._sessions:
+            if now > session.deadline + self._limits.expired_grace_s:
+                _log.warning("session %s: nobody took its rows; forgetting it", session.id)
+                await self._forget(session)
+
+    async def resume(self) -> None:
+        """Finish what an earlier process began: sessions that it closed and whose rows it may not have written."""
+        if self._sink is None:
+            return
+        for session in self._sessions:
+            if session.state is SessionState.CLOSED:
+                try:
+                    await self.close(session.id, RewardBody())
+                except ApiError as error:
+                    _log.error("session %s: %s", session.id, error.message)
+
+    async def _close(self, session: Session) -> bytes:
+        async with self._residency.hold(session):
+            await session.board.cancel_all()
+            await self._note(session)
+            # Nothing changes the session any more, and a long one takes a tenth of a second that others need not
+            # wait for.
+            body, rows, report = await asyncio.to_thread(_harvest, session)
+            await self._sink_rows(session, rows, report)
+            # Before the block ends: it may let the turns go, and how they matched with them.
+            self._audited(session, rows, report)
+            summary = encoded(summary_to_wire(session, report))
+        self._results[session.id] = body
+        while len(self._results) > _NUM_RESULTS:
+            self._results.popitem(last=False)
+        if self._sink is not None or not self._journal.can_load:
+            await self._forget(session, summary if len(summary) <= _MAX_SUMMARY_BYTES else b"")
+        elif session.is_idle and session.is_resident:
+            session.unload()
+            self._residency.drop(session)
+        return body
+
+    async def _written(self, session_id: str, sink: RowSink) -> bytes:
+        """The result of a session that was forgotten, from what it left behind."""
+        try:
+            summary = await self._journal.summary(session_id)
+            body = await asyncio.to_thread(_read_again, session_id, summary, sink) if summary else b""
+        except (JournalFailed, OSError, ValueError) as error:
+            story = f"Session {session_id} is closed; its rows cannot be read: {error}."
+            raise ApiError(503, "record_failed", story, retry_after_s=5.0) from None
+        if not body:
+            raise ApiError(409, "session_closed", f"Session {session_id} is closed; its trajectory was handed over.")
+        return body
+
+    async def _sink_rows(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
+        if self._sink is None:
+            return
+        try:
+            await asyncio.to_thread(self._sink.write, session, rows, report)
+        except OSError as error:
+            story = f"The rows could not be written: {error}. They are kept; close the session again."
+            raise ApiError(503, "record_failed", story, retry_after_s=5.0) from None
+
+    def _audited(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
+        for violation in report.violations:
+            _log.error("session %s: audit: %s: %s", session.id, violation.kind.value, violation.story)
+        self._counters.audited(report)
+        self._counters.sessions_closed += 1
+        if len(rows) > self._limits.alarm_rows:
+            self._counters.rows_alarms += 1
+            drift = {reason.value: count for reason, count in session.tree.drift.items()}
+            _log.warning(
+                "session %s left %d rows (alarm above %d); why its turns did not match cleanly: %s",
+                session.id,
+                len(rows),
+                self._limits.alarm_rows,
+                drift,
+            )
+
+    async def _note(self, session: Session) -> None:
+        try:
+            await self._journal.updated(session)
+        except JournalFailed as error:
+            # The rows matter more: at worst a restart finds the session open, and its deadline ends it.
+            _log.error("session %s: the journal does not know that it is closed: %s", session.id, error)
+
+    async def _forget(self, session: Session, summary: bytes = b"") -> None:
+        self._sessions.drop(session)
+        self._residency.drop(session)
+        await session.board.cancel_all()
+        try:
+            await self._journal.forgotten(session.id, summary)
+        except JournalFailed as error:
+            # A restart brings it back as closed, and its rows once more under the same name.
+            _log.error("session %s: the journal still holds it: %s", session.id, error)
+        self._counters.num_sessions = len(self._sessions)
+
+
+def _read_again(session_id: str, summary: bytes, sink: RowSink) -> bytes:
+    """The body that closing a session answered, empty when its rows are there no more."""
+    kept = sink.read(session_id)
+    return b"" if kept is None else msgspec.json.encode({**msgspec.json.decode(summary), **kept})
+
+
+def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:
+    """Rows of a session that has ended, audited, also as the body of a response."""
+    rows = build_rows(session.tree)
+    report = audit_rows(rows, session.ledger.entries)
+    rows = tuple(session.images.released(row) for row in rows)
+    result = result_to_wire(session, rows, report)
+    try:
+        body = msgspec.json.encode(result)
+    except UnicodeEncodeError:  # half a character in the metadata
+        body = encoded(result)
+    return body, rows, report

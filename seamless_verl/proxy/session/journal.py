@@ -1,0 +1,90 @@
+"""What must be on disk before an answer leaves.
+
+Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turns again; when it has
+raised, none of them is on disk or in the tree; killed in between, it finds all of them or none. A session stays in the
+journal until :meth:`Journal.forgotten`, which is called only when somebody else has its rows, or nobody wants them.
+What it then leaves behind is enough to tell late requests what became of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from seamless_verl.proxy.session.flights import Served
+from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.proxy.text.pictures import StoredImage
+from seamless_verl.trajectory.audit import LedgerEntry
+from seamless_verl.trajectory.segments import TurnRecord
+
+AnsweredTurn = tuple[TurnRecord, LedgerEntry, Served]
+
+
+class JournalFailed(Exception):
+    """The journal could not be written or read; earlier data is intact."""
+
+
+class Journal(Protocol):
+    """Memory of sessions that outlives the process. Every method returns only once its data is safe.
+
+    Raises (all methods):
+        JournalFailed: see there.
+    """
+
+    @property
+    def can_load(self) -> bool:
+        """Whether :meth:`load` can bring back what a session let go."""
+        ...
+
+    async def opened(self, session: Session) -> None: ...
+
+    async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
+        """One request has been answered, with as many turns as it asked for samples."""
+        ...
+
+    async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
+        """A picture that a turn is about to show; the same one may be told again."""
+        ...
+
+    async def updated(self, session: Session) -> None:
+        """State and rewards of the session have changed."""
+        ...
+
+    async def forgotten(self, session_id: str, summary: bytes) -> None:
+        """Keep no more of a session than its id, its key's digest, and ``summary``; of the latest sessions, that is."""
+        ...
+
+    async def summary(self, session_id: str) -> bytes:
+        """What :meth:`forgotten` was given for a session; empty when that is not known any more."""
+        ...
+
+    async def load(self, session: Session) -> None:
+        """Commit all answered turns to a session that holds none."""
+        ...
+
+
+class NullJournal:
+    """Remembers nothing: a restart loses open sessions, and none can leave memory before it is closed."""
+
+    can_load = False
+
+    async def opened(self, session: Session) -> None:
+        return None
+
+    async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
+        return None
+
+    async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
+        return None
+
+    async def updated(self, session: Session) -> None:
+        return None
+
+    async def forgotten(self, session_id: str, summary: bytes) -> None:
+        return None
+
+    async def summary(self, session_id: str) -> bytes:
+        return b""
+
+    async def load(self, session: Session) -> None:
+        raise JournalFailed(f"session {session.id} was never written down")

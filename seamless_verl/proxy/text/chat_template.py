@@ -1,0 +1,311 @@
+"""Chat templates of Hugging Face tokenizers, for prompts that grow and are never rendered twice.
+
+An extension is taken from a short stand-in conversation, so that its cost does not depend on the history::
+
+    before   [system] user  assistant:MARK<closing>
+    after    [system] user  assistant:MARK<closing> new messages … generation prompt
+                                          └──────── appended ────────┘
+
+What the engine already generated of ``<closing>`` (usually the stop token) is not appended again. What the template
+writes *before* the mark may shrink or grow right at the mark (templates that drop thinking from history do that): the
+recorded tokens of the real answer stand there anyway. Any other difference means that the template rewrites history,
+and the extension is refused. So it is where a question reads differently once it is answered: a template that writes
+the system message into the last question only (Mistral v0.3) would otherwise have it in every turn of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Collection, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+from seamless_verl.proxy.text.settling import open_ids_of
+from seamless_verl.proxy.text.text_cache import TextCache
+from seamless_verl.proxy.text.word_cache import WordCache
+from seamless_verl.trajectory.messages import Image, Message, Role
+from seamless_verl.trajectory.renderer import Extension, ExtensionRefused
+
+_MARK = "Zq7SeamlessMark7qZ"
+
+
+class RenderingFailed(Exception):
+    """The chat template refuses these messages; the client can mend that."""
+
+
+class Codec(Protocol):
+    """The way back from token ids to text."""
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end an answer and are no part of its text."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary; every id is below it."""
+        ...
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """Ids that stand for pictures and videos only; empty for a model that takes none."""
+        ...
+
+    @property
+    def open_ids(self) -> frozenset[int]:
+        """Ids whose text, and that of others of them before, may read differently with the next token."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text completion's prompt, with the special tokens that the tokenizer puts around a text."""
+        ...
+
+
+class TokenizerRenderer:
+    """Renderer and codec over one tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        template_args: extra arguments of the template, e.g. ``{"enable_thinking": False}``.
+        stop_token_ids: ids that end an answer; the tokenizer's end-of-sequence token when None.
+        keep_special_tokens: whether decoded text shows special tokens, for parsers that look for them.
+        placeholder: id of the token that the template writes for a picture; None for a model that takes none.
+        others: ids that stand for what the proxy does not take, e.g. videos; no text may name one either.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template_args: dict[str, Any] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        keep_special_tokens: bool = False,
+        placeholder: int | None = None,
+        others: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._placeholder = placeholder
+        self._others = frozenset(others) - {placeholder}
+        # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._words = WordCache.of(self._backend) if self._backend is not None else None
+        self._template_args = dict(template_args or {})
+        self._skip_special_tokens = not keep_special_tokens
+        eos = tokenizer.eos_token_id
+        found = stop_token_ids if stop_token_ids is not None else ([] if eos is None else [eos])
+        self._stop_token_ids = frozenset(int(token) for token in found)
+        # Attempts at the same task begin with the same prompt, so one of a group pays for all.
+        self._prompts = TextCache(self._encode_prompt, factor=6, max_bytes=16 << 20)
+        self._closings = TextCache(self._plain_closing, factor=1, max_bytes=1 << 20)
+        self._tools = TextCache(_template_tools, factor=8, max_bytes=8 << 20)
+        self._keeps_questions = TextCache(self._keeps_question, factor=1, max_bytes=8 << 20)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return self._stop_token_ids
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        return self._others if self._placeholder is None else self._others | {self._placeholder}
+
+    @cached_property
+    def open_ids(self) -> frozenset[int]:
+        return open_ids_of(self._backend, skips_special=self._skip_special_tokens) if self._backend else frozenset()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            plain: str = self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
+            return plain
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
+        return text
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokenizer) if self._backend is None else int(self._backend.get_vocab_size())
+
+    def encode_prompt(self, text: str) -> list[int]:
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+            return ids
+        return list(self._tokenizer.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that already contains its special tokens."""
+        known = self._words.encode(text) if self._words is not None else None
+        if known is not None:
+            return known
+        if self._backend is not None:
+            # The fast variant leaves out character offsets, which nobody here reads; it takes half the time.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> Sequence[int]:
+        """See :class:`seamless_verl.trajectory.renderer.Renderer`."""
+        return self._with_images(self._prompts.get(self._text(messages, tools, add_generation_prompt=True)), messages)
+
+    def _encode_prompt(self, text: str) -> array[int]:
+        return array("i", self.encode(text))
+
+    def render_extension(
+        self,
+        previous_messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[str],
+        known_ids: Sequence[int],
+    ) -> Extension:
+        """See :class:`seamless_verl.trajectory.renderer.Renderer`."""
+        stub = _stub(previous_messages)
+        system = [stub[0].content] if stub[0].role is Role.SYSTEM else []
+        try:
+            if not self._keeps_questions.get((str(len(system)), *system, *tools)):
+                raise ExtensionRefused("the template writes a question differently once an answer follows it")
+            before = self._text(stub, tools, add_generation_prompt=False)
+            after = self._text([*stub, *new_messages], tools, add_generation_prompt=True)
+        except RenderingFailed as error:
+            raise ExtensionRefused(f"the template refuses a short form of this conversation: {error}") from error
+        head_before, _, tail_before = before.partition(_MARK)
+        head_after, mark, tail_after = after.partition(_MARK)
+        if not mark or _MARK in tail_after:
+            raise ExtensionRefused("the template does not write an earlier answer exactly once")
+        if not head_before.startswith(head_after) and not head_after.startswith(head_before):
+            raise ExtensionRefused("the template changes what stands before an earlier answer when messages follow it")
+        if not tail_after.startswith(tail_before):
+            raise ExtensionRefused("the template changes what stands after an earlier answer when messages follow it")
+        closing = self._encode_closing(self._closing(tail_before, tools))
+        added = self._with_images(self.encode(tail_after[len(tail_before) :]), new_messages)
+        return self._join(known_ids, closing, list(added))
+
+    def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        """The ids with each picture in its place.
+
+        Raises:
+            RenderingFailed: a text contains a placeholder, or the template writes no picture where there is one.
+        """
+        named = next((token for token in self._others if token in ids), None)
+        if named is not None:
+            raise RenderingFailed(f"a text names token {named}, which stands for a video, and there is none")
+        if self._placeholder is None:
+            return ids
+        images = [part for message in messages for part in message.parts if isinstance(part, Image)]
+        if not images and self._placeholder not in ids:
+            return ids
+        places = [at for at, token in enumerate(ids) if token == self._placeholder]
+        if len(places) != len(images):
+            story = f"the prompt has {len(places)} places for {len(images)} pictures; no text may name one"
+            raise RenderingFailed(story)
+        filled, start = array("i"), 0
+        for at, image in zip(places, images, strict=True):
+            filled.extend(ids[start:at])
+            filled.extend(image.token_ids)
+            start = at + 1
+        filled.extend(ids[start:])
+        return filled
+
+    def _join(self, known_ids: Sequence[int], closing: list[int], added: list[int]) -> Extension:
+        """Continue after whatever part of the closing the model generated itself."""
+        last = known_ids[-1]
+        if not closing:
+            # Templates without a closing let the model stop with the header of the next role.
+            if last in self._stop_token_ids and added and added[0] in self._stop_token_ids:
+                return Extension(token_ids=added, num_dropped=1)
+            return Extension(token_ids=added)
+        for length in range(min(len(closing), len(known_ids)), 0, -1):
+            if list(known_ids[-length:]) == closing[:length]:
+                return Extension(token_ids=closing[length:] + added)
+        return Extension(token_ids=closing + added)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as its process
+    def _encode_closing(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def _closing(self, tail: str, tools: Sequence[str]) -> str:
+        """The end of an assistant message, without the tool calls that ``tail`` may begin with."""
+        plain = self._closings.get(tuple(tools))
+        if tail.endswith(plain):
+            return plain
+        texts = [self._tokenizer.decode([token]) for token in self._stop_token_ids]
+        at = max((tail.rfind(text) for text in texts), default=-1)
+        if at < 0:
+            raise ExtensionRefused("the template ends an answer with tool calls in a way of its own")
+        return tail[at:]
+
+    def _plain_closing(self, tools: tuple[str, ...]) -> str:
+        text = self._text(
+            [Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content=_MARK)],
+            tools,
+            add_generation_prompt=False,
+        )
+        return text.partition(_MARK)[2]
+
+    def _keeps_question(self, begun: tuple[str, ...]) -> bool:
+        """Whether a prompt is the beginning of the conversation that it becomes.
+
+        Args:
+            begun: whether there is a system message ("0" or "1"), its text, and the tools.
+        """
+        num_system = int(begun[0])
+        question = [Message(role=Role.SYSTEM, content=text) for text in begun[1 : 1 + num_system]]
+        question.append(Message(role=Role.USER, content=_MARK))
+        tools = begun[1 + num_system :]
+        prompt = self._text(question, tools, add_generation_prompt=True)
+        asked = self._text(question, tools, add_generation_prompt=False)
+        if not prompt.startswith(asked):  # some end a text that nobody answers in a way of its own
+            asked = "".join(prompt.partition(_MARK)[:2])
+        answered = [*question, Message(role=Role.ASSISTANT, content="?")]
+        return self._text(answered, tools, add_generation_prompt=False).startswith(asked)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[str], *, add_generation_prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [_template_message(message) for message in messages],
+                tools=self._tools.get(tuple(tools)) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_args,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise RenderingFailed(f"the model's chat template refuses these messages: {error}") from error
+        return text
+
+
+def _stub(previous: Sequence[Message]) -> list[Message]:
+    """A short conversation that ends like ``previous``: same system message, same tool calls, marked content."""
+    answer = Message(role=Role.ASSISTANT, content=_MARK, tool_calls=previous[-1].tool_calls)
+    system = [previous[0]] if previous[0].role is Role.SYSTEM else []
+    return [*system, Message(role=Role.USER, content="?"), answer]
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    parts = [{"type": "image"} if isinstance(p, Image) else {"type": "text", "text": p} for p in message.parts]
+    plain: dict[str, Any] = {"role": message.role.value, "content": parts or message.content}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _value(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name:
+        plain["name"] = message.name
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
+    return plain
+
+
+def _value(arguments: str) -> Any:
+    """Templates write arguments with ``tojson`` and expect a value; what is not an object stays text."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _template_tools(tools: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [json.loads(tool) for tool in tools]

@@ -1,0 +1,59 @@
+"""How many attempts of agents may be under way, by what the fleet decodes and what staleness admits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.run.devices import replica_size, value_of, whole_number
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def fleet_seats(config: Mapping[str, Any], seamless: SeamlessConfig) -> int:
+    """Answers that all replicas decode at a time, those of the trainer's GPUs included where a policy lends them."""
+    gpus = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0) * whole_number(
+        config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0
+    )
+    if seamless.scheduler.policy is not None and value_of(config, "actor_rollout_ref.hybrid_engine", True):
+        gpus += whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    each = whole_number(config, f"{_ROLLOUT}.max_num_seqs", default=256)
+    return gpus // replica_size(config) * each * whole_number(config, f"{_ROLLOUT}.data_parallel_size", default=1)
+
+
+def admitted_attempts(config: Mapping[str, Any], seamless: SeamlessConfig) -> int:
+    """Attempts of all batches that may be under way (`StalenessConfig`)."""
+    staleness = seamless.staleness
+    batches = staleness.eta + 1 if staleness.in_flight is None else staleness.in_flight
+    groups = batches * staleness.redundancy * whole_number(config, "data.train_batch_size")
+    return math.ceil(groups * staleness.group_redundancy * whole_number(config, f"{_ROLLOUT}.n"))
+
+
+def attempts_per_worker(config: Mapping[str, Any], seamless: SeamlessConfig) -> int:
+    """What ``seamless.agent.max_concurrent`` says; else this worker's share of whichever is more, seats or attempts."""
+    if seamless.agent.max_concurrent is not None:
+        return seamless.agent.max_concurrent
+    return math.ceil(max(fleet_seats(config, seamless), admitted_attempts(config, seamless)) / _workers(config))
+
+
+def told_of_cap(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
+    """A line for people where a number of theirs keeps the fleet from its work; else empty."""
+    caps = {"seamless.agent.max_concurrent": seamless.agent.max_concurrent}
+    caps["seamless.agent.kwargs.max_concurrent"] = seamless.agent.kwargs.get("max_concurrent")
+    given = {key: cap for key, cap in caps.items() if isinstance(cap, int)}
+    if seamless.agent.runner is None or not given:
+        return ""
+    key = min(given, key=lambda key: given[key])
+    seats, admitted, workers = fleet_seats(config, seamless), admitted_attempts(config, seamless), _workers(config)
+    if workers * given[key] >= min(seats, admitted):
+        return ""
+    return (
+        f"agents: {key}={given[key]} lets {workers * given[key]} attempts run at a time ({workers} rollout workers); "
+        f"the replicas decode {seats}, and seamless.staleness admits {admitted}: the others wait"
+    )
+
+
+def _workers(config: Mapping[str, Any]) -> int:
+    return whole_number(config, f"{_ROLLOUT}.agent.num_workers", default=1)

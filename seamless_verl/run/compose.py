@@ -1,0 +1,272 @@
+"""From a command line to Hydra's: adds our groups in front of what the user wrote, and explains what Hydra refuses.
+
+The primary configuration stays verl's own (`ppo_trainer`, or what `--config-name` says), so that any override list
+which `python -m verl.trainer.main_ppo` accepts composes here to the same configuration plus ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.run.supervisor import is_alive
+
+_FLAGS_WITH_VALUE = frozenset(
+    [
+        "--config-path",
+        "-cp",
+        "--config-name",
+        "-cn",
+        "--config-dir",
+        "-cd",
+        "--package",
+        "-p",
+        "--cfg",
+        "-c",
+        "--info",
+        "-i",
+        "--experimental-rerun",
+    ]
+)
+# What Hydra may be asked to do instead of one run; it takes one of them at a time.
+_MODES = {
+    "--run": "--run",
+    "-r": "--run",
+    "--multirun": "--multirun",
+    "-m": "--multirun",
+    "--cfg": "--cfg",
+    "-c": "--cfg",
+    "--info": "--info",
+    "-i": "--info",
+    "--shell-completion": "--shell-completion",
+    "-sc": "--shell-completion",
+}
+GROUPS = ("seamless", "platform", "recipe")
+
+
+def verl_config_dir() -> Path:
+    """Folder of verl's configurations, found without importing verl (which takes seconds).
+
+    Raises:
+        MachineError: verl is not installed.
+    """
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        raise MachineError("verl", "is not installed", "pip install verl==0.9.1, or `make demo` for the tested CPU set")
+    return Path(spec.origin).parent / "trainer" / "config"
+
+
+def our_config_dir() -> Path:
+    import seamless_verl.hydra_configs as package
+
+    return Path(package.__path__[0])
+
+
+def known(group: str) -> list[str]:
+    """Names of our configurations in a group, e.g. the recipes."""
+    return sorted(path.stem for path in (our_config_dir() / group).glob("*.yaml"))
+
+
+_PROVIDER = "seamless_verl"
+
+
+class OurConfigurations(SearchPathPlugin):
+    """Puts our folder behind that of the primary configuration.
+
+    A plugin and not ``hydra.searchpath``, of which Hydra reads one only: that of the command line, or else that of the
+    primary configuration. Both are the user's. Folders named there or in ``--config-dir`` come after ours
+    (`check_hidden`).
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(_PROVIDER, f"file://{our_config_dir()}")
+
+
+def register_ours() -> None:
+    """Make Hydra find our configurations, and our help text what it lists, in this process."""
+    Plugins.instance().register(OurConfigurations)
+    OmegaConf.register_new_resolver("seamless_known", lambda group: " | ".join(known(group)), replace=True)
+
+
+def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str, str]]) -> None:
+    """Refuse a chosen configuration of ours that hides one of the user's.
+
+    Args:
+        choices: Hydra's; the name chosen in each group.
+        sources: provider and folder of each place where Hydra looks, in its order.
+
+    Raises:
+        ConfigError: a folder behind ours has a configuration of that name.
+    """
+    providers = [provider for provider, _ in sources]
+    for _, folder in sources[providers.index(_PROVIDER) + 1 :]:
+        for group in GROUPS:
+            name = choices.get(group)
+            if name in known(group) and (Path(folder) / group / f"{name}.yaml").is_file():
+                problem = f"is a configuration of ours, which hides that in {folder}"
+                raise ConfigError(f"+{group}", name, problem, "give yours another name")
+
+
+def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now: float, pid: int) -> list[str]:
+    """The arguments for Hydra.
+
+    Args:
+        arguments: the user's, without the program name.
+        platform: ``cpu`` or ``gpu``; used unless the user chose one.
+        runs: folder under which run folders are made; used unless the user set ``hydra.run.dir``.
+        now: seconds since the epoch, for the name of the run folder.
+        pid: makes the name unique among runs started in the same second.
+
+    Raises:
+        ConfigError: flags that exclude each other.
+    """
+    flags, overrides = _split_flags(arguments)
+    _check_flags(flags)
+    chosen = {group: _group_choice(arguments, group) for group in GROUPS}
+    # A sweep's choice holds commas, which in `hydra.run.dir` would be a sweep over folders.
+    recipe = re.sub(r"[^\w.]+", "-", chosen["recipe"] or "run").strip("-")
+    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{pid}"
+    ours = []
+    if not _sets(arguments, "hydra.run.dir"):
+        resumed = _folder_to_resume(arguments, chosen["recipe"], runs)
+        ours.append(f"hydra.run.dir={resumed or runs / name}")
+    if not _sets(arguments, "hydra.sweep.dir"):
+        ours.append(f"hydra.sweep.dir={runs / name}")
+    ours += ["hydra.job.chdir=false", "hydra.output_subdir=.hydra"]
+    if chosen["seamless"] is None:
+        ours.append("+seamless=default")
+    if chosen["platform"] is None:
+        ours.append(f"+platform={platform}")
+    return [*flags, *ours, *overrides]
+
+
+def explain(error: Exception, keys: Sequence[str]) -> str:
+    """A refusal of Hydra's or OmegaConf's in our words: the key, the value, the nearest key that exists.
+
+    Args:
+        error: what Hydra or OmegaConf raised.
+        keys: dotted keys of values, without those of sections, which would be near to whatever is typed below them.
+    """
+    if isinstance(error, MissingConfigException):
+        return _explain_missing(error)
+    text = str(error).strip()
+    match = re.search(r"Could not override '([^']+)'", text)
+    if match is None:
+        return text
+    wrong = match.group(1).lstrip("+~")
+    near = difflib.get_close_matches(wrong, keys, n=1, cutoff=0.75)  # below, what they share is mostly the section
+    adding = f"+{wrong}=VALUE adds a key that the configuration does not have"
+    fix = f"did you mean {near[0]}? {adding}" if near else adding
+    return f"{wrong}: no such key. Fix: {fix}."
+
+
+def _explain_missing(error: MissingConfigException) -> str:
+    """One line for a configuration that Hydra did not find; Hydra's own takes a line per option and folder."""
+    group, _, name = str(error.missing_cfg_file or "").rpartition("/")
+    options = list(error.options or [])
+    if group in GROUPS and options:
+        near = difflib.get_close_matches(name, options, n=1) or options
+        problem = f"is not a configuration of this group; known: {', '.join(options)}"
+        return str(ConfigError(f"+{group}", name, problem, f"write +{group}={near[0]}"))
+    text, _, folders = str(error).partition("\nConfig search path:")
+    text = " ".join(text.split())
+    looked_in = re.findall(r"path=(\S+)", folders)
+    return f"{text} Looked in: {', '.join(looked_in)}" if looked_in and not options else text
+
+
+def folder_refused(arguments: Sequence[str], error: OSError) -> ConfigError:
+    """Why Hydra could not make the folder of a run or a sweep.
+
+    Args:
+        arguments: Hydra's, which name both folders (`hydra_arguments`).
+        error: what the system answered.
+    """
+    key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
+    folder = [argument.partition("=")[2] for argument in arguments if argument.lstrip("+").startswith(f"{key}=")][-1]
+    return ConfigError(key, folder, f"cannot be made a folder ({error})", "name one that you may write to")
+
+
+def _group_choice(arguments: Sequence[str], group: str) -> str | None:
+    for argument in arguments:
+        match = re.fullmatch(rf"\+{{0,2}}{group}=(.*)", argument)
+        if match:
+            return match.group(1)
+    return None
+
+
+def _sets(arguments: Sequence[str], key: str) -> bool:
+    return any(argument.lstrip("+").startswith(f"{key}=") for argument in arguments)
+
+
+def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's own flags (with ``--config-path`` seen from verl's trainer, as there) and the overrides."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        if argument in _FLAGS_WITH_VALUE:
+            flags += [argument, *pending[:1]]
+            pending = pending[1:]
+        elif argument.startswith("-"):
+            flags.append(argument)
+        else:
+            overrides.append(argument)
+    return [_absolute_config_path(flag, flags[i - 1] if i else "") for i, flag in enumerate(flags)], overrides
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    """Refuse what Hydra refuses with a traceback."""
+    names = [flag.partition("=")[0] for flag in flags]
+    modes = list(dict.fromkeys(_MODES[name] for name in names if name in _MODES))
+    if len(modes) > 1:
+        problem = "exclude each other"
+        raise ConfigError("flags", " ".join(modes), problem, f"give one of them; {modes[0]} alone, for example")
+    if "--resolve" in names and not {"--cfg", "--help", "-h"} & {*modes, *names}:
+        raise ConfigError("flags", "--resolve", "says how to print a configuration", "add --cfg job")
+
+
+def _absolute_config_path(flag: str, before: str) -> str:
+    prefix, _, path = flag.rpartition("=") if flag.startswith("--config-path=") else ("", "", flag)
+    if not (prefix or before in ("--config-path", "-cp")) or os.path.isabs(path):
+        return flag
+    relative = verl_config_dir().parent / path
+    if not relative.is_dir():
+        return flag
+    return f"{prefix}={relative}" if prefix else str(relative)
+
+
+def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) -> Path | None:
+    """With ``trainer.resume_mode=auto`` on the command line: the newest unfinished run of the same recipe.
+
+    Without a recipe the value is verl's own default and means verl's own checkpoint folder.
+    """
+    if "trainer.resume_mode=auto" not in arguments or recipe is None or not runs.is_dir():
+        return None
+    candidates = sorted(runs.glob(f"{recipe}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for folder in candidates:
+        if (folder / "summary.json").exists() or not (folder / "config.yaml").exists():
+            continue
+        if not run_is_alive(folder):
+            return folder
+    return None
+
+
+def run_is_alive(folder: Path) -> bool:
+    """Whether the process that owns a run folder still lives."""
+    try:
+        return is_alive((folder / "pid").read_text())
+    except OSError:
+        return False

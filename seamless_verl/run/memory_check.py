@@ -1,0 +1,188 @@
+"""Refuses shares of a GPU that cannot hold trainer and engine together, before either is loaded.
+
+The arithmetic is `memory.gpu_memory`; here are the keys, the model's ``config.json`` and the card. Where one of
+them is not known (another engine or trainer than vLLM and FSDP, a model that is not on this machine yet, no
+``nvidia-smi``) nothing is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.machine import Machine
+from seamless_verl.memory.gpu_memory import (
+    COMFORT,
+    GIB,
+    PROCESS,
+    Engine,
+    ModelShape,
+    Trained,
+    beyond,
+    highest_utilization,
+)
+from seamless_verl.run.devices import value_of, whole_number
+from seamless_verl.run.joining import ADDRESS, cluster_address
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+SHARE = f"{_ROLLOUT}.gpu_memory_utilization"
+ALONE = f"{_ROLLOUT}.standalone_gpu_memory_utilization"
+_BYTES = {"fp32": 4, "float32": 4, "float": 4}  # all others: 2
+# With one of these vLLM's cache is not what its share leaves, or its numbers are not two bytes each.
+_OWN_SIZES = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "kv_cache_dtype", "quantization")
+
+
+def check_memory(config: Mapping[str, Any], machine: Machine) -> list[str]:
+    """Compare what a GPU has with what trainer and engines want of it.
+
+    Args:
+        config: the whole configuration as a plain mapping, interpolations resolved.
+        machine: its cards stand for those of the cluster; one that is joined may have others, so there the findings
+            are warnings only.
+
+    Returns:
+        Warnings: what is tight, or does not fit here.
+
+    Raises:
+        ConfigError: it cannot fit.
+    """
+    card = machine.accelerator_memory
+    engine = value_of(config, f"{_ROLLOUT}.name", "vllm")
+    if not card or value_of(config, "trainer.device") != "cuda" or engine != "vllm":
+        return []
+    shape = model_shape(value_of(config, "actor_rollout_ref.model.path", None))
+    if shape is None:
+        return []
+    found = _beside_the_trainer(config, card, shape) + _one_row_each(config, card, shape)
+    warnings = [problem for problem in found if isinstance(problem, str)]
+    for problem in found:
+        if isinstance(problem, ConfigError):
+            if cluster_address(value_of(config, ADDRESS, None)) is None:
+                raise problem
+            warnings.append(f"with cards as on this machine: {problem}")
+    return warnings
+
+
+def model_shape(path: str | None, *, headless: bool = False) -> ModelShape | None:
+    """From the ``config.json`` of a local folder, or of a hub model that was downloaded before.
+
+    Args:
+        headless: without the matrix that makes logits, as a critic.
+    """
+    if not path:
+        return None
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
+    snapshots = Path(cache).expanduser() / f"models--{path.replace('/', '--')}" / "snapshots"
+    for file in (Path(path).expanduser() / "config.json", *sorted(snapshots.glob("*/config.json"))):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return ModelShape.from_config(found | {"tie_word_embeddings": True} if headless else found)
+        except (OSError, ValueError, KeyError):  # not here, or not what it is for the families that are known
+            continue
+    return None
+
+
+def _beside_the_trainer(config: Mapping[str, Any], card: int, shape: ModelShape) -> list[ConfigError | str]:
+    """Replicas on the trainer's GPUs."""
+    if not value_of(config, "actor_rollout_ref.hybrid_engine", True):
+        return []
+    trained = [_trained(config, "actor_rollout_ref.actor", "fsdp_config", shape)]
+    if value_of(config, "algorithm.adv_estimator", None) == "gae":
+        critic = model_shape(value_of(config, "critic.model.path", None), headless=True)
+        trained += [_trained(config, "critic", "fsdp", critic)] if critic else []
+    resident = sum(part.at_rest for part in trained)
+    share = float(value_of(config, SHARE))
+    highest = highest_utilization(card, resident)
+    parts = " + ".join(
+        f"{_gib(part.at_rest)} of the trainer's ({part.parameters / 1e9:.1f}e9 parameters over {part.shards} GPUs)"
+        for part in trained
+    )
+    total = f"{_gib(share * card)} for the engine + {parts} + {_gib(PROCESS)} that its process takes anyway"
+    if beyond(card, resident, share) > 0:
+        fix = f"write {highest:.2f}" if highest else "train on more GPUs"
+        if value_of(config, f"{_ROLLOUT}.nnodes", 0) and value_of(config, ALONE, None) is None:
+            fix += f" and +{ALONE}={share} for replicas on GPUs of their own"
+        fix += ", or move more to the host (actor_rollout_ref.actor.fsdp_config.optimizer_offload=true)"
+        return [ConfigError(SHARE, share, f"does not fit beside the trainer: {total} > {_gib(card)} of a card", fix)]
+    warnings: list[ConfigError | str] = []
+    if beyond(card, resident, share, COMFORT) > 0:
+        tight = f"{SHARE}={share} is tight: {total} of {_gib(card)}"
+        warnings.append(f"{tight}; {highest:.2f} would leave {_gib(COMFORT)} free")
+    if not value_of(config, f"{_ROLLOUT}.free_cache_engine", True):
+        warnings.append(
+            f"{_ROLLOUT}.free_cache_engine=false: engines on the trainer's GPUs keep {_gib(share * card)} of each "
+            "while it trains"
+        )
+    return warnings
+
+
+def _trained(config: Mapping[str, Any], section: str, engine: str, shape: ModelShape) -> Trained:
+    """A lower bound: what is not known to stay on the GPU counts as gone."""
+
+    def of(key: str, default: Any = None) -> Any:
+        return value_of(config, f"{section}.{key}", default)
+
+    gpus = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    size = of(f"{engine}.fsdp_size", -1)
+    fsdp = str(of("strategy", "fsdp")).startswith("fsdp") and not of(f"{engine}.offload_policy", False)
+    adapter = value_of(config, "actor_rollout_ref.model.lora_rank", 0) and section != "critic"
+    adam = "adam" in str(of("optim.optimizer", "AdamW")).lower() and of("optim.optimizer_impl", "") in (
+        "",
+        "torch.optim",
+    )
+    return Trained(
+        parameters=shape.parameters,
+        shards=size if isinstance(size, int) and 0 < size < gpus else gpus,
+        bytes_each=_BYTES.get(str(of(f"{engine}.model_dtype", "fp32")), 2),
+        parameters_stay=fsdp and not of(f"{engine}.param_offload", False),
+        moments_stay=bool(fsdp and adam and not adapter and not of(f"{engine}.optimizer_offload", False)),
+    )
+
+
+def _one_row_each(config: Mapping[str, Any], card: int, shape: ModelShape) -> list[ConfigError | str]:
+    """Whether every engine holds its weights and the cache of one row; vLLM says so itself, minutes later."""
+    own = value_of(config, f"{_ROLLOUT}.engine_kwargs.vllm", None) or {}
+    if any(own.get(key) is not None for key in _OWN_SIZES) or value_of(config, f"{_ROLLOUT}.quantization", None):
+        return []
+    ranks = whole_number(config, f"{_ROLLOUT}.tensor_model_parallel_size") * whole_number(
+        config, f"{_ROLLOUT}.pipeline_model_parallel_size", default=1
+    )
+    each = _BYTES.get(str(value_of(config, f"{_ROLLOUT}.dtype", "bfloat16")), 2)
+    length = value_of(config, f"{_ROLLOUT}.max_model_len", None) or (
+        whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
+    )
+    weights, row = each * shape.parameters, each * shape.cache_per_token * int(length)  # of a whole replica
+    problems: list[ConfigError | str] = []
+    for key in _shares_in_use(config):
+        share = float(value_of(config, key))
+        if not _lacks(card, share, weights, row, ranks):
+            continue
+        problem = (
+            f"is {_gib(share * card)} of a card, less than {_gib(weights / ranks)} of weights and {_gib(row / ranks)} "
+            f"for the keys and values of one row of {length} tokens"
+        )
+        more = next((n for n in (ranks * 2, ranks * 4, ranks * 8) if not _lacks(card, share, weights, row, n)), None)
+        spread = f"{_ROLLOUT}.tensor_model_parallel_size={more}, " if more else ""
+        problems.append(
+            ConfigError(key, share, problem, f"{spread}a larger share or a shorter {_ROLLOUT}.max_model_len")
+        )
+    return problems
+
+
+def _lacks(card: int, share: float, weights: int, row: int, ranks: int) -> bool:
+    return Engine(utilization=share, weights=weights // ranks, one_row=row // ranks).lacks(card) > 0
+
+
+def _shares_in_use(config: Mapping[str, Any]) -> list[str]:
+    hybrid = value_of(config, "actor_rollout_ref.hybrid_engine", True)
+    alone = value_of(config, f"{_ROLLOUT}.nnodes", 0)
+    apart = value_of(config, ALONE, None) is not None and value_of(config, "trainer.v1.trainer_mode") == "seamless"
+    return ([SHARE] if hybrid or (alone and not apart) else []) + ([ALONE] if alone and apart else [])
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

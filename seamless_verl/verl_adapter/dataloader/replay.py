@@ -1,0 +1,399 @@
+"""The streaming dataloader: a replay buffer for verl that admits, waits and hands out under StaleFlow's protocol.
+
+    admit ─► reserve ─► verl's rollout workers ─► TransferQueue ─► (bell) look ─► occupy | fail | filter ─► consume
+      ▲                                                                              │       │
+      └──────────────────────────── slots that came back ◄──────────────────────────┴───────┘
+
+Nothing is dropped to keep the bound: a prompt is admitted only when a training step within the bound has a slot for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
+from verl.utils.skip import SkipManager
+
+from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
+from seamless_verl.staleness.stuck import StuckPolicy
+from seamless_verl.verl_adapter.dataloader.bell import Bell
+from seamless_verl.verl_adapter.dataloader.stragglers import Stragglers
+
+# With a bell, how long to wait before looking without having been called (a killed worker never rings).
+_LOOK_S = 10.0
+# Without one (a rollout manager of the user's own); the price of a look is one RPC to TransferQueue's controller.
+_POLL_S = 0.05
+FAILURES_IN_A_ROW = 32
+_STATE_VERSION = 1
+
+
+class RolloutFailed(SeamlessError):
+    """Prompt groups fail one after another; refilling them for ever would hide that."""
+
+
+class PromptSource(Protocol):
+    """Where prompts come from and go back to; ``None`` in its place is verl's own dataloader."""
+
+    def name(self, uids: Sequence[str]) -> None:
+        """The prompts fetched last are known as ``uids`` from now on, in order."""
+
+    def consumed(self, keys: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
+        """Groups (uid to trajectory keys) were trained on or filtered; returns metrics."""
+
+    def given_up(self, uids: Sequence[str]) -> None:
+        """No group of these will be trained: it could not be generated, or was surplus."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any], in_flight: Collection[str]) -> None:
+        """Continue from ``state``; prompts that it knows and that are not among ``in_flight`` are given up."""
+
+
+class WokenReplayBuffer(ReplayBufferAsync):
+    """verl's asynchronous buffer with its ``max_off_policy_*`` semantics, woken by a bell instead of its 2 s poll."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(poll_interval=_POLL_S, **kwargs)
+        self._bell: Bell | None = None
+        self._look_s = _LOOK_S
+        self._meanwhile: Callable[[], None] = lambda: None
+        self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
+
+    def listen(self, workers: Sequence[Any]) -> None:
+        """Wait for these rollout workers from now on; workers that cannot ring are polled."""
+        if workers and all(hasattr(worker, "news") for worker in workers):
+            self._bell = Bell(workers)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Return when a group may have ended, after ``timeout_s`` at the latest."""
+        if self._bell is None:
+            time.sleep(min(timeout_s, _POLL_S))
+        else:
+            self._bell.wait(min(timeout_s, self._look_s))
+
+    def attend(self, meanwhile: Callable[[], None]) -> None:
+        """Whoever waits for rows calls this after every wait: what serves them may need attention."""
+        self._meanwhile = meanwhile
+
+    def take_stock(self, global_steps: int) -> tuple[int, int]:
+        """Training groups that could be taken now, and those on their way; what ended for nothing is replaced first."""
+        while True:
+            self._sync_metadata_from_transfer_queue()
+            reasons = self._terminal_eviction_reasons(global_steps, "train")
+            evicted, stale, _, metrics = self._evict_terminal_groups(global_steps, "train", reasons)
+            if not evicted:
+                break
+            _accumulate_eviction_metrics(self._evicted, metrics, stale)
+            if self.refill_fn is not None:
+                self.refill_fn(len(evicted))
+        keys = self._sampleable_terminal_keys("train", reasons)
+        on_their_way = len(self.pending_keys["train"]) + len(self.running_keys["train"])
+        return len(keys) if self._has_enough_samples(global_steps, "train", 0, keys) else 0, on_their_way
+
+    def wait_for_sampleable(
+        self, global_steps: int, partition_id: str, target_count: int
+    ) -> tuple[set[str], dict[str, float]]:
+        keys, metrics = super().wait_for_sampleable(global_steps, partition_id, target_count)
+        if partition_id == "train":
+            before, self._evicted = self._evicted, {}
+            stale = next((count for name, count in before.items() if name.endswith("/off_policy/evicted_samples")), 0)
+            _accumulate_eviction_metrics(metrics, before, int(stale))
+        return keys, metrics
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        if self._bell is None:
+            last_debug_time = super()._wait_for_next_poll(partition_id, last_debug_time)
+        else:
+            self._bell.wait(self._look_s)
+        self._meanwhile()
+        return last_debug_time
+
+
+class StreamingReplayBuffer(WokenReplayBuffer):
+    """See the module; validation prompts are handled by verl's own code.
+
+    Version 0 is what training starts from; step ``k`` updates version ``k - 1``, and the replicas generate with
+    ``k - 1`` until step ``k`` ends. A group's V_traj is the lowest version that one of its rows started with.
+
+    Args:
+        eta: bound in weight versions.
+        batch_size: prompts per training step.
+        redundancy, in_flight: see `StalenessProtocol`.
+        stuck: what is done about stragglers.
+        admits: False where rollouts are replayed (`SkipManager`), which brings its own prompts.
+        refill_fn: the trainer's; submits that many new prompts, which come back through `reserve`.
+        on_progress: told, at every look, how many groups could be taken and how many are needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        eta: int,
+        batch_size: int,
+        redundancy: float = 1.0,
+        in_flight: float | None = None,
+        stuck: StuckPolicy | None = None,
+        admits: bool = True,
+        refill_fn: Callable[[int], int],
+        on_progress: Callable[[int, int], None] = lambda ready, needed: None,
+        trainer_config: Any,
+        sampler_kwargs: Any,
+        filter_groups_metric: str | None = None,
+    ) -> None:
+        super().__init__(
+            trainer_mode="seamless",
+            trainer_config=trainer_config,
+            max_off_policy_threshold=None,
+            max_off_policy_strategy="wait",
+            sampler_kwargs=sampler_kwargs,
+            refill_fn=refill_fn,
+            filter_groups_metric=filter_groups_metric,
+        )
+        self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy, in_flight=in_flight)
+        self._admits = admits
+        self.stragglers = Stragglers(stuck or StuckPolicy())
+        self._look_s = min(_LOOK_S, self.stragglers.look_again_s)
+        self._source: PromptSource | None = None
+        self._on_progress = on_progress
+        self._abandoned: set[str] = set()  # surplus groups that are still generated
+        self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
+        self._failures = 0
+        self._metrics: dict[str, float] = defaultdict(float)
+
+    def listen(self, workers: Sequence[Any]) -> None:
+        super().listen(workers)
+        if all(hasattr(worker, "restart_groups") for worker in workers):
+            self.stragglers.listen(workers)
+
+    # ---------------------------------------------------------------- admission
+
+    def follow(self, source: PromptSource) -> None:
+        """A curriculum chooses the prompts: tell it what becomes of them."""
+        self._source = source
+
+    def start_at(self, version: int) -> None:
+        """Begin with weights of ``version``, from a checkpoint without our state.
+
+        How old the finished groups of such a checkpoint are is not known, so they are generated again.
+
+        Raises:
+            ConfigError: a curriculum is on, which did not draw the prompts in flight.
+        """
+        if self._source is not None:
+            problem = "the checkpoint was taken without a curriculum, its prompts in flight belong to none"
+            raise ConfigError("seamless.curriculum", "on", problem, "switch it off, or start afresh from the weights")
+        protocol = self.protocol
+        self.protocol = StalenessProtocol(
+            eta=protocol.eta,
+            batch_size=protocol.batch_size,
+            redundancy=protocol.redundancy,
+            in_flight=protocol.in_flight,
+            version=version,
+        )
+        self._sync_metadata_from_transfer_queue()
+        if self.partitions["train"]:
+            tq.kv_clear(partition_id="train", keys=list(self.partitions["train"]))
+        prompts = list(self.prompt_global_steps["train"])
+        if prompts:  # verl re-issues what is pending
+            tq.kv_batch_put(keys=prompts, partition_id="train", tags=[{"status": "pending"} for _ in prompts])
+
+    def admit(self, global_steps: int) -> int:
+        """Submit as many new prompts as the bound has room for; returns how many."""
+        room = self.protocol.capacity(global_steps - 1)
+        if room:
+            self.refill_fn(room)
+        return room
+
+    def reserve(self, uids: Sequence[str], global_steps: int) -> None:
+        """Called by the trainer before prompts are submitted.
+
+        Raises:
+            SeamlessError: more prompts are submitted than there is room for.
+        """
+        for uid in uids:
+            if self.protocol.reserve(uid, global_steps - 1) is None:
+                raise SeamlessError(
+                    f"prompt {uid} was submitted in step {global_steps} beyond the bound: "
+                    f"{self.protocol.num_in_flight} groups are in flight, eta is {self.protocol.eta}"
+                )
+        if self._source is not None:
+            self._source.name(uids)
+
+    # ---------------------------------------------------------------- verl's interface
+
+    def get_sampleable_count(self, global_steps: int, partition_id: str) -> int:
+        if partition_id != "train":
+            return super().get_sampleable_count(global_steps, partition_id)
+        self._look(global_steps)
+        return self.protocol.num_available
+
+    def take_stock(self, global_steps: int) -> tuple[int, int]:
+        """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts."""
+        self._look(global_steps)
+        if self._admits:
+            self.admit(global_steps)
+        return self.protocol.num_available, len(self._groups(EntryState.RESERVED))
+
+    def wait_for_sampleable(
+        self, global_steps: int, partition_id: str, target_count: int
+    ) -> tuple[set[str], dict[str, float]]:
+        if partition_id != "train":
+            return super().wait_for_sampleable(global_steps, partition_id, target_count)
+        last_debug_time = time.time()
+        with self.stragglers.waiting(global_steps):
+            while True:
+                if self._look(global_steps):
+                    self.admit(global_steps)
+                self._on_progress(self.protocol.num_available, target_count)
+                if self.protocol.num_available >= target_count:
+                    metrics, self._metrics = dict(self._metrics), defaultdict(float)
+                    return self.finished_keys[partition_id] & self._groups(EntryState.OCCUPIED), metrics
+                last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
+
+    @SkipManager.annotate_tq(role="rollout_tq", phase="sample")
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
+        """A mini-batch of finished groups, the longest first."""
+        if partition_id != "train":
+            return super().sample(global_steps, partition_id, batch_size)
+        _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
+        self.stragglers.got_some()
+        consumption = self.protocol.consume(batch_size)
+        self._abandoned.update(consumption.surplus)
+        self._adopted.difference_update(entry.group for entry in consumption.groups)
+        rows = self._rows_by_group()
+        consumed = {entry.group: rows[entry.group] for entry in consumption.groups}
+        if self._source is not None:
+            self._source.given_up(consumption.surplus)
+            metrics |= self._source.consumed(consumed)
+        metrics |= self._staleness_metrics(consumption.groups)
+        keys = [key for group in consumed.values() for key in group]
+        tags = [self.partitions[partition_id][key] for key in keys]
+        tq.kv_clear(partition_id=partition_id, keys=list(consumed))
+        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=tags), metrics
+
+    def _staleness_metrics(self, groups: Sequence[ConsumedGroup]) -> dict[str, float]:
+        lags = [entry.staleness for entry in groups]
+        return {
+            "training/staleness/mean": sum(lags) / len(lags),
+            "training/staleness/max": float(max(lags)),
+            "training/staleness/in_flight": float(self.protocol.num_in_flight),
+        }
+
+    # ---------------------------------------------------------------- looking at TransferQueue
+
+    def _look(self, global_steps: int) -> bool:
+        """Take in what ended since the last look; returns whether slots came back that are to be filled again."""
+        self._sync_metadata_from_transfer_queue()
+        self._adopt(global_steps)
+        rows = self._rows_by_group()
+        reserved = self._groups(EntryState.RESERVED)
+        ended = [uid for uid in self._in_order(reserved) if uid in self.finished_keys["train"]]
+        empty = {uid for uid in ended if not rows.get(uid)}
+        failed = (self.failure_keys["train"] | empty) & reserved
+        filtered, _ = self._dapo_filtered_keys("train")
+        filtered = (filtered & reserved) - empty
+        done = [uid for uid in ended if uid not in empty and uid not in filtered]
+        for uid in done:
+            tags = [self.partitions["train"][key] for key in rows[uid]]
+            started = [tag.get("min_global_steps") for tag in tags]
+            known = uid not in self._adopted and None not in started
+            tokens = sum(tag.get("seq_len", 0) for tag in tags)
+            self.protocol.occupy(uid, min(started) if known else None, tokens=tokens)
+        if filtered and self._source is not None:
+            self._metrics.update(self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered}))
+        if failed and self._source is not None:
+            self._source.given_up(sorted(failed))
+        for uid in filtered | failed:
+            self.protocol.abort(uid)
+        if filtered:
+            self._metrics["training/filter_groups/evicted_samples"] += len(filtered)
+        if failed:
+            self._metrics["training/rollout_failure/evicted_samples"] += len(failed)
+        abandoned = self._abandoned & (self.finished_keys["train"] | self.failure_keys["train"])
+        self._abandoned -= abandoned
+        self._clear_groups("train", filtered | failed | abandoned)
+        self.count_failures(len(failed), bool(done or filtered))
+        if done or filtered or failed:
+            self.stragglers.got_some()
+        else:
+            for metric, count in self.stragglers.treat(self.protocol, global_steps - 1).items():
+                self._metrics[metric] += count
+        return bool(filtered or failed)
+
+    def count_failures(self, failed: int, finished: bool) -> None:
+        """Note what this look found; a group that finished starts the count anew.
+
+        Raises:
+            RolloutFailed: ``FAILURES_IN_A_ROW`` groups failed and none finished.
+        """
+        self._failures = 0 if finished else self._failures + failed
+        if self._failures >= FAILURES_IN_A_ROW:
+            raise RolloutFailed(
+                f"{self._failures} prompt groups failed in a row and none finished; the reason of each stands in the "
+                "logs of the rollout workers (search for 'Error in _run_prompt')"
+            )
+
+    def _adopt(self, global_steps: int) -> None:
+        """Reserve for groups that verl put there itself: replayed ones (`SkipManager`), those of a plain checkpoint."""
+        for uid in self.prompt_global_steps["train"]:
+            if uid in self._abandoned or self.protocol.state_of(uid) is not None:
+                continue
+            if self.protocol.reserve(uid, global_steps - 1) is not None:  # refused: it waits for the next look
+                self._adopted.add(uid)
+
+    def _groups(self, state: EntryState) -> set[str]:
+        return {group for group, now in self.protocol.groups() if now is state}
+
+    def _in_order(self, groups: set[str]) -> list[str]:
+        """``groups`` in the order in which they were reserved."""
+        return [group for group, _ in self.protocol.groups() if group in groups]
+
+    def _rows_by_group(self) -> dict[str, list[str]]:
+        rows: dict[str, list[str]] = defaultdict(list)
+        for key in self.partitions["train"]:
+            rows[key.split("_", 1)[0]].append(key)
+        return rows
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What the checkpoint of a step keeps beside verl's own; TransferQueue's content is in verl's."""
+        return {
+            "version": _STATE_VERSION,
+            "protocol": self.protocol.state(),
+            "source": self._source.state() if self._source is not None else None,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, after TransferQueue was restored: finished groups are kept, the others are re-issued.
+
+        Rows that the saved step had already trained on are removed from TransferQueue.
+
+        Raises:
+            ConfigError: the state is of another version or was taken under other settings.
+        """
+        if state.get("version") != _STATE_VERSION:
+            problem = f"the checkpoint's streaming state has version {state.get('version')}, this is {_STATE_VERSION}"
+            raise ConfigError("trainer.resume_mode", "auto", problem, "write disable to start afresh")
+        if (self._source is None) != (state["source"] is None):
+            now, then = ("off", "with") if self._source is None else ("on", "without")
+            problem = f"the checkpoint was taken {then} a curriculum"
+            raise ConfigError("seamless.curriculum", now, problem, "use the checkpoint's settings, or start afresh")
+        self.protocol.restore(state["protocol"])
+        if self._source is not None:
+            self._source.restore(state["source"], {group for group, _ in self.protocol.groups()})
+        self._sync_metadata_from_transfer_queue()
+        prompts = self.prompt_global_steps["train"]
+        lost = [group for group, _ in self.protocol.groups() if group not in prompts]
+        if lost:
+            raise SeamlessError(f"the checkpoint's TransferQueue lacks {len(lost)} groups in flight, first {lost[0]}")
+        surplus = [uid for uid in prompts if self.protocol.state_of(uid) is None]
+        trained = [key for uid, keys in self._rows_by_group().items() if uid not in prompts for key in keys]
+        if surplus or trained:
+            tq.kv_clear(partition_id="train", keys=[*surplus, *trained])

@@ -1,0 +1,118 @@
+"""verl's agent loop ``seamless_agent``: one rollout is one proxy session and one agent outside this process.
+
+::
+
+    prompt ─► open session ─► AgentRunner (agent process ──HTTP──► proxy ─► replicas) ─► close ─► rows
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.utils.profiler import simple_timer
+
+from seamless_verl.agents.contract import AgentJob, AgentReport
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.observe.flight import SessionEnded
+from seamless_verl.proxy.client import SessionResult
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.trajectory.rows import Row
+from seamless_verl.verl_adapter.rollout.attempts import recorder_of_process
+from seamless_verl.verl_adapter.rollout.padded_rows import row_to_output
+from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
+from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+
+class ProxyAgentLoop(AgentLoopBase):
+    """Rolls a prompt out with an agent; returns one `AgentLoopOutput` per row of its session."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        """``kwargs`` are the fields of the data row; ``extra_info["task"]`` is the task, as JSON or as a mapping.
+
+        Raises:
+            RuntimeError: the agent never got an answer, so there is nothing to train on; verl refills the group.
+        """
+        shard = await ProxyShard.get(self)
+        extra_info = kwargs.get("extra_info") or {}
+        task = extra_info.get("task")
+        task = json.loads(task) if isinstance(task, str) else dict(task or {})
+        timing: dict[str, float] = {}
+        async with shard.place():
+            result, report = await self._attempt(
+                shard, task, self._spec(shard.seamless, sampling_params, kwargs), timing
+            )
+        task_id = f"{extra_info.get('split', '')}/{extra_info.get('index', kwargs.get('index', ''))}"
+        outputs = [
+            self._output(row, result, report, task_id, AgentLoopMetrics(**timing))
+            for row in reversed(result.rows)  # verl scores a session by its last row; ours with the most tokens
+            if row.num_trained
+        ]
+        if not outputs:
+            raise RuntimeError(f"session {result.id} has no generated token: {report.status.value}, {report.detail}")
+        return outputs
+
+    async def _attempt(
+        self, shard: ProxyShard, task: dict[str, Any], spec: SessionSpec, timing: dict[str, float]
+    ) -> tuple[SessionResult, AgentReport]:
+        session = await shard.admin.open_session(spec)
+        request_log.name(session.id)
+        try:
+            with simple_timer("generate_sequences", timing):
+                report = await shard.runner.run(
+                    AgentJob(
+                        task=task,
+                        base_url=session.base_url,
+                        api_key=session.api_key,
+                        model=str(self.config.actor_rollout_ref.model.path),
+                        deadline_s=shard.seamless.agent.deadline_s,
+                    )
+                )
+        except BaseException:
+            await shard.admin.delete_session(session.id)
+            raise
+        result = await shard.admin.close_session(session.id, report.reward, report.rewards)
+        recorder = recorder_of_process(shard.seamless.run_dir, "rollout")
+        recorder.record(_session_ended(recorder.now(), result, report, timing["generate_sequences"]))
+        return result, report
+
+    def _spec(self, seamless: SeamlessConfig, sampling_params: dict[str, Any], kwargs: dict[str, Any]) -> SessionSpec:
+        """The trainer decides how tokens are sampled; agents may ask, but are overridden."""
+        decided = {key: sampling_params[key] for key in ("temperature", "top_p", "top_k") if key in sampling_params}
+        if seamless.agent.max_tokens_per_turn is not None:
+            decided["max_tokens"] = seamless.agent.max_tokens_per_turn
+        return SessionSpec(
+            group=str(kwargs.get("uid", "")),
+            index=int(kwargs.get("session_id", 0)),
+            deadline_s=seamless.agent.deadline_s,
+            max_turns=seamless.agent.max_turns,
+            max_tokens=self.rollout_config.response_length,
+            sampling=decided,
+        )
+
+    def _output(
+        self, row: Row, result: SessionResult, report: AgentReport, task_id: str, metrics: AgentLoopMetrics
+    ) -> AgentLoopOutput:
+        return row_to_output(
+            row,
+            reward=report.reward,
+            metrics=metrics,
+            extra_fields={"reward_extra_info": {**report.rewards, "task_id": task_id}, "drift": dict(result.drift)},
+            violations=len(result.audit.violations),
+            images=result.images,
+        )
+
+
+def _session_ended(at: float, result: SessionResult, report: AgentReport, seconds: float) -> SessionEnded:
+    return SessionEnded(
+        at=at,
+        session=result.id,
+        group=result.group,
+        seconds=round(seconds, 3),
+        turns=sum(result.kinds.values()),
+        rows=sum(1 for row in result.rows if row.num_trained),
+        reward=report.reward,
+        status=report.status.value,
+        drift=dict(result.drift),
+    )

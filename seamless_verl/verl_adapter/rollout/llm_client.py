@@ -1,0 +1,265 @@
+"""The token-in-token-out client under our trainer: resumes interrupted generations and keeps versions per token.
+
+verl's ``FullyAsyncLLMServerClient`` keeps the lowest and highest weight version of an answer and sleeps a second
+before each resumption. Here every attempt contributes a span ``(version, tokens)``, and an interrupted attempt goes
+straight back: the replica holds it until its weights are new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
+from seamless_verl.trajectory.partial import Decode, PartialGeneration
+from seamless_verl.verl_adapter.rollout.attempts import RecordedAttempt, recorder_of_process
+from seamless_verl.verl_adapter.rollout.cutting import cutting
+from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where an attempt runs, and under which name."""
+
+    server: Any = None
+    request: str = ""
+
+
+_PLACE: ContextVar[_Place | None] = ContextVar("place_of_attempt", default=None)
+_INTERRUPTED = ("aborted", "abort")
+_FAILED = "error"
+# Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
+_REFUSED_BACKOFF_S = 0.05
+_NOBODY_SERVES_S = 0.5
+
+
+class VersionedLLMClient(FullyAsyncLLMServerClient):
+    """Adds ``extra_fields["version_spans"]``: ``[(weight version, tokens), …]`` in generation order."""
+
+    _asked: asyncio.Future[None] | None = None  # tells when a replica serves again
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        decode: Decode | None = None,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """Generate to the end, across any number of interruptions; see `PartialGeneration`.
+
+        ``sampling_params`` is not changed. A budget is always told: verl's server would otherwise derive a fresh one
+        from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within an attempt
+        only, as under verl's own client.
+
+        Raises:
+            RuntimeError: the engine gave up on this request; what it had generated is no answer.
+        """
+        prompt_ids = normalize_token_ids(prompt_ids)
+        partial = PartialGeneration(self._with_budget(sampling_params), decode, moves_grammars=self._is_vllm)
+        group = request_log.group_of(request_id)
+        if self._oldest_first:
+            kwargs.setdefault("priority", request_log.began_ms(request_id))
+        if cutting.is_cut(group):
+            partial.cut_short()
+        merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
+        cached_tokens: int | None = None
+        while True:
+            kept = partial.token_ids
+            with (
+                self._freed(group),
+                self._recorded(request_id, len(prompt_ids) + len(kept), resumed=bool(kept)) as attempt,
+            ):
+                try:
+                    output = await LLMServerClient.generate(
+                        self,
+                        request_id=request_id,
+                        prompt_ids=prompt_ids + kept,
+                        sampling_params=partial.sampling(),
+                        **kwargs,
+                    )
+                except RayError as error:
+                    if not self._outlives_replicas or not replica_died(error):
+                        raise
+                    # What the dead replica had not handed over is lost, unseen by anybody, and is sampled afresh.
+                    await self._leave(attempt.server, error)
+                    continue
+                attempt.answered(output)
+            if output.stop_reason == _FAILED:
+                raise RuntimeError(f"{attempt.server} gave up on a request with an error; its log tells which")
+            version = output.extra_fields.get("global_steps")
+            num_kept = len(kept)
+            is_complete = partial.add(_attempt(output, version))
+            _merge(merged, output, len(partial.token_ids) - num_kept)
+            if cached_tokens is None:
+                cached_tokens = output.extra_fields.get("num_cached_tokens")
+            if is_complete or (cutting.is_cut(group) and partial.cut_short()):
+                break
+            if not output.token_ids:
+                await asyncio.sleep(_REFUSED_BACKOFF_S)
+        return _output(merged, partial, version, cached_tokens)
+
+    def _with_budget(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """A copy that says ``max_tokens``, where one is known."""
+        params = dict(sampling_params)
+        budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
+        return params if budget is None else {**params, "max_tokens": budget}
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        extra["context_tokens"] = len(extra.get("prompt_ids", ()))  # a number travels, where the tokens need not
+        if (place := _PLACE.get()) is not None:  # named before it is placed, so that a balancer may name it, too
+            place.request = LLMServerClient._vllm_request_id(self, request_id)
+            extra["attempt"] = place.request
+        while True:
+            try:
+                server_id, handle = await self._seat(request_id, **extra)
+            except RuntimeError as error:
+                if not self._outlives_replicas or "No available servers" not in str(error):
+                    raise
+                # All replicas are with the trainer, or the last one died: the scheduler lends one, or ends the run.
+                await self._someone_serves()
+                continue
+            RecordedAttempt.routed(server_id)
+            if place is not None:
+                place.server = handle
+            return server_id, handle
+
+    async def _seat(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        """verl's acquire; where the caller is cancelled meanwhile, the seat is given back as soon as it is granted.
+
+        Cancelling an await on a Ray call does not cancel the call: the balancer would count the seat for ever.
+        """
+        asked = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(functools.partial(self._give_back, request_id))
+            raise
+
+    def _give_back(self, request_id: str, asked: asyncio.Task[tuple[str, Any]]) -> None:
+        if not asked.cancelled() and asked.exception() is None:
+            server_id, _ = asked.result()
+            self._release_server(server_id, request_id=request_id)
+
+    async def _someone_serves(self) -> None:
+        """One question for all that wait here: each of them would hold one of the 1,000 places that Ray gives the
+        router, and with all of them taken nobody could tell it of a new replica."""
+        told = getattr(self._load_balancer, "someone_serves", None)
+        if told is None:  # a router of the user's own
+            await asyncio.sleep(_NOBODY_SERVES_S)
+            return
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(told.remote())
+        await asyncio.shield(self._asked)
+
+    @property
+    def _is_vllm(self) -> bool:
+        """Its engine process loads our plug-in (`vllm_grammar`), and it can end a single request."""
+        return bool(OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm")
+
+    @property
+    def _oldest_first(self) -> bool:
+        """The engine's queue is ordered by when sessions began, also after an interruption and from turn to turn."""
+        return OmegaConf.select(self.config, "actor_rollout_ref.rollout.scheduling_policy") == "priority"
+
+    @property
+    def _outlives_replicas(self) -> bool:
+        """A scheduler that is told of a dead replica goes on without it; verl's own trainer cannot."""
+        return OmegaConf.select(self.config, "seamless.scheduler.policy") is not None
+
+    async def _leave(self, server: str | None, error: RayError) -> None:
+        if server is not None:
+            request_log.died(server, type(error).__name__)
+            await self._load_balancer.remove_servers.remote([server])
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        place = _PLACE.get()
+        name: str = place.request if place is not None else super()._vllm_request_id(request_id)
+        return name
+
+    @contextmanager
+    def _freed(self, group: str) -> Iterator[None]:
+        """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
+        place = _Place()
+
+        def abort() -> None:
+            if self._is_vllm and place.server is not None and place.request:
+                place.server.abort_request.remote(place.request, reset_prefix_cache=False)
+
+        token = _PLACE.set(place)
+        try:
+            with cutting.attempt(group, abort):
+                yield
+        except asyncio.CancelledError:
+            abort()
+            raise
+        finally:
+            _PLACE.reset(token)
+
+    def _recorded(self, request_id: str, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
+        recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
+        return RecordedAttempt(recorder, request_id, prompt_tokens=prompt_tokens, resumed=resumed)
+
+
+def replica_died(error: RayError) -> bool:
+    """Whether the server's process is gone, or the engine process behind it (vLLM's ``EngineDeadError``)."""
+    if isinstance(error, RayTaskError):
+        return type(error.cause).__name__ == "EngineDeadError"
+    return isinstance(error, RayActorError)
+
+
+def _attempt(output: TokenOutput, version: int) -> Generation:
+    is_interrupted = output.stop_reason in _INTERRUPTED
+    num_tokens = len(output.token_ids)
+    return Generation(
+        token_ids=output.token_ids,
+        log_probs=output.log_probs or [],
+        version_spans=(VersionSpan(version=version, num_tokens=num_tokens),) if num_tokens else (),
+        # verl reports "stop" and "length" alike as "completed".
+        finish_reason=FinishReason.ABORTED if is_interrupted else FinishReason.STOP,
+    )
+
+
+def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
+    """What of an attempt is not tokens; ``num_kept`` of its tokens were taken over."""
+    merged.stop_reason = output.stop_reason
+    if output.num_preempted is not None:
+        merged.num_preempted += output.num_preempted
+    if output.routed_experts is None or not num_kept:
+        return
+    dropped = len(output.token_ids) - num_kept
+    routed = output.routed_experts[: len(output.routed_experts) - dropped]
+    if merged.routed_experts is None:
+        merged.routed_experts = routed
+    else:
+        import numpy as np
+
+        merged.routed_experts = np.concatenate([merged.routed_experts, routed[-num_kept:]])
+
+
+def _output(merged: TokenOutput, partial: PartialGeneration, version: int, cached_tokens: int | None) -> TokenOutput:
+    whole = partial.generation()
+    merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
+    if merged.stop_reason in _INTERRUPTED:
+        merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
+    versions = [span.version for span in whole.version_spans] or [version]
+    merged.extra_fields.update(
+        global_steps=version,
+        min_global_steps=versions[0],
+        max_global_steps=versions[-1],
+        num_cached_tokens=cached_tokens,
+        version_spans=[(span.version, span.num_tokens) for span in whole.version_spans],
+    )
+    return merged

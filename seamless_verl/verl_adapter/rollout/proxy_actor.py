@@ -1,0 +1,140 @@
+"""The proxy of one rollout worker as an actor beside it: kill it, and Ray starts it again on its journal.
+
+::
+
+    rollout worker   owns the client to the replicas, the agents and the listening socket
+        └── ProxyActor   tokenizer, session trees, journal.sqlite; restarted by Ray without limit
+
+This module is imported in the actor, which needs neither verl nor vLLM (unless a parser of vLLM's was asked for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.proxy.deploy.http_server import ProxyServer, search_garbage_rarely
+from seamless_verl.proxy.engine import Ability, Engine
+from seamless_verl.proxy.engines.remote_engine import RemoteEngine
+from seamless_verl.proxy.http.app import ProxyDeps, make_app
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.session.sessions import SessionStore
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
+from seamless_verl.proxy.text.parsing import AnswerParser
+from seamless_verl.proxy.text.pictures import ImageReader
+from seamless_verl.proxy.text.vision import ProcessorReader
+from seamless_verl.verl_adapter.rollout.parsers import make_parser
+
+_CALLS_PER_ATTEMPT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSettings:
+    """What a rollout worker's proxy is told; pickled on its way to an actor.
+
+    Attributes:
+        tokenizer: verl's, of the model and with the chat template that is trained.
+        processor: verl's, of a model that takes pictures; None for one that does not.
+        processor_args: of its calls.
+        template_args: of the chat template.
+        stop_token_ids: ids that end an answer.
+        tool_parser, reasoning_parser: vLLM's, by name; see `make_parser`.
+        max_model_len: prompt and answer together, in tokens.
+        abilities: of the engine.
+        attempts: of agents that may be under way here.
+    """
+
+    tokenizer: Any
+    processor: Any
+    processor_args: Mapping[str, Any]
+    template_args: Mapping[str, Any]
+    stop_token_ids: Sequence[int]
+    tool_parser: str | None
+    reasoning_parser: str | None
+    max_model_len: int
+    model: str
+    admin_key: str
+    abilities: frozenset[Ability]
+    attempts: int = 0
+
+    def text_side(self) -> tuple[TokenizerRenderer, AnswerParser, ImageReader | None]:
+        """The way from messages and pictures to token ids, and back.
+
+        Raises:
+            ConfigError: there is no such parser.
+        """
+        parser = make_parser(self.tokenizer, self.tool_parser, self.reasoning_parser)
+        images = None
+        if getattr(self.processor, "image_token", None) is not None:
+            images = ProcessorReader(self.processor, self.processor_args, max_pixels=Limits().max_image_pixels)
+        template = getattr(self.processor, "chat_template", None)
+        video = getattr(self.processor, "video_token", None)
+        renderer = TokenizerRenderer(
+            self.tokenizer,
+            template_args={**({"chat_template": template} if template else {}), **self.template_args},
+            stop_token_ids=self.stop_token_ids,
+            keep_special_tokens=parser.keeps_special_tokens,
+            placeholder=None if images is None else images.placeholder,
+            others=() if video is None else (self.tokenizer.convert_tokens_to_ids(video),),
+        )
+        return renderer, parser, images
+
+    def deps(
+        self, engine: Engine, renderer: TokenizerRenderer, parser: AnswerParser, images: ImageReader | None
+    ) -> ProxyDeps:
+        """A proxy that keeps its sessions in memory."""
+        return ProxyDeps(
+            engine=engine,
+            renderer=renderer,
+            codec=renderer,
+            parser=parser,
+            images=images,
+            abilities=self.abilities,
+            admin_key=self.admin_key,
+            model=self.model,
+            limits=Limits(
+                max_model_len=self.max_model_len,
+                # An agent may have several calls under way; the bound is against clients that are none.
+                max_in_flight=max(Limits().max_in_flight, _CALLS_PER_ATTEMPT * self.attempts),
+            ),
+        )
+
+
+class ProxyActor:
+    """An asynchronous actor; Ray repeats `serve` after a restart.
+
+    Args:
+        owner: address of the rollout worker's `EngineHost`.
+        journal: file of the journal, on this node.
+    """
+
+    def __init__(self, settings: ShardSettings, owner: str, journal: Path) -> None:
+        self._settings = settings
+        self._owner = owner
+        self._journal = journal
+
+    async def serve(self) -> None:
+        """Serve until the owner is gone.
+
+        Raises:
+            RuntimeError: it cannot; in words, since a ConfigError does not survive the way back through Ray.
+        """
+        try:
+            journal = SqliteJournal(self._journal)
+            sessions = SessionStore()
+            journal.resume(sessions)
+            engine, listener = await RemoteEngine.connect(self._owner)
+            deps = replace(self._settings.deps(engine, *self._settings.text_side()), journal=journal, sessions=sessions)
+        except (SeamlessError, OSError) as error:
+            raise RuntimeError(f"the proxy of a rollout worker cannot start: {error}") from None
+        deps.counters.num_sessions = len(sessions)
+        server = ProxyServer(make_app(deps), listener=listener)
+        await server.start()
+        search_garbage_rarely()
+        await engine.ended()
+        await server.stop()
+        await journal.close()

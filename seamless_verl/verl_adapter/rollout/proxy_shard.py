@@ -1,0 +1,262 @@
+"""The proxy beside a rollout worker, the agents, and the client that opens and closes sessions.
+
+verl spreads rollout workers over the nodes; agents of a worker talk to the proxy beside them, no central gateway exists
+(ADR 0003). With a journal the proxy is an actor on the worker's node, which may die at any time (ADR 0009); without
+one it is served from the worker's own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import importlib
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+
+from seamless_verl.agents.contract import AgentRunner, places_of
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.own_disk import APART, journal_folder
+from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, listen_on
+from seamless_verl.proxy.engine import Engine
+from seamless_verl.proxy.engines.remote_engine import EngineHost
+from seamless_verl.proxy.http.app import make_app
+from seamless_verl.run.capacity import attempts_per_worker
+from seamless_verl.run.engine_checks import check_routing_replay
+from seamless_verl.run.supervisor import RUN_ID
+from seamless_verl.verl_adapter.rollout.lasting import lasting
+from seamless_verl.verl_adapter.rollout.proxy_actor import ProxyActor, ShardSettings
+from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine, abilities_of
+
+_log = logging.getLogger(__name__)
+
+
+class ActorProxy:
+    """A `ProxyActor` on this node, on a socket of this process's; Ray starts it again whenever it dies.
+
+    Args:
+        engine: belongs to this process, and is asked from the actor.
+        folder: of the journal, on this node's own disk; emptied first, since sessions of an earlier process have nobody
+            left who waits for them, and removed in the end where it is not the run's.
+
+    Attributes:
+        base_url: as agents reach it, also while it is down: they wait then.
+    """
+
+    def __init__(self, settings: ShardSettings, engine: Engine, host: str, port: int, folder: Path) -> None:
+        self._listener = listen_on(host, port)
+        self.base_url = base_url_of(self._listener, node_ip=ray.util.get_node_ip_address())
+        self._engine = EngineHost(engine, self._listener)
+        self._folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+        self._actor = (
+            ray.remote(ProxyActor).options(**options).remote(settings, self._engine.address, folder / "journal.sqlite")
+        )
+        self._serving: asyncio.Future[None] | None = None
+
+    async def start(self, admin: ProxyAdmin) -> None:
+        """Returns when it answers.
+
+        Raises:
+            SeamlessError: it does not start.
+        """
+        self._engine.start()
+        self._serving = asyncio.ensure_future(_served(self._actor))
+        self._serving.add_done_callback(self._gave_up)
+        answering = asyncio.ensure_future(admin.stats())
+        await asyncio.wait({self._serving, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            answering.cancel()
+            self.check()
+        await answering
+
+    def _gave_up(self, serving: asyncio.Future[None]) -> None:
+        """Ray does not start it again, e.g. because its disk is full: who waits in the backlog is refused now."""
+        self._listener.close()
+        if not serving.cancelled():
+            _log.error("the proxy on %s has ended", self.base_url, exc_info=serving.exception())
+
+    def check(self) -> None:
+        """Raise when it ended for good, or could not come back if it died."""
+        if self._serving is not None and self._serving.done():
+            raise SeamlessError(f"the proxy on {self.base_url} has ended") from self._serving.exception()
+        self._engine.check()
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            self._serving.remove_done_callback(self._gave_up)
+        ray.kill(self._actor)
+        await self._engine.close()
+        self._listener.close()
+        if self._folder.parent.name.startswith(APART):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another worker's journal is still in it
+                self._folder.parent.rmdir()
+
+
+async def _served(actor: Any) -> None:
+    await actor.serve.remote()
+
+
+class ProxyShard:
+    """The proxy, the agents and the admin client of this rollout worker; one per process, started on first use."""
+
+    _current: asyncio.Task[ProxyShard] | None = None
+
+    def __init__(
+        self, seamless: SeamlessConfig, proxy: ProxyServer | ActorProxy, admin: ProxyAdmin, runner: Any
+    ) -> None:
+        self.seamless = seamless
+        self._proxy = proxy
+        self.admin = admin
+        self.runner: AgentRunner = runner
+        self._places = asyncio.Semaphore(places_of(self.runner, seamless.agent.max_concurrent))
+        self._attempts: set[asyncio.Task[Any]] = set()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Stands around one attempt, in a task of its own; waits until the runner can take it."""
+        async with self._places:
+            attempt = asyncio.current_task()
+            assert attempt is not None
+            self._attempts.add(attempt)
+            attempt.add_done_callback(self._attempts.discard)
+            yield
+
+    async def close(self) -> None:
+        """End the agents, then the proxy. Attempts need it until they have ended: they delete their sessions."""
+        try:
+            await self.runner.close()
+            if self._attempts:
+                await asyncio.wait(self._attempts)
+        finally:
+            await self.admin.close()
+            await (self._proxy.close() if isinstance(self._proxy, ActorProxy) else self._proxy.stop())
+
+    @classmethod
+    async def get(cls, loop: AgentLoopBase) -> ProxyShard:
+        """This worker's shard; ``loop`` tells of the model and of the client to its replicas.
+
+        Raises:
+            SeamlessError: it cannot start, or its proxy has ended for good.
+        """
+        task = cls._current
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):  # a failed start too
+            cls._current = asyncio.ensure_future(cls._start_lasting(loop))
+        shard = await asyncio.shield(cls._current)
+        if isinstance(shard._proxy, ActorProxy):
+            shard._proxy.check()
+        return shard
+
+    @classmethod
+    async def _start_lasting(cls, loop: AgentLoopBase) -> ProxyShard:
+        shard = await cls._start(loop)
+        lasting.push_async_callback(shard.close)
+        return shard
+
+    @classmethod
+    async def _start(cls, loop: AgentLoopBase) -> ProxyShard:
+        config, tokenizer = loop.config, loop.tokenizer
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        seamless = SeamlessConfig.from_mapping(plain["seamless"])
+        check_routing_replay(plain)  # here at the latest: the rows of a data set of the user's own may ask for agents
+        runner = _runner(seamless)
+        attempts = attempts_per_worker(plain, seamless)
+        seamless = replace(seamless, agent=replace(seamless.agent, max_concurrent=attempts))
+        rollout = config.actor_rollout_ref.rollout
+        settings = ShardSettings(
+            tokenizer=tokenizer,
+            processor=_portable(loop.processor),
+            processor_args=_plain(loop.mm_processor_kwargs),
+            template_args=_plain(loop.apply_chat_template_kwargs),
+            stop_token_ids=_stop_token_ids(config, tokenizer),
+            tool_parser=seamless.proxy.tool_parser,
+            reasoning_parser=seamless.proxy.reasoning_parser,
+            max_model_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+            model=str(config.actor_rollout_ref.model.path),
+            admin_key=secrets.token_urlsafe(32),
+            abilities=abilities_of(rollout.name),
+            attempts=attempts,
+        )
+        renderer, parser, images = settings.text_side()
+        engine = VerlEngine(
+            loop.server_manager,
+            decode=renderer.decode,
+            max_model_len=settings.max_model_len,
+            stop_token_ids=renderer.stop_token_ids,
+            processor_args=settings.processor_args,
+        )
+        host, port = seamless.proxy.host, seamless.proxy.port
+        if seamless.proxy.journal and seamless.run_dir is not None:
+            run_dir = Path(seamless.run_dir)
+            journals = journal_folder(seamless.proxy.journal_dir, run_dir, os.environ.get(RUN_ID) or run_dir.name)
+            actor = ActorProxy(settings, engine, host, port, journals / _name_of_worker())
+            admin = ProxyAdmin(actor.base_url, settings.admin_key)
+            await actor.start(admin)
+            return cls(seamless, actor, admin, runner)
+        app = make_app(settings.deps(engine, renderer, parser, images))
+        listener = listen_on(host, port)
+        server = ProxyServer(app, listener=listener)
+        await server.start()
+        base_url = base_url_of(listener, node_ip=ray.util.get_node_ip_address())
+        return cls(seamless, server, ProxyAdmin(base_url, settings.admin_key, app=app), runner)
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(OmegaConf.create(dict(section or {}))))
+
+
+def _portable(processor: Any) -> Any:
+    """Without the functions of the model's class that verl binds to it: nobody here calls them, nor can pickle them."""
+    copied = copy.copy(processor)
+    for name in ("get_rope_index", "get_vision_position_ids"):
+        getattr(copied, "__dict__", {}).pop(name, None)
+    return copy.deepcopy(copied)  # verl uses its own in other threads
+
+
+def _runner(seamless: SeamlessConfig) -> AgentRunner:
+    if seamless.agent.runner is None:
+        raise ConfigError(
+            "seamless.agent.runner",
+            None,
+            "is not set, but rows of the data ask for agent_name=seamless_agent",
+            "name an AgentRunner class",
+        )
+    module, _, name = seamless.agent.runner.rpartition(".")
+    runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
+    return runner
+
+
+def _name_of_worker() -> str:
+    """verl calls its workers ``agent_loop_worker_3_5f0c…``; the end differs from run to run."""
+    name = ray.get_runtime_context().get_actor_name()
+    return name.rpartition("_")[0] if name else f"process-{os.getpid()}"
+
+
+def _stop_token_ids(config: Any, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: the tokenizer's, and those that the model's generation config adds (vLLM obeys both)."""
+    from transformers import GenerationConfig
+
+    try:
+        listed = GenerationConfig.from_pretrained(config.actor_rollout_ref.model.path).eos_token_id
+    except OSError:  # the model comes without one
+        listed = None
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
+    return sorted(token for token in ids if token is not None)

@@ -1,0 +1,203 @@
+"""verl's load balancer under StaleFlow's routing rule: where a request gains most, or held until a place is worth it.
+
+    acquire ─► hold ─► place ─► replica ─► release ─► loads differ too much? ─► abort attempts there; their client keeps
+                 ▲                                                                   the tokens and acquires again ─┐
+                 └──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+verl publishes weights to all replicas at once, so every replica has the newest version and "most stale first" is the
+order in which conversations began. A conversation stays on its replica (prefix cache), as under verl's own balancer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from cachetools import LRUCache
+
+from seamless_verl.config import RouterConfig
+from seamless_verl.staleness.cost_model import PUBLISHED
+from seamless_verl.staleness.routing import MarginalGain, MigrationRule, PendingRequest, ReplicaLoad, Route
+from seamless_verl.verl_adapter.rollout.balancer import MeteredLoadBalancer
+
+# Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
+# no release could come through. Beyond this many, requests go where they are served soonest.
+_MOST_HELD = 500
+_UNBOUNDED = 1 << 30
+# A client asks for its next place right after it left the last one; who has not by then had come to its end.
+_ASKS_AGAIN_S = 1.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that waits; ``place`` becomes the replica where it is to go."""
+
+    conversation: str
+    tokens: int
+    place: asyncio.Future[str]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A request that runs, or waits in its replica's queue; ``name`` is what the replica calls it, ``""`` unknown."""
+
+    name: str
+    tokens: int
+
+
+class MarginalGainBalancer(MeteredLoadBalancer):
+    """See the module; made by `balancer_class`, since verl hands a balancer nothing but its replicas."""
+
+    settings = RouterConfig()
+    max_running = _UNBOUNDED
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._policy = MarginalGain(cost=PUBLISHED[self.settings.cost], mu=self.settings.mu)
+        self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
+        self._asked = 0
+        self._begun: LRUCache = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
+        self._conversations = 0
+        self._rule = MigrationRule() if self.settings.migrate else None
+        self._running: dict[tuple[str, str], list[_Attempt]] = {}  # (replica, conversation), in order of arrival
+        self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
+        self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
+        self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
+
+    def require_acquire_fields(self) -> list[str]:
+        return ["prompt_ids", "attempt"]
+
+    def require_release_fields(self) -> list[str]:
+        return ["request_id"]
+
+    async def acquire_server(self, request_id: str, prompt_ids: Any = (), attempt: str = "") -> tuple[str, Any]:
+        """As verl's, except that the answer may take until another request has ended.
+
+        Args:
+            attempt: what the replica will call the request; without it the request cannot be moved later.
+        """
+        if request_id not in self._begun:
+            self._begun[request_id] = self._conversations
+            self._conversations += 1
+        known = self._request_id_to_server.get(request_id) in self._inflight_requests
+        if self._inflight_requests and not known and len(self._held) < _MOST_HELD:
+            self._asked += 1
+            number, held = (
+                str(self._asked),
+                _Held(request_id, len(prompt_ids), asyncio.get_running_loop().create_future()),
+            )
+            self._held[number] = held
+            self._route()
+            try:
+                await held.place
+            finally:
+                del self._held[number]
+        server_id, handle = super().acquire_server(request_id, len(prompt_ids) if known else None)
+        self._moving.pop(request_id, None)
+        self._running.setdefault((server_id, request_id), []).append(_Attempt(attempt, len(prompt_ids)))
+        self._kv[server_id] = self._kv.get(server_id, 0) + len(prompt_ids)
+        return server_id, handle
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        super().release_server(server_id, request_id)
+        key = (server_id, request_id or "")
+        running = self._running.get(key)
+        if running:
+            self._kv[server_id] -= running.pop(0).tokens
+            if not running:
+                del self._running[key]
+                if key in self._leaving:
+                    self._leaving.remove(key)
+                    self._moving[key[1]] = time.monotonic()
+        self._route()
+        self._migrate()
+
+    def add_servers(self, servers: dict[str, Any]) -> None:
+        super().add_servers(servers)
+        self._kv |= dict.fromkeys(servers, 0)
+        self._route()
+        self._migrate()
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        super().remove_servers(server_ids)
+        for server_id in server_ids:
+            self._kv.pop(server_id, None)
+        self._running = {key: attempts for key, attempts in self._running.items() if key[0] in self._kv}
+        self._leaving &= self._running.keys()
+        self._route()
+
+    def _route(self) -> None:
+        """Wake those that have a place now; each takes it when it runs, which `super().acquire_server` counts."""
+        waiting = {number: held for number, held in self._held.items() if not held.place.done()}
+        if not waiting:
+            return
+        if not self._inflight_requests:
+            for held in waiting.values():
+                held.place.set_result("")  # to be refused there, as verl expects
+            return
+        order = sorted(waiting, key=lambda number: self._begun.get(waiting[number].conversation, 0))
+        requests = [PendingRequest(request=number, version=0, tokens=waiting[number].tokens) for number in order]
+        for decision in self._policy.route(requests, self._loads()):
+            if not isinstance(decision, Route) or waiting[decision.request].place.done():
+                continue
+            conversation = waiting[decision.request].conversation
+            self._request_id_to_server[conversation] = decision.replica
+            for held in waiting.values():  # what else it asked for at the same time goes to the same prefix cache
+                if held.conversation == conversation and not held.place.done():
+                    held.place.set_result(decision.replica)
+
+    def _migrate(self) -> None:
+        """Interrupt conversations where the rule says so, those that came last first: they have the least to lose.
+
+        One round at a time: until those of the last one run elsewhere, the loads do not show what it brought.
+        """
+        asks_since = time.monotonic() - _ASKS_AGAIN_S
+        self._moving = {conversation: left for conversation, left in self._moving.items() if left > asks_since}
+        if self._rule is None or self._leaving or self._moving or self._held or not self._inflight_requests:
+            return
+        loads = self._loads()
+        starving = min(loads, key=lambda load: (load.running + load.waiting, load.replica))
+        for command in self._rule.migrations(loads, self._policy.cost):
+            here = [key for key in self._running if key[0] == command.replica]
+            for server_id, conversation in list(reversed(here))[: command.count]:
+                attempts = self._running[server_id, conversation]
+                if not all(attempt.name for attempt in attempts):
+                    continue
+                self._leaving.add((server_id, conversation))
+                self._request_id_to_server[conversation] = starving.replica
+                for attempt in attempts:
+                    self._servers[server_id].abort_request.remote(attempt.name, reset_prefix_cache=False)
+
+    def _loads(self) -> list[ReplicaLoad]:
+        """Requests in flight, and those that were told their place and have not taken it yet."""
+        told = (held for held in self._held.values() if held.place.done() and not held.place.cancelled())
+        promised = [(held.place.result(), held.tokens) for held in told]
+        loads = []
+        for server_id, in_flight in self._inflight_requests.items():
+            coming = [tokens for place, tokens in promised if place == server_id]
+            requests = in_flight + len(coming)
+            loads.append(
+                ReplicaLoad(
+                    replica=server_id,
+                    version=0,
+                    running=min(requests, self.max_running),
+                    waiting=max(0, requests - self.max_running),
+                    kv_tokens=self._kv.get(server_id, 0) + sum(coming),
+                    kv_room=_UNBOUNDED,
+                    max_running=self.max_running,
+                )
+            )
+        return loads
+
+
+def balancer_class(settings: RouterConfig, max_running: int) -> type[MeteredLoadBalancer]:
+    """The load balancer that ``seamless.router`` asks for.
+
+    Args:
+        max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
+    """
+    if settings.policy == "least_requests":
+        return MeteredLoadBalancer
+    return type("MarginalGainRouter", (MarginalGainBalancer,), {"settings": settings, "max_running": max_running})

@@ -1,0 +1,193 @@
+"""verl's rollout replicas as slices: the router, the weights and the memory of chosen ones, in the trainer's process.
+
+    lend     on the router (requests queue there), weights in, awake                  hybrid replicas, chosen ones
+    sync     weights published: interrupts and resumes every standing replica         verl's checkpoint engine
+    drain    off the router; interrupt with tokens kept; memory back to the trainer   hybrid replicas, chosen ones
+
+verl's transfer into hybrid replicas is collective over the trainer's workers, so lending a part of them loads the
+weights into all and puts the others to sleep again. Except for restarts, calls return when they are done: the trainer
+has nothing else to do meanwhile, its gang is released, or it waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica
+
+from seamless_verl.scheduling.slices import SliceId
+from seamless_verl.verl_adapter.slices.replica_health import ReplicaHealth
+from seamless_verl.verl_adapter.slices.replica_restart import restart_replica
+from seamless_verl.verl_adapter.weights.weight_checks import WeightChecks
+from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
+
+_PROBE_S = 10.0
+
+
+class ReplicaSlices:
+    """verl's replicas by slice.
+
+    Args:
+        hybrid: slices that live on the trainer's GPUs, in the order of their replicas.
+        standing: slices of the standalone replicas, in order.
+        published_weights: within it the trainer's workers hold the weights that were published last.
+        checks: compare the weights of slices that wake with those; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        hybrid: Sequence[SliceId],
+        standing: Sequence[SliceId],
+        hybrid_servers: LLMServerManager,
+        standing_servers: LLMServerManager,
+        hybrid_weights: CheckpointEngineManager,
+        standing_weights: CheckpointEngineManager,
+        published_weights: Callable[[], AbstractContextManager[None]],
+        checks: WeightChecks | None = None,
+    ) -> None:
+        self._hybrid = dict(zip(hybrid, hybrid_servers.get_replicas(), strict=True))
+        self._standing = dict(zip(standing, standing_servers.get_replicas(), strict=True))
+        self._replicas: dict[SliceId, RolloutReplica] = {**self._hybrid, **self._standing}
+        self.addresses = {slice_id: replica.server_address for slice_id, replica in self._replicas.items()}
+        self._router = standing_servers.global_load_balancer
+        self._hybrid_weights = hybrid_weights
+        self._standing_weights = standing_weights
+        self._published_weights = published_weights
+        self._checks = checks
+        self._restarts = ThreadPoolExecutor(1, thread_name_prefix="restart")
+        self._given_up: dict[SliceId, str] = {}  # what a transfer found out that nobody else can
+        self.sync_metrics: dict[str, Any] = {}
+
+    def is_hybrid(self, slice_id: SliceId) -> bool:
+        return slice_id in self._hybrid
+
+    def register(self, slices: Sequence[SliceId]) -> None:
+        """On the router. Ours leaves conversations where their prefix is cached, as far as that pays; one of the user's
+        own is told to spread them anew, as verl does it."""
+        ray.get(
+            self._router.add_servers.remote({self.addresses[s]: self._replicas[s].server_handle for s in slices}),
+        )
+        if not hasattr(self._router, "keeps_prefixes"):
+            self.forget_routes()
+
+    def forget_routes(self) -> None:
+        """Every cache is about to be emptied by new weights: whatever they interrupt is spread anew."""
+        ray.get(self._router.clear_sticky_cache.remote())
+
+    def set_horizon(self, slices: Sequence[SliceId], outlasting: frozenset[str]) -> None:
+        """Advice for requests that come from now on; a router of the user's own takes none."""
+        advise = getattr(self._router, "set_horizon", None)
+        if advise is not None:
+            advise.remote([self.addresses[s] for s in slices], outlasting)
+
+    def unregister(self, slices: Sequence[SliceId]) -> None:
+        ray.get(self._router.remove_servers.remote([self.addresses[s] for s in slices]))
+
+    def hold(self, slices: Sequence[SliceId]) -> None:
+        """Requests that come before `wake` has ended wait for it, instead of being sent away."""
+        _together([self._replicas[s].abort_all_requests() for s in slices])
+
+    def wake(self, slices: Sequence[SliceId], version: int, serving: Iterable[SliceId]) -> None:
+        """Weights of ``version`` into all hybrid replicas; ``slices`` generate, those not ``serving`` sleep again."""
+        with self._published_weights(), self._noting_deaths():
+            self._hybrid_weights.update_weights(version)
+        self.check(slices, version)
+        busy = {*slices, *serving}
+        asleep = [replica.sleep() for s, replica in self._hybrid.items() if s not in busy]
+        _together([self._replicas[s].resume_generation() for s in slices] + asleep)
+
+    def publish(self, version: int) -> None:
+        """The trainer's workers hold this version, and all loans that follow are of it."""
+        if self._checks is not None:
+            self._checks.publish(version)
+
+    def check(self, slices: Sequence[SliceId], version: int) -> None:
+        """Raises:
+        WeightsDiffer: their weights are not those of ``version``.
+        """
+        if self._checks is not None:
+            self._checks.compare(version, {s: self._replicas[s] for s in slices})
+
+    def interrupt(self, slices: Sequence[SliceId]) -> dict[SliceId, RayError]:
+        """Requests end with the tokens they have and continue elsewhere; then the memory is the trainer's.
+
+        Returns:
+            The slices whose replica could not do so, most likely since it died; the others have.
+        """
+
+        async def all_of_them() -> list[BaseException | None]:
+            return await asyncio.gather(*(_hand_back(self._replicas[s]) for s in slices), return_exceptions=True)
+
+        failed: dict[SliceId, RayError] = {}
+        for slice_id, error in zip(slices, asyncio.run(all_of_them()), strict=True):
+            if isinstance(error, RayError):
+                failed[slice_id] = error
+            elif error is not None:
+                raise error
+        return failed
+
+    def sync(self, version: int) -> None:
+        """New weights into all standing replicas; their requests are interrupted, and go on."""
+        if self._standing_weights.replicas:
+            with self._published_weights(), self._noting_deaths():
+                self.sync_metrics = dict(self._standing_weights.update_weights(version) or {})
+
+    # ---------------------------------------------------------------- replicas that die
+
+    @contextmanager
+    def _noting_deaths(self) -> Iterator[None]:
+        try:
+            yield
+        except TransferBroken as broken:
+            named = {replica: slice_id for slice_id, replica in self._replicas.items()}
+            self._given_up |= {named[replica]: reason for replica, reason in broken.dead.items()}
+            raise
+
+    def dead(self, slices: Iterable[SliceId]) -> dict[SliceId, str]:
+        """Those whose server, engine or worker does not live, or has not answered for ten seconds; why."""
+        asked = {self._replicas[s]: s for s in slices}
+        health = ReplicaHealth(list(asked))
+        found = health.deaths(_PROBE_S) | health.silent(_PROBE_S)
+        known = {s: reason for s, reason in self._given_up.items() if s in asked.values()}
+        return {asked[replica]: reason for replica, reason in found.items()} | known
+
+    def leave_out(self, slice_id: SliceId) -> None:
+        """Off the router, and no weights for it any more."""
+        self.unregister([slice_id])
+        if not self.is_hybrid(slice_id):
+            self._standing_weights.remove_replicas([self._standing[slice_id]])
+
+    def take_in(self, slices: Sequence[SliceId]) -> None:
+        """Standing replicas that came back get weights at the next `sync`."""
+        new = [self._standing[s] for s in slices if self._standing[s] not in self._standing_weights.replicas]
+        self._standing_weights.add_replicas(new)
+
+    def restart(self, slice_id: SliceId) -> Future[None]:
+        """Start the servers of a replica anew; those on the trainer's GPUs need them to be free until it is done."""
+        return self._restarts.submit(self._restart, slice_id)
+
+    def _restart(self, slice_id: SliceId) -> None:
+        replica = self._replicas[slice_id]
+        restart_replica(replica)
+        self._given_up.pop(slice_id, None)
+        self.addresses[slice_id] = replica.server_address
+
+
+async def _hand_back(replica: RolloutReplica) -> None:
+    await replica.abort_all_requests(reject_request=True)
+    await replica.sleep()
+
+
+def _together(calls: Sequence[Any]) -> None:
+    async def gather() -> None:
+        await asyncio.gather(*calls)
+
+    asyncio.run(gather())

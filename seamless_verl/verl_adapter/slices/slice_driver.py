@@ -1,0 +1,299 @@
+"""Hands events to the scheduler and does what it says; completions go back in until nothing is left to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.scheduling import commands as cm
+from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.slices import SliceId, Tag
+from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
+from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
+
+_ROLLOUT = frozenset({Tag.ROLLOUT})
+_TOLERATED_SKEW_S = 1.0  # of wall clocks, before the user is told
+
+
+class WeightsLost(SeamlessError):
+    """New weights could not be handed to replicas that live."""
+
+
+class Handles(Protocol):
+    """The scheduler, or one that is recorded."""
+
+    def handle(self, event: ev.Event) -> tuple[cm.Command, ...]: ...
+
+
+class SliceDriver:
+    """See the module.
+
+    Args:
+        clock: seconds, the run's own.
+        fetch: what rollout workers report since the last call, stamped with wall time.
+        watch: told which servers are waited for to have no request left.
+        warn: a line for the user.
+    """
+
+    def __init__(
+        self,
+        scheduler: Handles,
+        replicas: ReplicaSlices,
+        *,
+        clock: Callable[[], float],
+        fetch: Callable[[], Sequence[ev.Event]],
+        watch: Callable[[Sequence[str]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._replicas = replicas
+        self._clock = clock
+        self._fetch = fetch
+        self._watch = watch
+        self._warn = warn
+        self._last = clock()
+        self._serving: set[SliceId] = set()  # slices of the trainer that are awake
+        self._draining: dict[SliceId, int] = {}  # no new requests; the running ones may finish -> command
+        self._running: dict[str, SliceId] = {}
+        self._restarts: dict[SliceId, Future[None]] = {}
+        self._clock_doubted = False
+        self._out: set[SliceId] = set()  # died and did not return: each of its requests reports that
+        self.granted: dict[str, tuple[SliceId, ...]] = {}
+        self.refused: dict[str, str] = {}
+        self.timer: float | None = None
+
+    def now(self) -> float:
+        """Never decreases."""
+        self._last = max(self._last, self._clock())
+        return self._last
+
+    @property
+    def lending(self) -> bool:
+        """Whether a slice of the trainer serves."""
+        return bool(self._serving)
+
+    @property
+    def restarting(self) -> bool:
+        """Whether a replica is on its way back."""
+        return bool(self._restarts)
+
+    def joined(self, serving: Sequence[SliceId]) -> None:
+        """These slices of the trainer already serve (verl starts them awake)."""
+        self._serving.update(serving)
+
+    def tell(self, *events: ev.Event) -> None:
+        """Events that happened together: all are told before anything is done about them."""
+        queue = list(events)
+        while queue:
+            commands = [command for event in queue for command in self._scheduler.handle(event)]
+            queue = self._carry_out(commands)
+
+    def tick(self) -> None:
+        """When the time has come that the scheduler asked for."""
+        if self.timer is not None and self.now() >= self.timer:
+            self.timer = None
+            self.tell(ev.Tick(at=self.now()))
+
+    def tell_requests(self) -> None:
+        """Take in what rollout workers report, and what follows from it."""
+        self.tell(*self._requests())
+        self._finish_drains()
+
+    def tell_restarts(self) -> None:
+        """Take in replicas that are back; they get the published weights, which the trainer must still hold."""
+        for slice_id in [s for s, restart in self._restarts.items() if restart.done()]:
+            error = self._restarts.pop(slice_id).exception()
+            if error is None:
+                self._out.discard(slice_id)
+                self._warn(f"slice {slice_id} is back")
+                self.tell(ev.SliceReturned(at=self.now(), slice=slice_id))
+            else:
+                reason = f"restarting it failed: {error}"
+                self._warn(f"slice {slice_id} stays out: {reason}")
+                self.tell(
+                    ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT, restartable=False)
+                )
+
+    def _requests(self) -> list[ev.Event]:
+        """On this clock and by slice; servers that are no slice of ours are left out."""
+        by_address = {address: slice_id for slice_id, address in self._replicas.addresses.items()}
+        offset = self._clock() - time.time()
+        known: list[ev.Event] = []
+        events = sorted(self._fetch(), key=lambda event: event.at)
+        fetched_at = self._clock()  # nothing was reported that happened later, whatever the clock of its node says
+        if events:
+            self._check_clock(events[-1].at + offset - fetched_at)
+        for event in events:
+            self._last = max(self._last, min(event.at + offset, fetched_at))
+            changes: dict[str, Any] = {"at": self._last}
+            if isinstance(event, (ev.RequestStarted, ev.SliceFailed)):
+                if event.slice not in by_address:
+                    continue
+                changes["slice"] = by_address[event.slice]
+            if isinstance(event, ev.SliceFailed):
+                if changes["slice"] in self._out:
+                    continue
+                self._out.add(changes["slice"])
+            if isinstance(event, ev.RequestStarted):
+                self._running[event.request] = changes["slice"]
+            elif isinstance(event, ev.RequestFinished) and self._running.pop(event.request, None) is None:
+                continue
+            known.append(replace(event, **changes))
+        return known
+
+    def _check_clock(self, ahead_s: float) -> None:
+        if ahead_s > _TOLERATED_SKEW_S and not self._clock_doubted:
+            self._clock_doubted = True
+            self._warn(
+                f"the clock of a rollout worker's node is {ahead_s:.0f} s ahead of the trainer's: what it reports is "
+                "taken to have happened when it was fetched, and forecasts suffer; synchronize the clocks (NTP)"
+            )
+
+    def _finish_drains(self) -> None:
+        empty = [s for s in self._draining if s not in self._running.values()]
+        if empty:
+            self.tell(*self._interrupt({s: self._draining[s] for s in empty}))
+            self._watch([self._replicas.addresses[s] for s in self._draining])
+
+    # ---------------------------------------------------------------- commands
+
+    def _carry_out(self, commands: Sequence[cm.Command]) -> list[ev.Event]:
+        for command in commands:
+            self._note(command)
+        horizons = [c for c in commands if isinstance(c, cm.SetHorizon)]
+        if horizons:  # before the slices are on the router
+            self._replicas.set_horizon([c.slice for c in horizons], horizons[-1].outlasting)
+        done = self._drain([c for c in commands if isinstance(c, cm.DrainSlice)])
+        lends = [c for c in commands if isinstance(c, cm.LendSlice)]
+        done += self._lend(lends, [c for c in commands if isinstance(c, cm.SyncWeights)])
+        for command in commands:
+            if isinstance(command, cm.FailOver):
+                self._out.add(command.slice)
+                self._serving.discard(command.slice)
+                self._draining.pop(command.slice, None)
+                self._running = {r: s for r, s in self._running.items() if s != command.slice}
+                self._replicas.leave_out(command.slice)
+                self._warn(f"slice {command.slice} is out: {command.reason}")
+            elif isinstance(command, cm.RestartSlice):
+                self._restarts[command.slice] = self._replicas.restart(command.slice)
+        return done
+
+    def _note(self, command: cm.Command) -> None:
+        if isinstance(command, cm.GrantAcquire):
+            self.granted[command.request] = command.slices
+        elif isinstance(command, cm.RefuseAcquire):
+            self.refused[command.request] = command.reason
+        elif isinstance(command, cm.SetTimer):
+            self.timer = command.at
+        elif isinstance(command, cm.ReportStall):
+            self._warn(
+                f"{command.request} has waited {command.waited_s:.0f} s for its GPUs: {', '.join(command.waiting_for)}"
+            )
+
+    def _drain(self, drains: Sequence[cm.DrainSlice]) -> list[ev.Event]:
+        """One that lets requests finish is answered when the last of them has."""
+        if not drains:
+            return []
+        self._replicas.unregister([c.slice for c in drains])
+        gentle = {c.slice: c.command for c in drains if not c.interrupt}
+        if gentle:
+            self._draining.update(gentle)
+            self._watch([self._replicas.addresses[s] for s in self._draining])
+        return self._interrupt({c.slice: c.command for c in drains if c.interrupt})
+
+    def _interrupt(self, commands: dict[SliceId, int]) -> list[ev.Event]:
+        if not commands:
+            return []
+        for slice_id in commands:
+            self._draining.pop(slice_id, None)
+        failed = self._replicas.interrupt(list(commands))
+        drained = {s: number for s, number in commands.items() if s not in failed}
+        told: list[ev.Event] = []
+        if failed:
+            told += self._failures({s: commands[s] for s in failed}, next(iter(failed.values())))
+        self._serving.difference_update(commands)
+        told += self._requests()  # what the interrupted generations were worth belongs to this loan
+        return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
+
+    def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:
+        """Standing replicas take weights together, as verl's checkpoint engine does it; then the trainer's own.
+
+        Lent ones are on the router first: what the transfer interrupts is then spread over them, too. Replicas that
+        have their weights generate while others wake: what ended meanwhile is told before the end of the waking is, or
+        it would seem to have ended with it.
+        """
+        if not lends and not syncs:
+            return []
+        version = max(c.version or 0 for c in (*lends, *syncs))
+        hybrid = {c.slice: c.command for c in (*lends, *syncs) if self._replicas.is_hybrid(c.slice)}
+        standing = {c.slice: c.command for c in (*lends, *syncs) if c.slice not in hybrid}
+        returned = [c.slice for c in lends if c.slice in standing]
+        lent = [c.slice for c in lends if c.slice in hybrid]
+        told: list[ev.Event] = []
+        try:
+            if lent:
+                self._replicas.hold(lent)
+                self._replicas.register(lent)
+        except RayError as error:
+            told += self._failures(hybrid, error)
+            hybrid = {}
+        if syncs:
+            self._replicas.forget_routes()
+        if standing:
+            self._replicas.take_in(returned)
+            failed = self._sync(standing, version)
+            told += failed
+            standing = {s: number for s, number in standing.items() if s not in {f.slice for f in failed}}
+            if back := [s for s in returned if s in standing]:
+                self._replicas.register(back)
+            told += [*self._requests(), *self._ready(standing, version)]
+            hybrid = {s: number for s, number in hybrid.items() if s not in self._out}
+            at = self.now()
+            told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
+        if hybrid:
+            try:
+                self._replicas.wake(list(hybrid), version, self._serving)
+            except (RayError, TransferBroken) as error:
+                told += self._failures(hybrid, error)
+                hybrid = {}
+        self._serving.update(hybrid)
+        return [*told, *self._requests(), *self._ready(hybrid, version)]
+
+    def _ready(self, commands: dict[SliceId, int], version: int) -> list[ev.Event]:
+        at = self.now()
+        return [ev.SliceReady(at=at, slice=s, command=number, version=version) for s, number in commands.items()]
+
+    def _sync(self, commands: dict[SliceId, int], version: int) -> list[ev.SliceFailed]:
+        """A replica that dies meanwhile is left out, and the transfer begins anew for the others.
+
+        Raises:
+            WeightsLost: it fails although all of them live.
+        """
+        failed: list[ev.SliceFailed] = []
+        while True:
+            try:
+                self._replicas.sync(version)
+                return failed
+            except (RayError, TransferBroken) as error:
+                living = [s for s in commands if s not in {f.slice for f in failed}]
+                dead = self._replicas.dead(living)
+                if not dead:
+                    raise WeightsLost(f"weights of version {version} did not reach {', '.join(living)}") from error
+                for slice_id, reason in dead.items():
+                    self._replicas.leave_out(slice_id)
+                    failed.append(self._failed(slice_id, reason))
+
+    def _failures(self, slices: dict[SliceId, int], error: RayError | TransferBroken) -> list[ev.SliceFailed]:
+        """Whose fault was it? If nobody is found dead, all of them are taken out: their state is not known."""
+        dead = self._replicas.dead(slices) or dict.fromkeys(slices, f"{type(error).__name__}: {error}")
+        return [self._failed(slice_id, dead.get(slice_id, "its switch was cut short")) for slice_id in slices]
+
+    def _failed(self, slice_id: SliceId, reason: str) -> ev.SliceFailed:
+        self._out.add(slice_id)  # its requests report the same
+        return ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT)

@@ -1,0 +1,132 @@
+"""The ``seamless`` section in the keys that verl's ``separate_async`` trainer reads."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from seamless_verl.config import SeamlessConfig, StalenessConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.machine import survey
+from seamless_verl.run.engine_checks import check_engine
+from seamless_verl.run.memory_check import check_memory
+from seamless_verl.run.packages import check_packages
+from seamless_verl.run.refusals import check_settings_of_verl
+from seamless_verl.verl_adapter.plugin import TRAINER_MODE
+from seamless_verl.verl_adapter.trainer.a3po import LOSS_MODE
+
+_log = logging.getLogger(__name__)
+_MANAGER = "seamless_verl.verl_adapter.dataloader.arrivals.NotifyingManager"
+
+
+def adopt_config(config: DictConfig) -> SeamlessConfig:
+    """Translate the ``seamless`` section into what ``separate_async`` reads; changes ``config`` in place.
+
+    * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
+    * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
+    * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
+    * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
+    * `_correct_lag`: what is done about log-probs of older weights.
+    * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
+    """
+    section = OmegaConf.select(config, "seamless")
+    seamless = SeamlessConfig.from_mapping(OmegaConf.to_container(section, resolve=True) if section else None)
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    with open_dict(config):
+        modes = config.trainer.v1
+        if modes.get(TRAINER_MODE) is None:
+            modes[TRAINER_MODE] = {}
+        sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+        modes[TRAINER_MODE].parameter_sync_step = sync_step
+        modes.separate_async.parameter_sync_step = sync_step
+        if seamless.staleness.policy == "reserve":
+            modes.separate_async.num_warmup_batches = 0
+        agent = config.actor_rollout_ref.rollout.get("agent")
+        if agent is not None and agent.get("agent_loop_manager_class") is None:
+            agent.agent_loop_manager_class = _MANAGER
+        _check_interference(config, seamless)
+        check_engine(config, seamless)
+        if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
+            config.actor_rollout_ref.rollout.scheduling_policy = "priority"
+        if engine.backend == "naive":
+            if config.trainer.device == "cpu":
+                engine.backend = "cpu_zmq"
+                engine.custom_backend_module = "seamless_verl.verl_adapter.cpu.cpu_weights"
+            else:
+                engine.backend = "nccl"
+        _correct_lag(config, seamless.staleness)
+    return seamless
+
+
+def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
+    """What `run.preflight` refuses of verl's own keys and of the installation, for verl's own entry point.
+
+    Raises:
+        ConfigError: key, value and fix, before a worker has been started.
+    """
+    plain, machine = dict(OmegaConf.to_container(config, resolve=True)), survey(Path.cwd())
+    check_settings_of_verl(plain, seamless)
+    check_packages(plain, machine)
+    for warning in check_memory(plain, machine):
+        _log.warning("%s", warning)
+
+
+def standalone_config(config: DictConfig) -> DictConfig:
+    """What replicas on GPUs of their own are made from: with their share of a card, not that beside a trainer.
+
+    verl 0.9.1 declares ``rollout.standalone_gpu_memory_utilization``, but its V1 trainers do not read it (verl #7795).
+    Remove with the verl that has #7926. A copy: the trainer's own replicas are made from ``config`` at the same time.
+    """
+    share = config.actor_rollout_ref.rollout.get("standalone_gpu_memory_utilization")
+    if share is None:
+        return config
+    apart = copy.deepcopy(config)
+    apart.actor_rollout_ref.rollout.gpu_memory_utilization = share
+    return apart
+
+
+def _check_interference(config: DictConfig, seamless: SeamlessConfig) -> None:
+    """What needs our rollout workers."""
+    rollout, staleness = config.actor_rollout_ref.rollout, seamless.staleness
+    manager = (rollout.get("agent") or {}).get("agent_loop_manager_class")
+    if staleness.manages_groups and manager != _MANAGER:
+        key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+        problem = "its workers do not know group_redundancy and stuck of seamless.staleness"
+        raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
+
+
+def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
+    correction = config.algorithm.get("rollout_correction")
+    has_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs
+    if staleness.correction == "a3po":
+        if not has_log_probs or correction is None:
+            key = "actor_rollout_ref.rollout.calculate_log_probs"
+            raise ConfigError(key, has_log_probs, "a3po needs the log-probs of the rollout", "write true")
+        correction.bypass_mode = True
+        config.actor_rollout_ref.actor.policy_loss.loss_mode = LOSS_MODE
+        return
+    if staleness.correction != "token" or not staleness.eta or not has_log_probs or correction is None:
+        return
+    if correction.rollout_is is None and correction.rollout_rs is None and not correction.bypass_mode:
+        correction.rollout_is = "token"
+
+
+@contextmanager
+def some_standing(config: DictConfig) -> Iterator[None]:
+    """verl 0.9.1's separate_async trainer is not constructed without standalone replicas, although only its
+    ``_setup``, which is ours, and its own switch, which is off, have a use for them.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.nnodes:
+        yield
+        return
+    rollout.nnodes = 1
+    try:
+        yield
+    finally:
+        rollout.nnodes = 0

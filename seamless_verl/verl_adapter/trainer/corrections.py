@@ -1,0 +1,99 @@
+"""Per-token figures that our losses need, written beside verl's advantages in TransferQueue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD
+
+
+def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:
+    """Rows whose answers were cut off teach nothing (SRPO): their advantages become 0.
+
+    Which these are stands in a row's stamp. Its length does not tell: it counts what tools and users said, which costs
+    no budget, and an answer may be cut off long before by another limit.
+
+    Args:
+        limit: tokens of a response (``data.max_response_length``) at which rows without a stamp, of verl's own agent
+            loops, were cut off.
+
+    Returns:
+        Share of the rows that this concerns.
+    """
+    real = [(key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    if not real:
+        return 0.0
+    keys = [key for key, _ in real]
+    extra = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])["extra_fields"]
+    overlong = []
+    for (key, tag), stamp in zip(real, _stamps(extra), strict=True):
+        # Rows of a checkpoint may have a stamp from before it said so.
+        if stamp.get("cut_off", tag["response_len"] >= limit):
+            overlong.append(key)
+    if overlong:
+        data = tq.kv_batch_get(keys=overlong, partition_id=batch.partition_id, select_fields=["advantages"])
+        rows = [torch.zeros_like(row) for row in data["advantages"].unbind()]
+        _put(batch.partition_id, overlong, "advantages", rows)
+    return len(overlong) / len(real)
+
+
+def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta:
+    """A-3PO's ``a`` per response token, from the weight version that generated it.
+
+    Args:
+        version: weight version being trained.
+
+    Returns:
+        ``batch`` with the new field: workers fetch only what it names.
+    """
+    fields = ["response_mask", "extra_fields"]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    rows = [
+        interpolation_weights(mask, tag, stamp.get("version_spans"), version)
+        for mask, stamp, tag in zip(
+            data["response_mask"].unbind(), _stamps(data["extra_fields"]), batch.tags, strict=True
+        )
+    ]
+    return _put(batch.partition_id, batch.keys, "rollout_is_weights", rows)
+
+
+def interpolation_weights(
+    mask: torch.Tensor, tag: Mapping[str, Any], spans: Sequence[tuple[int, int]] | None, version: int
+) -> torch.Tensor:
+    """``1 / lag``, at most 1, for one row of response tokens; 1 where no version is known (padding, tools).
+
+    Args:
+        mask: 1 on policy tokens.
+        tag: verl's tag of the row; its oldest version stands for all tokens where ``spans`` are not known.
+        spans: ``(weight version, policy tokens)`` along the row.
+    """
+    weights = torch.ones(mask.shape, dtype=torch.float32)
+    oldest = tag.get("min_global_steps")
+    if oldest is None:
+        return weights
+    policy = mask.bool().nonzero().flatten()
+    lags = torch.full((len(policy),), float(version - oldest))
+    begin = 0
+    for generated_by, tokens in spans or ():
+        lags[begin : begin + tokens] = float(version - generated_by)
+        begin += tokens
+    weights[policy] = 1.0 / lags.clamp(min=1.0)
+    return weights
+
+
+def _stamps(extra_fields: Any) -> list[Mapping[str, Any]]:
+    """The `RowStamp` of every row; empty for rows of verl's own agent loops."""
+    infos = extra_fields.tolist() if hasattr(extra_fields, "tolist") else extra_fields
+    return [(info or {}).get(ROW_FIELD) or {} for info in infos]
+
+
+def _put(partition_id: str, keys: Sequence[str], name: str, rows: Sequence[torch.Tensor]) -> KVBatchMeta:
+    nested = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    fields = TensorDict({name: nested}, batch_size=len(keys))
+    return tq.kv_batch_put(keys=list(keys), partition_id=partition_id, fields=fields)

@@ -1,0 +1,121 @@
+"""vLLM's server under our trainer: interrupts do not wait for queued requests, and a single request can be ended.
+
+Before verl 0.9.1 interrupts a server (new weights, a replica handed back), it waits until no request is half-way into
+the engine, and counts a request as half-way until its first token. A request that queues for a seat has none, so every
+interrupt lasts as long as the queue: seconds in each step of a busy replica (up to verl's limit of 60). Here a request
+counts until the engine has it, from where a pause reaches it. Remove when verl counts like that.
+
+With several engine cores (``data_parallel_size``) verl's count stays. There the first request after a rest also starts
+the other cores, through a coordinator; should that start come in after a pause has ended, the coordinator takes the
+cores to be running for good and the next drain times out (verl #7511). A first token proves that the start is over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+import ray
+from cachetools import LRUCache
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from seamless_verl.verl_adapter.cpu.cpu_device import name_device
+
+_PLUGINS = "VLLM_PLUGINS"
+_DEVICES = {RolloutMode.HYBRID: "trainer", RolloutMode.STANDALONE: "standing"}
+_MOST_ENDED = 10_000  # names remembered, of requests that were ended before the engine had them
+
+
+def load_plug_in(environment: MutableMapping[str, str]) -> None:
+    """Grammars of interrupted answers need ours in the engine's process (`vllm_grammar`), whatever a user lists."""
+    listed = environment.get(_PLUGINS)
+    if listed is not None and "seamless_verl" not in listed.split(","):
+        environment[_PLUGINS] = f"{listed},seamless_verl"
+
+
+class InterruptibleServer(vLLMHttpServer):
+    """Keeps its own account of the requests on their way into the engine, by the names they came with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        load_plug_in(os.environ)
+        self._on_their_way: set[str] = set()
+        self._ended: LRUCache = LRUCache(maxsize=_MOST_ENDED)  # by name, before the engine had them
+        self._without_token = 0  # verl's count
+        self._has_cores = False  # more than one
+        super().__init__(*args, **kwargs)
+        if self.rollout_mode in _DEVICES:
+            workers = self.config.tensor_model_parallel_size * self.config.pipeline_model_parallel_size
+            name_device(_DEVICES[self.rollout_mode], self.replica_rank * workers)
+
+    async def weights_checksum(self) -> str:
+        """Of the weights that the engine holds (`weight_checks`)."""
+        (found,) = await self.engine.collective_rpc("weights_checksum")
+        return str(found)
+
+    @property
+    def _admitting(self) -> int:
+        return self._without_token if self._has_cores else len(self._on_their_way)
+
+    @_admitting.setter
+    def _admitting(self, count: int) -> None:
+        self._without_token = count
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        self._has_cores = self.engine.vllm_config.parallel_config.data_parallel_size > 1
+        add_request = self.engine.add_request
+
+        async def noted(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            added = await add_request(request_id, *args, **kwargs)
+            self._on_their_way.discard(request_id)
+            if request_id in self._ended:
+                await self.engine.abort(request_id)
+            return added
+
+        self.engine.add_request = noted
+
+    async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
+        rejected = await super()._park_until_admitted(request_id)
+        if rejected is None and request_id in self._ended:
+            self._admitting -= 1
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps})
+        if rejected is None:
+            self._on_their_way.add(request_id)
+        return rejected
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        try:
+            return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        finally:
+            self._on_their_way.discard(request_id)  # refused or cancelled before the engine had it
+            self._ended.pop(request_id, None)
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """End one request; whoever waits for it gets the tokens it has, and the others go on.
+
+        verl 0.9.1 looks the request up under the name it came with. vLLM keeps it under that name and a random suffix,
+        so verl never finds it. Remove when verl calls ``AsyncLLM.abort``, which knows both names.
+
+        A request that is still on its way here, or waits for new weights, ends as soon as it gets on.
+        """
+        if self.node_rank != 0:  # the engine is with the first node's server
+            return {"aborted": False, "request_id": request_id}
+        if request_id in self.engine.output_processor.external_req_ids:
+            await self.engine.abort(request_id)
+        else:
+            self._ended[request_id] = True
+        if reset_prefix_cache:
+            await self.clear_kv_cache()
+        return {"aborted": True, "request_id": request_id}
+
+
+class InterruptibleReplica(vLLMReplica):
+    """A replica of such servers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(InterruptibleServer)

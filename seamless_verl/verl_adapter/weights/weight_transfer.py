@@ -1,0 +1,255 @@
+"""Transfers of weights that end: with the weights there, or with the names of those whom they did not reach.
+
+verl 0.9.1 waits for every part of a transfer without a limit. Here each part is looked after while it lasts:
+
+    a replica died            its own workers stop waiting for it, the others get their weights      (`_LOOK_S`)
+    a peer died, or too slow  the communicator is aborted in every member                            (`_WALK_S` later)
+    somebody does not return  a worker beside a replica: that replica is lost; one of the trainer's: the run ends
+
+A part is over when everybody is back from it, so nobody is still in a transfer when the next begins. After a death, or
+when a replica comes back, the next one makes its group anew (`transfer_members.renew_group`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.checkpoint_engine.base import _worker_cls
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.workers.rollout.replica import RolloutReplica
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.verl_adapter.slices.replica_health import ReplicaHealth
+from seamless_verl.verl_adapter.weights import transfer_members as members
+
+_LOOK_S = 2.0
+_WALK_S = 10.0  # for the members of a dead replica to walk through the rest of the weights
+_SETTLE_S = 15.0  # for members to return from what was given up
+_SILENT_S = 30.0  # a server that has not answered for so long will not
+_LIMIT_S = float(os.environ.get("SEAMLESS_TRANSFER_LIMIT_S", "600"))  # for a part of a transfer in which nobody died
+
+Calls = Mapping[Any, Any]  # reference -> the worker that was called
+
+
+class TransferBroken(SeamlessError):
+    """Weights did not reach everybody.
+
+    Args:
+        dead: whom not, and why; empty if nobody is known to have died.
+        story: what is known otherwise.
+    """
+
+    def __init__(self, version: int | None, dead: Mapping[RolloutReplica, str], story: str) -> None:
+        named = "; ".join(f"{name_of(replica)}: {reason}" for replica, reason in dead.items())
+        super().__init__(f"weights of version {version} did not reach everybody ({named or story})")
+        self.dead = dict(dead)
+
+
+class TransferStuck(SeamlessError):
+    """Workers of the trainer did not come back from a transfer that was given up: nothing can be trained any more."""
+
+
+def name_of(replica: RolloutReplica) -> str:
+    return f"rollout replica {replica.replica_rank}"
+
+
+class GuardedCheckpointManager(CheckpointEngineManager):
+    """verl's manager, whose `update_weights` raises instead of waiting for the dead."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._group: list[Any] | None = None  # members of the engine's group, in order of rank
+        self._groups = 0  # that were made
+
+    @classmethod
+    def in_place_of(cls, manager: CheckpointEngineManager) -> GuardedCheckpointManager:
+        return cls(config=manager.config, actor_wg=manager.actor_wg, replicas=manager.replicas)
+
+    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """As verl's, step by step; it is written out because verl's waits for each step itself.
+
+        Raises:
+            TransferBroken: a replica died, or nothing moved for too long; the others may be sent to again.
+            TransferStuck: a worker of the trainer does not return.
+        """
+        health = ReplicaHealth(self.replicas)
+        dead = health.deaths(_LOOK_S)
+        if dead:
+            raise TransferBroken(global_steps, dead, "")
+        in_group = self.backend != "naive"
+        with _Transfer(self.actor_wg.workers, self.replicas, health, global_steps) as transfer:
+            if not in_group:
+                transfer.all(members.begin, transfer.id, in_group)
+                transfer.finish(
+                    transfer.calls_of(self.actor_wg.update_weights(global_steps=global_steps, mode="naive"))
+                )
+                transfer.all(members.end)
+                return {}
+            return self._send_through_group(transfer, global_steps)
+
+    def _send_through_group(self, transfer: _Transfer, version: int | None) -> dict[str, Any]:
+        transfer.control(self._pause())
+        workers = [worker for replica in self.replicas for worker in replica.workers]
+        rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+        before, self._group = self._group, None
+        if before != transfer.workers:  # somebody came or went, or the last transfer broke
+            if self._groups:
+                transfer.all(members.renew_group, self._groups)
+            self._groups += 1
+        transfer.all(members.begin, transfer.id, True)
+        everybody = (self.actor_wg, rollout)
+        metadata = transfer.finish(transfer.each(everybody, "prepare"))
+        trainers = self.actor_wg.world_size
+        topology = self.backend_cls.build_topology(trainers, rollout.world_size, metadata)
+        transfer.finish(transfer.each(everybody, "init_process_group", topology))
+        sending = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+        results = transfer.finish(transfer.calls_of(sending + rollout.update_weights(global_steps=version)))
+        transfer.finish(transfer.each(everybody, "finalize"))
+        transfer.all(members.end)
+        transfer.control(self._resume())
+        self._group = transfer.workers
+        return {key: value for told in results[:trainers] if isinstance(told, dict) for key, value in told.items()}
+
+    async def _pause(self) -> None:
+        await self.abort_replicas()
+        await self.release_kv_cache_replicas()
+
+    async def _resume(self) -> None:
+        await self.resume_kv_cache_replicas()
+        await self.resume_generation_replicas()
+
+
+class _Transfer:
+    """One of them.
+
+    Args:
+        trainers: the trainer's workers.
+        replicas: who gets the weights.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[Any],
+        replicas: Sequence[RolloutReplica],
+        health: ReplicaHealth,
+        version: int | None,
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self._trainers = list(trainers)
+        self._replicas = list(replicas)
+        self._health = health
+        self._version = version
+        self._dead: dict[RolloutReplica, str] = {}
+        self._aborted = False
+        self._owners: dict[Any, int] = dict.fromkeys(self._trainers, -1)
+        for number, replica in enumerate(self._replicas):
+            self._owners.update(dict.fromkeys(replica.workers, number))
+
+    def __enter__(self) -> _Transfer:
+        self._say()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        members.forget(self.id)  # whoever listens still takes it for the end
+
+    @property
+    def workers(self) -> list[Any]:
+        """In the order of their ranks."""
+        return list(self._owners)
+
+    def calls_of(self, references: Sequence[Any]) -> Calls:
+        """Of calls that went to everybody, in order."""
+        return dict(zip(references, self.workers, strict=True))
+
+    def each(self, groups: tuple[Any, Any], method: str, arguments: tuple[Any, Any] = ({}, {})) -> Calls:
+        """A method of every checkpoint engine."""
+        references: list[Any] = []
+        for group, own in zip(groups, arguments, strict=True):
+            references += group.execute_checkpoint_engine([method] * group.world_size, **own)
+        return self.calls_of(references)
+
+    def all(self, function: Any, *arguments: Any) -> None:
+        """A function in every member's process; `members.begin` is told whose engine the member sends to."""
+        told = {w: (owner,) if function is members.begin else () for w, owner in self._owners.items()}
+        self.finish({w.__ray_call__.remote(function, *arguments, *told[w]): w for w in self.workers})
+
+    def control(self, work: Coroutine[Any, Any, None]) -> None:
+        """Calls to servers, which answer at once if they live."""
+        try:
+            asyncio.run(self._control(work))
+        except RayError as error:
+            dead = self._health.deaths(_LOOK_S)
+            raise TransferBroken(self._version, dead, f"{type(error).__name__}: {error}") from error
+
+    async def _control(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+            dead = self._health.deaths() | self._health.silent(_SILENT_S)
+            if dead:
+                task.cancel()
+                raise TransferBroken(self._version, dead, "")
+        task.result()
+
+    def finish(self, calls: Calls) -> list[Any]:
+        """The results of all of them, in order."""
+        began = time.monotonic()
+        failed_at = aborted_at = float("inf")
+        while len(open_ := ray.wait(list(calls), num_returns=len(calls), timeout=_LOOK_S)[1]):
+            now = time.monotonic()
+            found = self._health.silent(_SILENT_S) | self._health.deaths()
+            broken = self._broken(calls, open_)
+            if found or broken:
+                failed_at = min(failed_at, now)
+            if found.keys() - self._dead.keys():
+                self._dead |= found
+                self._say()
+            peer_died = any(isinstance(error, RayActorError) for error in broken.values())
+            if not self._aborted and (peer_died or now - failed_at >= _WALK_S or now - began >= _LIMIT_S):
+                self._aborted, aborted_at = True, now
+                self._say()
+            if now - aborted_at >= _SETTLE_S:
+                break
+        broken = self._broken(calls, open_)
+        if not broken and not open_ and not self._aborted:
+            return ray.get(list(calls))
+        self._judge(calls, broken, open_)
+        story = "; ".join(f"{type(error).__name__}: {str(error).strip()}" for error in broken.values())
+        raise TransferBroken(self._version, self._dead, story or f"given up after {time.monotonic() - began:.0f} s")
+
+    def _broken(self, calls: Calls, open_: Sequence[Any]) -> dict[Any, RayError]:
+        """Calls that ended badly."""
+        found = {}
+        for call in calls.keys() - set(open_):
+            try:
+                ray.get(call)
+            except RayError as error:
+                found[call] = error
+        return found
+
+    def _judge(self, calls: Calls, broken: Mapping[Any, RayError], open_: Sequence[Any]) -> None:
+        """Who died, and whether the trainer's workers are still there."""
+        self._dead |= self._health.deaths(_LOOK_S)
+        lost = {calls[call]: "did not come back from a transfer that was given up" for call in open_}
+        lost |= {calls[call]: "died" for call, error in broken.items() if isinstance(error, RayActorError)}
+        for worker, how in lost.items():
+            if worker not in self._trainers:
+                self._dead.setdefault(self._replicas[self._owners[worker]], f"its worker {how}")
+        named = "; ".join(f"{name_of(replica)}: {reason}" for replica, reason in self._dead.items())
+        for rank, worker in enumerate(self._trainers):
+            if worker in lost:
+                raise TransferStuck(
+                    f"trainer worker {rank} {lost[worker]}, version {self._version} "
+                    f"({named or 'no replica is known to have died'})"
+                )
+
+    def _say(self) -> None:
+        gone = [number for number, replica in enumerate(self._replicas) if replica in self._dead]
+        members.say(self.id, gone=gone, abort=self._aborted, over=False)
