@@ -64,7 +64,7 @@ def test_replicas_with_gpus_of_their_own_are_made_with_their_own_share(monkeypat
     importlib.import_module("verl.trainer.ppo.v1")
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter.trainer.trainer import trainer as ours
+    from seamless_verl.verl_adapter.trainer import trainer as ours
 
     made = []
     monkeypatch.setattr(ours.PlacedServers, "create", lambda *, config, **_: made.append(config))

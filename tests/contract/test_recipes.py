@@ -17,7 +17,7 @@ from seamless_verl.memory.gpu_memory import ModelShape
 from seamless_verl.recipes.swe.real import runner as swe_runner
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
 from seamless_verl.run import compose, memory_check, packages, preflight
-from tests.kernel.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
+from tests.kernel.memory.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -462,7 +462,7 @@ def _audited(monkeypatch, **changes):
     from transfer_queue import KVBatchMeta
 
     from seamless_verl.verl_adapter.rollout.padded_rows import row_digest
-    from seamless_verl.verl_adapter.trainer.trainer import step_report
+    from seamless_verl.verl_adapter.trainer import step_report
 
     stored = {
         "prompts": torch.tensor([1, 2]),
@@ -516,8 +516,9 @@ def test_the_step_of_a_refused_batch_is_reported_with_the_number_of_its_rows(mon
     from seamless_verl.observe.page.html import render
     from seamless_verl.observe.reporter import STEPS, Reporter, read_records
     from seamless_verl.observe.run_folder import load_digest
+    from seamless_verl.verl_adapter.trainer import step_report
     from seamless_verl.verl_adapter.trainer.recorded_trainer import TrainerFlight
-    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer, step_report
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     stamps = [{"digest": "of another row", "violations": 0}, {"digest": "", "violations": 2}, None]
     column = [torch.tensor([1])] * 3
@@ -554,7 +555,7 @@ def _with_versions(*versions):
 
 
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
-    from seamless_verl.verl_adapter.trainer.trainer import step_report
+    from seamless_verl.verl_adapter.trainer import step_report
 
     meter = step_report.StepMeter()
     meter.count_staleness(_with_versions(7, 6, 8), current_version=7)
@@ -563,7 +564,7 @@ def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
 
 
 def test_a_row_of_a_version_that_does_not_exist_ends_the_run():
-    from seamless_verl.verl_adapter.trainer.trainer import step_report
+    from seamless_verl.verl_adapter.trainer import step_report
 
     meter = step_report.StepMeter()
     with pytest.raises(step_report.AuditFailed, match="uid_1_0 says that its first token is of version 9"):
@@ -597,7 +598,7 @@ def test_a_sample_is_filled_up_to_equal_shares_and_empty_where_nothing_can_be_co
 
 def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_and_its_end():
     from seamless_verl.observe.time_ledger import Category, SliceSeconds
-    from seamless_verl.verl_adapter.trainer.trainer import step_report
+    from seamless_verl.verl_adapter.trainer import step_report
 
     def books(name: str, pool: str, wall_s: float, idle_s: float) -> SliceSeconds:
         seconds = {**dict.fromkeys(Category, 0.0), Category.WAIT_DATA: idle_s, Category.TRAIN: wall_s - idle_s}

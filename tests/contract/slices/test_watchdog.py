@@ -1,0 +1,137 @@
+"""Whose death ends a run, with real Ray actors: one is killed, one is busy, one lives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+import ray
+
+from seamless_verl.verl_adapter.slices import watchdog
+from seamless_verl.verl_adapter.slices.watchdog import Watchdog
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def actor() -> Iterator[Any]:
+    class Part:  # defined here, Ray sends it by value and its processes need not import verl
+        def pid(self) -> int:
+            return os.getpid()
+
+        def work(self) -> None:
+            threading.Event().wait()
+
+    ray.init("local", num_cpus=3, include_dashboard=False)
+    yield ray.remote(num_cpus=1)(Part)
+    ray.shutdown()
+
+
+@pytest.fixture
+def parts(actor: Any) -> Iterator[dict[str, Any]]:
+    named = {name: actor.remote() for name in ("trainer worker 0", "rollout replica 0", "rollout replica 1")}
+    ray.get([part.pid.remote() for part in named.values()])
+    yield named
+    for part in named.values():
+        ray.kill(part)
+
+
+@pytest.fixture(autouse=True)
+def _this_process_outlives_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run the last resort ends the process, also when the watchdog is gone: what follows may hang, too."""
+    monkeypatch.setattr(watchdog, "_LAST_RESORT_S", 24 * 3600.0)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """xdist's workers ignore SIGINT; a run's trainer does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _kill(part: Any) -> None:
+    os.kill(ray.get(part.pid.remote()), signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(part.work.remote())
+
+
+def test_an_error_after_a_death_is_traced_to_it_before_the_next_look(
+    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_INTERVAL_S", 3600.0)
+    with Watchdog(parts) as dog:
+        parts["trainer worker 0"].work.remote()
+        _kill(parts["rollout replica 0"])
+        assert dog.cause_of(KeyboardInterrupt()) is None, "the user ends it"
+        told = dog.cause_of(ValueError("32 prompt groups failed"))
+        assert told is not None
+        assert told.startswith("rollout replica 0 died: ActorDiedError")
+        assert dog.cause_of(ValueError("another")) == told
+
+
+def test_nobody_is_blamed_for_an_error_while_all_live_or_are_busy(
+    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_LAST_ANSWERS_S", 0.5)
+    with Watchdog(parts) as dog:
+        parts["trainer worker 0"].work.remote()
+        assert dog.cause_of(ValueError("no rows")) is None
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_whoever_waits_for_a_dead_actor_is_interrupted(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_INTERVAL_S", 0.05)
+
+    def wait_for_the_dead() -> None:
+        _kill(parts["rollout replica 1"])
+        threading.Event().wait(60)
+
+    with Watchdog(parts) as dog:
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            wait_for_the_dead()
+        told = dog.cause_of(interrupted.value)
+        assert told is not None
+        assert told.startswith("rollout replica 1 died: ActorDiedError")
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_whoever_blocks_in_a_coroutine_is_interrupted_too(
+    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As verl's transfers did: `asyncio.run` turns the first interrupt into a cancellation that nobody sees."""
+    monkeypatch.setattr(watchdog, "_INTERVAL_S", 0.2)
+
+    async def transfer() -> None:
+        parts["trainer worker 0"].work.remote()
+        _kill(parts["rollout replica 1"])
+        ray.get(parts["trainer worker 0"].work.remote(), timeout=60)
+
+    with Watchdog(parts) as dog:
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            asyncio.run(transfer())
+        told = dog.cause_of(interrupted.value)
+        assert told is not None
+        assert told.startswith("rollout replica 1 died: ActorDiedError")
+
+
+def test_a_server_without_its_engine_counts_as_dead(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_INTERVAL_S", 3600.0)
+    server = actor.remote()
+
+    def lose_engine(part: Any) -> None:
+        part.engine = type("Engine", (), {"errored": True})()
+
+    with Watchdog({}, {"rollout replica 0": server}) as dog:
+        assert dog.cause_of(ValueError("nothing yet")) is None
+    ray.get(server.__ray_call__.remote(lose_engine))
+    with Watchdog({}, {"rollout replica 0": server}) as dog:
+        assert dog.cause_of(ValueError("32 prompt groups failed")) == "rollout replica 0 died: its engine process"
+    ray.kill(server)

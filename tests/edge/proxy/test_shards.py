@@ -1,0 +1,141 @@
+"""Several shards behind one front, as processes; the engine is the only part that is not real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.session.sessions import SessionSpec
+from tests.edge.proxy.test_standalone import HI, Mock, folder, mock  # noqa: F401 - fixtures
+from tests.standalone import KEY, Standalone, chat
+
+pytestmark = pytest.mark.timeout(180)
+ADMIN = {"authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture
+async def proxy(mock: Mock, tmp_path: Path) -> AsyncIterator[Standalone]:  # noqa: F811
+    started = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")
+    await asyncio.to_thread(started.start)
+    yield started
+    await asyncio.to_thread(started.stop)
+
+
+async def test_sessions_are_spread_and_adding_a_shard_moves_none(proxy: Standalone) -> None:
+    admin = proxy.admin()
+    handles = [await admin.open_session(SessionSpec(group=str(number))) for number in range(24)]
+    homes = Counter(handle.base_url.split("/sessions")[0] for handle in handles)
+    assert len(homes) == 2
+    assert proxy.url not in homes
+    histories = {}
+    for number, handle in enumerate(handles):
+        # By the front with the key alone, or as told: both ways lead to the same session.
+        url = proxy.url if number % 2 else handle.base_url.removesuffix("/v1")
+        answer = await chat(url, handle.api_key, HI)
+        assert answer.status_code == 200, answer.text
+        histories[handle.id] = [*HI, answer.json()["choices"][0]["message"], *HI]
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60) as http:
+        assert (await http.post("/shards")).status_code == 401
+        assert (await http.post("/shards", headers={"authorization": "Bearer nobody-knows"})).status_code == 403
+        added = await http.post("/shards", headers=ADMIN)
+        assert (added.status_code, added.json()["added"]) == (201, 2)
+        assert (await http.get("/healthz")).json() == {"status": "ok", "sessions": 24, "down": []}
+        text = (await http.get("/metrics")).text
+        assert text.count("# TYPE seamless_proxy_turns_total counter") == 1
+        turns = [float(line.split()[1]) for line in text.splitlines() if line.startswith("seamless_proxy_turns_total{")]
+        assert (len(turns), sum(turns)) == (3, 24.0)
+        stats = (await http.get("/stats", headers=ADMIN)).json()
+        assert sum(shard["turns"] for shard in stats.values()) == 24
+    for handle in handles:
+        answer = await chat(handle.base_url.removesuffix("/v1"), handle.api_key, histories[handle.id])
+        assert (answer.status_code, answer.headers["x-seamless-match"]) == (200, "clean")
+    new = [await admin.open_session(SessionSpec()) for _ in range(24)]
+    assert {handle.id.partition("-")[0] for handle in new} == {"0", "1", "2"}
+    for handle in handles:
+        result = await admin.close_session(handle.id, 1.0)
+        assert (len(result.rows), result.audit.is_clean) == (1, True)
+    await admin.close()
+    written = list(proxy.record.glob("shard-*/rows/*.jsonl"))
+    assert len(written) == 24
+
+
+async def test_a_stream_passes_through_the_front(proxy: Standalone) -> None:
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    answer = await chat(proxy.url, handle.api_key, HI, stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    assert answer.text.rstrip().endswith("data: [DONE]")
+    await admin.close()
+
+
+async def test_nobodys_sessions_are_refused(proxy: Standalone) -> None:
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60) as http:
+        for headers in ({}, {"authorization": "Bearer sk-seamless-7-abc"}, {"authorization": "Bearer x"}):
+            answer = await http.post("/v1/chat/completions", json={"model": "m", "messages": HI}, headers=headers)
+            assert answer.status_code == 401
+        assert (await http.get("/sessions/9-abc", headers=ADMIN)).status_code == 404
+        assert (await http.get("/sessions/0-abc", headers=ADMIN)).status_code == 404
+    admin = proxy.admin()
+    handles = [await admin.open_session(SessionSpec()) for _ in range(2)]
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60) as http:
+        other = {"authorization": f"Bearer {handles[0].api_key}"}
+        answer = await http.get(f"/sessions/{handles[1].id}", headers=other)
+        assert answer.status_code in (401, 403)
+    with pytest.raises(ProxyRefused, match="404"):
+        await admin.close_session("0-none")
+    await admin.close()
+
+
+async def test_a_killed_shard_comes_back_with_its_sessions(proxy: Standalone) -> None:
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    history = list(HI)
+    answer = await chat(proxy.url, handle.api_key, history)
+    history += [answer.json()["choices"][0]["message"], *HI]
+    assert proxy.process is not None
+    shard = handle.id.partition("-")[0]
+    (child,) = [
+        child
+        for child in psutil.Process(proxy.process.pid).children()
+        if f"--shard {shard}" in " ".join(child.cmdline())
+    ]
+    os.kill(child.pid, signal.SIGKILL)
+    while (answer := await chat(proxy.url, handle.api_key, history)).status_code == 503:
+        assert answer.json()["error"]["code"] == "shard_down"
+        await asyncio.sleep(0.1)
+    assert (answer.status_code, answer.headers["x-seamless-match"]) == (200, "clean")
+    assert (await admin.close_session(handle.id)).audit.num_generations == 2
+    await admin.close()
+
+
+async def test_shards_end_with_their_front_and_fewer_of_them_keep_old_sessions(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "3")
+    await asyncio.to_thread(proxy.start)
+    admin = proxy.admin()
+    handles = [await admin.open_session(SessionSpec()) for _ in range(12)]
+    assert proxy.process is not None
+    children = psutil.Process(proxy.process.pid).children()
+    proxy.kill()
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=30)
+    assert (len(gone), alive) == (3, [])
+    assert set(json.loads((proxy.record / "shards.json").read_text())) == {"0", "1", "2"}
+    proxy.command[proxy.command.index("--shards") + 1] = "2"
+    await asyncio.to_thread(proxy.start)
+    again = proxy.admin()
+    for handle in handles:
+        assert (await chat(handle.base_url.removesuffix("/v1"), handle.api_key, HI)).status_code == 200
+    new = [await again.open_session(SessionSpec()) for _ in range(12)]
+    assert {handle.id.partition("-")[0] for handle in new} == {"0", "1"}
+    await admin.close()
+    await again.close()
+    await asyncio.to_thread(proxy.stop)

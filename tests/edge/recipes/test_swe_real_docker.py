@@ -1,0 +1,227 @@
+"""swe-rex's Docker deployment with a stand-in for the ``docker`` command line: no daemon is needed, none is tested.
+
+The stand-in starts what the image would run (swe-rex's server) as a process that outlives its client, as a container
+does, and copies the "image's" repository afresh for every container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from seamless_verl.agents.contract import AgentJob
+from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.recipes.swe.real.child import ChildError
+from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
+from seamless_verl.recipes.swe.real.runner import MiniSweRunner
+from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
+from tests.edge.recipes.test_swe_real_support import (
+    SUBMIT_PATCH,
+    ModelServer,
+    first_request,
+    job_of,
+    make_repository,
+    model_server,
+    nothing_left,
+)
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("swerex") is None or importlib.util.find_spec("minisweagent") is None,
+        reason="swe-rex and mini-swe-agent not installed; see tests/edge/recipes/test_swe_real_runner.py",
+    ),
+    pytest.mark.timeout(300),
+]
+
+Serve = Callable[..., ModelServer]
+
+STAND_IN = """#!{python}
+import os, pathlib, shutil, signal, subprocess, sys
+STATE, ORIGIN, IMAGE_REPO = pathlib.Path({state!r}), {origin!r}, {workdir!r}
+args = sys.argv[2:]
+with (STATE / "calls").open("a") as calls:
+    calls.write(" ".join(sys.argv[1:]) + "\\n")
+
+def option(name):
+    return args[args.index(name) + 1]
+
+def end(name):
+    (STATE / (name + ".label")).unlink(missing_ok=True)
+    try:
+        os.killpg(int((STATE / (name + ".pid")).read_text()), signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+
+if (STATE / "down").exists():
+    sys.exit("Cannot connect to the daemon")
+if sys.argv[1] == "run":
+    shutil.rmtree(IMAGE_REPO, ignore_errors=True)
+    subprocess.run(["git", "clone", "-q", ORIGIN, IMAGE_REPO], check=True)
+    token = args[-1].split("--auth-token ")[1].split()[0]
+    server = [sys.executable, "-m", "swerex.server", "--host", "127.0.0.1", "--auth-token", token]
+    inside = {{"PATH": os.environ["PATH"], "HOME": str(STATE)}}
+    running = subprocess.Popen([*server, "--port", option("-p").split(":")[0]], env=inside, start_new_session=True)
+    (STATE / (option("--name") + ".pid")).write_text(str(running.pid))
+    (STATE / (option("--name") + ".label")).write_text(option("--label"))
+    sys.exit(running.wait())
+if sys.argv[1] == "kill":
+    end(args[0])
+if sys.argv[1] == "rm":
+    for name in args[2:]:
+        end(name)
+if sys.argv[1] == "ps" and "--filter" in args:
+    for path in STATE.glob("*.label"):
+        if "label=" + path.read_text() == option("--filter"):
+            print(path.stem)
+"""
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    with ExitStack() as stack:
+        yield lambda commands, **kwargs: stack.enter_context(model_server(commands, **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    # The scratch folders are inside the containers, which are this machine here.
+    with nothing_left(scratch=False) as prefix:
+        yield
+    for folder in Path("/tmp").glob(f"seamless-swe-{prefix}*"):
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folder of the stand-in's state; fails the test when a container is left."""
+    folder = tmp_path / "docker"
+    folder.mkdir()
+    program = folder / "docker"
+    origin, workdir = str(tmp_path / "origin"), str(tmp_path / "testbed")
+    program.write_text(STAND_IN.format(python=sys.executable, state=str(folder), origin=origin, workdir=workdir))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    yield folder
+    assert not list(folder.glob("*.label")), "a container is left"
+    assert not [path for path in folder.glob("*.pid") if runs(int(path.read_text()))]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def containers(docker: Path) -> list[str]:
+    return [path.stem for path in docker.glob("*.label")]
+
+
+def task(tmp_path: Path, server: ModelServer) -> AgentJob:
+    repository = make_repository(tmp_path / "origin")
+    return job_of(repository, server, image="calc:1", workdir=str(tmp_path / "testbed"))
+
+
+def runner(**sandbox: Any) -> MiniSweRunner:
+    # No BASH_ENV: the "container" is this machine, whose .bashrc is none of the test's business.
+    return MiniSweRunner(sandbox={"env": {"BASH_ENV": ""}, "start_attempts": 1, **sandbox}, grade_timeout_s=60)
+
+
+async def test_one_container_for_the_agent_and_a_fresh_one_for_the_grade(
+    serve: Serve, docker: Path, tmp_path: Path
+) -> None:
+    server = serve(["git log --oneline --all; git remote", *SUBMIT_PATCH])
+    swe = runner(options={"docker_args": ["--memory", "4g"]})
+
+    report = await swe.run(task(tmp_path, server))
+    await swe.close()
+
+    assert report.reward == 1.0, report.detail
+    calls = (docker / "calls").read_text().splitlines()
+    runs = [call for call in calls if call.startswith("run ")]
+    assert len(runs) == 2
+    for call, phase in zip(runs, ("agent", "grade"), strict=True):
+        assert "--memory 4g" in call
+        assert f"{CONTAINER_LABEL}=" in call
+        assert f"-{phase} --name" in call
+    seen = server.requests[1]["messages"][-1]["content"]
+    assert "start" in seen
+    assert "must not be found" not in seen
+    assert "origin" not in seen
+
+
+async def test_a_killed_harness_leaves_no_container(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    server = serve(["sleep 60"])
+    swe = runner()
+    attempt = asyncio.ensure_future(swe.run(task(tmp_path, server)))
+    await first_request(server)
+    assert len(containers(docker)) == 1
+    (harness,) = psutil.Process().children()
+    harness.send_signal(signal.SIGKILL)
+
+    with pytest.raises(ChildError, match="ended with -9"):
+        await attempt
+
+    await swe.close()
+    assert "rm --force --volumes" in (docker / "calls").read_text()
+
+
+RUNNER = """
+import asyncio, json, sys
+from seamless_verl.agents.contract import AgentJob
+from seamless_verl.recipes.swe.real.runner import MiniSweRunner
+
+swe = MiniSweRunner(sandbox={"env": {"BASH_ENV": ""}, "start_attempts": 1}, grade_timeout_s=60)
+asyncio.run(swe.run(AgentJob(**json.loads(sys.argv[1]))))
+"""
+
+
+async def test_a_killed_rollout_worker_leaves_no_container(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    server = serve(["sleep 60"])
+    job = json.dumps(dataclasses.asdict(task(tmp_path, server)))
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", RUNNER, job, env=env)
+    await first_request(server)
+    (harness,) = psutil.Process(worker.pid).children()
+    scratch = f"/tmp/seamless-swe-{harness.environ()[TOKEN_VARIABLE]}"  # "inside" the container
+    assert len(containers(docker)) == 1
+    worker.kill()
+    await worker.wait()
+    left = psutil.wait_procs([harness], timeout=60)[1]
+    shutil.rmtree(scratch)
+    assert not left, "the harness outlives its owner"
+
+
+async def test_a_task_without_an_image_says_so(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    job = job_of(make_repository(tmp_path / "origin"), serve(["ls"]))
+    swe = runner()
+    with pytest.raises(SandboxError, match="the task names none"):
+        await swe.run(job)
+    await swe.close()
+
+
+def test_a_daemon_that_is_down_is_told_at_the_start(docker: Path) -> None:
+    (docker / "down").touch()
+    with pytest.raises(MachineError, match=r"docker: not usable \(Cannot connect"):
+        runner()
+
+
+def test_an_option_that_swe_rex_does_not_know() -> None:
+    from seamless_verl.recipes.swe.real.sandbox import build_deployment
+    from seamless_verl.recipes.swe.real.settings import SandboxSettings
+
+    with pytest.raises(ConfigError, match="is refused by swe-rex"):
+        build_deployment(SandboxSettings(options={"dokker_args": []}), image="a", token="t")

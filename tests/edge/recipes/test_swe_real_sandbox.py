@@ -1,0 +1,147 @@
+"""Commands, limits, repositories and patches in a sandbox on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from seamless_verl.recipes.swe.real.sandbox import Sandbox, SandboxError, drain_output
+from seamless_verl.recipes.swe.real.settings import SandboxSettings
+from seamless_verl.recipes.swe.real.task import AgentView
+from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, prepare_workspace, worktree_diff
+from tests.edge.recipes.test_swe_real_support import TEST_PATCH, make_repository
+
+pytest.importorskip("swerex", reason="swe-rex not installed; see tests/edge/recipes/test_swe_real_runner.py")
+
+SETTINGS = SandboxSettings(
+    kind="local",
+    allow_unsandboxed=True,
+    output_limit_bytes=1000,
+    setup_command="mkdir -p build && echo made > build/setup.txt",
+)
+SLIPPED = """\
+--- a/calc.py
++++ b/calc.py
+@@ -41,5 +41,5 @@ somewhere else
+ def add(a, b):
+-    return a - b
++    return a + b
+
+
+ def double(a):
+"""
+
+
+def exists(folder: str) -> bool:
+    return Path(folder).exists()
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    box = Sandbox(SETTINGS, image="", token=f"test-{time.time_ns()}")
+    await box.start()
+    assert exists(box.scratch)
+    yield box
+    assert await box.stop() == ""
+    assert await box.stop() == ""
+    assert not exists(box.scratch)
+
+
+@pytest.fixture
+async def repository(sandbox: Sandbox, tmp_path: Path) -> Sandbox:
+    folder, base = make_repository(tmp_path / "origin")
+    view = AgentView(instance_id="i", repo=str(folder), base_commit=base, problem_statement="p")
+    await prepare_workspace(sandbox, view, SETTINGS)
+    return sandbox
+
+
+async def test_a_command_that_hangs_is_stopped_with_what_it_printed(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+
+    result = await sandbox.run("echo begun; sleep 60", timeout_s=1)
+
+    assert (result.exit_code, result.timed_out, result.output) == (124, True, "begun\n")
+    assert time.monotonic() - started < 20
+
+
+async def test_output_without_end_is_cut(sandbox: Sandbox) -> None:
+    result = await sandbox.run("yes", timeout_s=20)
+
+    assert len(result.output) == 1000
+    assert not result.timed_out
+
+
+async def test_quotes_exit_codes_and_variables_arrive(sandbox: Sandbox) -> None:
+    result = await sandbox.run('echo "it\'s $PAGER" >&2; exit 7', timeout_s=20)
+
+    assert (result.exit_code, result.output) == (7, "it's cat\n")
+
+
+async def test_long_commands_are_polled_and_limited(sandbox: Sandbox) -> None:
+    ended = await sandbox.run_long("sleep 0.5; echo 'a b'; exit 3", timeout_s=20)
+    hung = await sandbox.run_long("echo begun; sleep 60", timeout_s=1)
+
+    assert (ended.exit_code, ended.output, ended.timed_out) == (3, "a b\n", False)
+    assert (hung.exit_code, hung.output, hung.timed_out) == (124, "begun\n", True)
+
+
+async def test_a_failing_check_shows_the_output(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxError, match=r"failed with 5: echo why; exit 5\nwhy"):
+        await sandbox.check("echo why; exit 5")
+
+
+async def test_the_diff_holds_the_agents_work_and_nothing_else(repository: Sandbox) -> None:
+    await repository.check("echo '# x' >> calc.py; echo new > extra.txt; echo d > patch.txt; mkdir __pycache__")
+    await repository.check("echo c > __pycache__/calc.pyc; git rm -q test_calc.py")
+
+    diff = await worktree_diff(repository)
+
+    assert "+# x" in diff
+    assert "b/extra.txt" in diff
+    assert "a/test_calc.py" in diff
+    for left_out in ("patch.txt", "calc.pyc", "setup.txt"):
+        assert left_out not in diff
+
+
+async def test_only_the_base_commit_is_there(repository: Sandbox) -> None:
+    log = await repository.check("git log --all --format=%s; git remote; git reflog")
+
+    assert "must not be found" not in log
+
+
+async def test_a_patch_whose_lines_slipped_still_applies(repository: Sandbox) -> None:
+    assert await apply_patch(repository, SLIPPED, name="agent") == ""
+    assert "return a + b" in await repository.check("cat calc.py")
+
+
+async def test_a_patch_for_something_else_does_not(repository: Sandbox) -> None:
+    problem = await apply_patch(repository, SLIPPED.replace("return a - b", "return a * b"), name="agent")
+
+    assert "calc.py" in problem
+    assert await worktree_diff(repository) == ""
+
+
+async def test_the_tests_replace_what_the_agent_made_of_them(repository: Sandbox) -> None:
+    await repository.check("echo 'def test_add(): pass' > test_calc.py")
+
+    await apply_tests(repository, TEST_PATCH)
+
+    assert "assert add(2, 3) == 5" in await repository.check("cat test_calc.py")
+    with pytest.raises(SandboxError, match="test_patch does not apply to its base commit"):
+        await apply_tests(repository, TEST_PATCH.replace("from calc import add\n", "no such line\n"))
+
+
+def test_the_output_of_a_container_is_read_away() -> None:
+    chatter = "import sys; sys.stdout.write('x' * 1_000_000); sys.stderr.write('x' * 1_000_000)"
+    process = subprocess.Popen([sys.executable, "-c", chatter], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        drain_output(SimpleNamespace(_container_process=process))
+        assert process.wait(timeout=20) == 0
+        time.sleep(0.2)
+    drain_output(SimpleNamespace())
