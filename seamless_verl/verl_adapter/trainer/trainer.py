@@ -37,7 +37,6 @@ from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer, 
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.rollout.router import balancer_class
-from seamless_verl.verl_adapter.rollout.slots import raise_slots
 from seamless_verl.verl_adapter.slices.placing import PlacedServers, standing_pools
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources, replica_gpus
 from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early, some_standing, standalone_config
@@ -64,7 +63,6 @@ class SeamlessTrainer(LendingTrainer):
         self.slices = adopt_resources(config, self.seamless)
         refuse_early(config, self.seamless)
         RolloutReplicaRegistry.register("vllm", _interruptible_replica)
-        raise_slots()
         with some_standing(config):
             super().__init__(config)
         self.reporter = Reporter.for_run(self.seamless.run_dir)

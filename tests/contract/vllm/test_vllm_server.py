@@ -210,14 +210,11 @@ def test_our_trainer_starts_such_servers():
     assert replica is not vLLMReplica
 
 
-def test_and_gives_every_engines_servers_more_slots_than_anything_fills(monkeypatch):
-    from verl.workers.rollout.replica import RolloutReplica
+def test_every_engines_servers_have_more_slots_than_anything_fills():
     from verl.workers.rollout.vllm_rollout.vllm_pd_replica import vLLMPDReplica
 
-    from seamless_verl.verl_adapter.rollout.slots import NUM_SLOTS, raise_slots
     from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica
+    from seamless_verl.verl_adapter.workarounds import NUM_SLOTS
 
-    monkeypatch.setattr(RolloutReplica, "max_concurrency", RolloutReplica.max_concurrency)
-    raise_slots()
     for cls in (InterruptibleReplica, vLLMPDReplica):
         assert object.__new__(cls).max_concurrency == NUM_SLOTS
