@@ -19,7 +19,6 @@ from typing import Any
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.proxy.session.wire import RewardBody
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from tests.fakes import ScriptedEngine, small_tokenizer
 
@@ -178,7 +177,7 @@ class House:
 
     async def close(self, session_id: str) -> Any:
         """The result of a session, as on the wire."""
-        return json.loads(await self.app.state.handover.close(session_id, RewardBody()))
+        return json.loads(await self.app.state.handover.close(session_id))
 
 
 async def rows_after_restart(path: Path, session_id: str) -> Any:

@@ -1,22 +1,50 @@
-"""One request and its answer, whatever dialect they are spoken in.
+"""One request and its answer, whatever dialect they are spoken in, and how a request is refused.
 
 A dialect is a pure translation: a body becomes a :class:`Call`, :class:`Answer` objects become a body or events.
 
 ::
 
-    bytes ──parse──▶ Exchange.call ──▶ turns ──▶ answers ──Exchange.body──▶ bytes
-                                         └─────▶ deltas ──Exchange.writer──▶ server-sent events
+    bytes ──parse──▶ Exchange.call ──▶ attempt ──▶ answers ──Exchange.body──▶ bytes
+                                          └──────▶ deltas ──Exchange.writer──▶ server-sent events
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from seamless_verl.proxy.call_errors import ApiError
+import msgspec
+
+from seamless_verl.errors import SeamlessError
 from seamless_verl.trajectory.messages import Message
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    502: "engine_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_TYPES = {
+    408: "timeout_error",
+    409: "invalid_request_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
+_MANY_DIGITS = b"0" * 300  # integers shorter than that are finite as floats
 
 
 class ToolChoice(Enum):
@@ -149,3 +177,86 @@ def total_usage(answers: Sequence[Answer]) -> tuple[int, int, int]:
     """Prompt, generated and cached tokens of a request; its prompt counts once, however many answers it has."""
     first = answers[0]
     return first.prompt_tokens, sum(answer.completion_tokens for answer in answers), first.cached_tokens
+
+
+class ApiError(SeamlessError):
+    """A refusal with an HTTP status.
+
+    Args:
+        status: HTTP status code.
+        code: short machine-readable name, e.g. ``session_closed``.
+        message: what is wrong and what to do instead, for people.
+        param: the request's field at fault, if one is.
+        retry_after_s: when trying again may help; None means that it will not, and SDKs are told so.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self, path: str = "") -> dict[str, object]:
+        """The error as the dialect spoken at ``path`` writes it."""
+        if path.endswith(_ANTHROPIC_PATHS):
+            message = f"{self.param}: {self.message}" if self.param else self.message
+            kind = _ANTHROPIC_TYPES.get(self.status, _TYPES.get(self.status, "api_error"))
+            return {"type": "error", "error": {"type": kind, "message": message, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "api_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> Mapping[str, str]:
+        # SDKs repeat 409, 429 and 5xx by themselves unless told otherwise.
+        if self.retry_after_s is None:
+            return {"x-should-retry": "false"}
+        return {"retry-after": f"{max(1, round(self.retry_after_s))}", "x-should-retry": "true"}
+
+
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, code, message, param=param)
+
+
+def refuse_infinite(body: bytes) -> None:
+    """Numbers like ``NaN`` and ``1e999`` anywhere in a body: pydantic takes them where a schema says "anything".
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        msgspec.json.decode(body)  # takes no other number that is not finite; microseconds
+        is_fine = _MANY_DIGITS not in body.translate(_DIGITS)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        is_fine = False
+    if not is_fine:
+        _refuse_infinite(body)
+
+
+def _refuse_infinite(body: bytes) -> None:
+    def refuse(number: str) -> NoReturn:
+        raise bad_request(f"The body is not valid JSON: {number[:40]} is not a finite number.", code="invalid_json")
+
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):
+            refuse(number)
+        return value
+
+    try:
+        json.loads(body, parse_constant=refuse, parse_float=finite, parse_int=finite)
+    except (ValueError, RecursionError):
+        return  # the model's own parser says what is wrong
+
+
+def encoded(content: Any) -> bytes:
+    """A response body; what cannot be written as UTF-8 is replaced, never an error."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Token
+from seamless_verl.proxy.calls import ApiError, Token
 from seamless_verl.proxy.engine import Generation, TokenChunk
 from seamless_verl.proxy.session.flights import Progress
 from seamless_verl.proxy.text.chat_template import Codec

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from seamless_verl.proxy.attempt.drafts import Draft, tokens_of
 from seamless_verl.proxy.attempt.samples import Sample
-from seamless_verl.proxy.call_errors import ApiError, bad_request
-from seamless_verl.proxy.calls import Answer, Call, StreamHead
+from seamless_verl.proxy.calls import Answer, ApiError, Call, StreamHead, bad_request
 from seamless_verl.proxy.engine import (
     Engine,
     EngineRefused,

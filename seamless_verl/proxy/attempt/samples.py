@@ -16,8 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Call
+from seamless_verl.proxy.calls import ApiError, Call
 from seamless_verl.proxy.session.flights import Fate, Flight, Served
 from seamless_verl.proxy.session.journal import AnsweredTurn
 from seamless_verl.proxy.session.sessions import Session

@@ -12,8 +12,7 @@ from hashlib import blake2b
 from seamless_verl.proxy.attempt.generating import Generator
 from seamless_verl.proxy.attempt.samples import Sample, Siblings
 from seamless_verl.proxy.attempt.sampling import decide_sampling, request_digest, sample_digest
-from seamless_verl.proxy.call_errors import ApiError, bad_request
-from seamless_verl.proxy.calls import Call
+from seamless_verl.proxy.calls import ApiError, Call, bad_request
 from seamless_verl.proxy.dialects.chat import canonical_message, canonical_tools
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters

@@ -23,13 +23,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.http.intake import BodyIntake
+from seamless_verl.proxy.calls import ApiError, encoded
+from seamless_verl.proxy.http.requests import BodyIntake, ClientGone, api_key_of, client_left
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import AddressBook
-from seamless_verl.proxy.session.flights import ClientGone
-from seamless_verl.proxy.session.requests import api_key_of, client_left, encoded
-from seamless_verl.proxy.session.sessions import same_key
+from seamless_verl.proxy.session.store import same_key
 
 _SAMPLE = re.compile(rb"^(\w+)(?:\{(.*)\})? (.*)$")
 _NOT_PASSED = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"})

@@ -33,7 +33,7 @@ from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.handover import HandOver
 from seamless_verl.proxy.session.journal import Journal, NullJournal
-from seamless_verl.proxy.session.sessions import SessionStore
+from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageReader

@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seamless_verl.proxy.call_errors import ApiError, bad_request
-from seamless_verl.proxy.calls import Call, ToolChoice
+from seamless_verl.proxy.calls import ApiError, Call, ToolChoice, bad_request
 from seamless_verl.proxy.dialects.anthropic_answer import MessagesExchange
 from seamless_verl.proxy.dialects.chat import checked_choice, checked_stop, validated
 

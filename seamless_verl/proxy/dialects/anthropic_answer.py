@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, StreamHead, encoded
 from seamless_verl.proxy.dialects.chat_answer import event
-from seamless_verl.proxy.session.requests import encoded
 from seamless_verl.trajectory.messages import ToolCall
 
 _MAX_DEPTH = 100  # of a tool's arguments; JSON readers begin to refuse somewhere above

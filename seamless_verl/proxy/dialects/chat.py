@@ -13,10 +13,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from seamless_verl.proxy.call_errors import ApiError, bad_request
-from seamless_verl.proxy.calls import Call, ToolChoice
+from seamless_verl.proxy.calls import ApiError, Call, ToolChoice, bad_request, refuse_infinite
 from seamless_verl.proxy.dialects.chat_answer import ChatExchange
-from seamless_verl.proxy.session.requests import refuse_infinite
 from seamless_verl.trajectory.messages import Image, Message, Role, ToolCall, join_text_parts
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, Token, total_usage
-from seamless_verl.proxy.session.requests import encoded
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, StreamHead, Token, encoded, total_usage
 from seamless_verl.trajectory.messages import ToolCall
 
 DONE = b"data: [DONE]\n\n"

@@ -11,11 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seamless_verl.proxy.call_errors import ApiError, bad_request
-from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, Token
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, StreamHead, Token, bad_request, encoded
 from seamless_verl.proxy.dialects.chat import StreamOptions, checked_stop, validated
 from seamless_verl.proxy.dialects.chat_answer import DONE, event, usage_of
-from seamless_verl.proxy.session.requests import encoded
 
 
 class CompletionRequest(BaseModel):

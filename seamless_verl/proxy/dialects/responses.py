@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seamless_verl.proxy.call_errors import ApiError, bad_request
-from seamless_verl.proxy.calls import Call, ToolChoice
+from seamless_verl.proxy.calls import ApiError, Call, ToolChoice, bad_request
 from seamless_verl.proxy.dialects.chat import checked_choice, validated
 from seamless_verl.proxy.dialects.responses_answer import ResponsesExchange
 

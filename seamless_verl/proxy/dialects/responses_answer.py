@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, Token
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, StreamHead, Token, encoded
 from seamless_verl.proxy.dialects.chat_answer import event
-from seamless_verl.proxy.session.requests import encoded
 from seamless_verl.trajectory.messages import ToolCall
 
 

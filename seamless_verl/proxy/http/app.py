@@ -3,12 +3,12 @@
 ========================================  ===========================  ============================
 route                                     key                          body
 ========================================  ===========================  ============================
-``POST /sessions``                        admin                        :class:`~.wire.OpenBody`
+``POST /sessions``                        admin                        :class:`~.requests.OpenBody`
 ``GET /sessions/{id}``                    admin, or the session's own
-``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.wire.RewardBody`
+``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.requests.RewardBody`
 ``DELETE /sessions/{id}``                 admin
 ``GET /stats``                            admin
-``POST /pause``, ``/resume``              admin                        :class:`~.wire.PauseBody`, `ResumeBody`
+``POST /pause``, ``/resume``              admin                        :class:`~.requests.PauseBody`, `ResumeBody`
 ``POST [/sessions/{id}]`` + `DIALECTS`    the session's own            the dialect's
 ``POST … /v1/messages/count_tokens``      the session's own            :class:`~.messages.CountRequest`
 ``GET [/sessions/{id}]/v1/models[/NAME]`` the session's own
@@ -33,26 +33,32 @@ from starlette.types import Receive, Scope, Send
 
 from seamless_verl.proxy.attempt.generating import Generator
 from seamless_verl.proxy.attempt.turns import TurnService
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Call, Exchange
+from seamless_verl.proxy.calls import ApiError, Call, Exchange, encoded
 from seamless_verl.proxy.dialects.anthropic import parse_count, parse_messages
 from seamless_verl.proxy.dialects.chat import parse_chat, validated
 from seamless_verl.proxy.dialects.completions import parse_completion
 from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.engines.gate import Gate, GatedEngine
-from seamless_verl.proxy.http.intake import BodyIntake
 from seamless_verl.proxy.http.openapi import describe
 from seamless_verl.proxy.http.replying import Reply, Running, StreamTiming
+from seamless_verl.proxy.http.requests import (
+    BodyIntake,
+    ClientGone,
+    OpenBody,
+    PauseBody,
+    ResumeBody,
+    RewardBody,
+    api_key_of,
+    retry_count_of,
+)
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
-from seamless_verl.proxy.session.flights import ClientGone
 from seamless_verl.proxy.session.handover import HandOver, RowSink
 from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJournal
-from seamless_verl.proxy.session.requests import api_key_of, encoded, retry_count_of
-from seamless_verl.proxy.session.residency import Residency
-from seamless_verl.proxy.session.sessions import Session, SessionStore, key_digest
-from seamless_verl.proxy.session.wire import OpenBody, PauseBody, ResumeBody, RewardBody, view_of
+from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.proxy.session.store import Residency, SessionStore, key_digest
+from seamless_verl.proxy.session.wire import view_of
 from seamless_verl.proxy.text.chat_template import Codec
 from seamless_verl.proxy.text.constraints import refuse_unable
 from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
@@ -171,14 +177,14 @@ class Proxy:
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)
         outcome = await self._body(RewardBody, request)
-        session = await self.handover.reward(request.path_params["session_id"], outcome)
+        session = await self.handover.reward(request.path_params["session_id"], outcome.reward, outcome.rewards)
         return _json({"reward": session.reward, "rewards": session.rewards})
 
     async def close_session(self, request: Request) -> Response:
         """End a session and answer its rows; asked again, the same, until they are acknowledged."""
         self._require_admin(request)
         outcome = await self._body(RewardBody, request)
-        body = await self.handover.close(request.path_params["session_id"], outcome)
+        body = await self.handover.close(request.path_params["session_id"], outcome.reward, outcome.rewards)
         return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:

@@ -12,7 +12,7 @@ from seamless_verl.proxy.dialects.anthropic import CountRequest, MessagesRequest
 from seamless_verl.proxy.dialects.chat import ChatRequest
 from seamless_verl.proxy.dialects.completions import CompletionRequest
 from seamless_verl.proxy.dialects.responses import ResponsesRequest
-from seamless_verl.proxy.session.wire import OpenBody, PauseBody, ResumeBody, RewardBody
+from seamless_verl.proxy.http.requests import OpenBody, PauseBody, ResumeBody, RewardBody
 
 _AGENT: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,

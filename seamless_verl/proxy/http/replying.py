@@ -16,10 +16,9 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from seamless_verl.proxy.attempt.turns import Ask
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Answer, Delta, EventWriter, Exchange, StreamHead
-from seamless_verl.proxy.session.flights import ClientGone, Flight, Progress, Served
-from seamless_verl.proxy.session.requests import client_left
+from seamless_verl.proxy.calls import Answer, ApiError, Delta, EventWriter, Exchange, StreamHead
+from seamless_verl.proxy.http.requests import ClientGone, client_left
+from seamless_verl.proxy.session.flights import Flight, Progress, Served
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.journal.journal_format import VERSION, Damaged, pack, unpack
 from seamless_verl.proxy.session.flights import Served
 from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
-from seamless_verl.proxy.session.sessions import NUM_TOMBSTONES, Session, SessionSpec, SessionState, SessionStore
+from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
+from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
 from seamless_verl.proxy.text.pictures import StoredImage
 from seamless_verl.trajectory.generation import TrajectoryError, pack_ids
 

@@ -23,16 +23,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from seamless_verl.proxy.call_errors import ApiError
-from seamless_verl.proxy.calls import Answer, StreamHead, Token
+from seamless_verl.proxy.calls import Answer, ApiError, StreamHead, Token
 from seamless_verl.trajectory.retries import Earlier
 
 _MAX_CONTINUED = 8  # their clients have them: who asks again wants another sample, or is very late
 _BYTES_PER_TOKEN = 150  # text, log-prob and the objects that hold them
-
-
-class ClientGone(Exception):
-    """Nobody is left to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

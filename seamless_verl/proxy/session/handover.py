@@ -17,18 +17,18 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
 
-from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.calls import ApiError, encoded
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.journal import Journal, JournalFailed
-from seamless_verl.proxy.session.requests import encoded
-from seamless_verl.proxy.session.residency import Residency
-from seamless_verl.proxy.session.sessions import Session, SessionState, SessionStore
-from seamless_verl.proxy.session.wire import RewardBody, result_to_wire, summary_to_wire
+from seamless_verl.proxy.session.sessions import Session, SessionState
+from seamless_verl.proxy.session.store import Residency, SessionStore
+from seamless_verl.proxy.session.wire import result_to_wire, summary_to_wire
 from seamless_verl.trajectory.audit import AuditReport, audit_rows
 from seamless_verl.trajectory.rows import Row, build_rows
 
@@ -79,7 +79,9 @@ class HandOver:
         self._results: OrderedDict[str, bytes] = OrderedDict()
         self._closing: dict[str, asyncio.Task[bytes]] = {}
 
-    async def close(self, session_id: str, outcome: RewardBody) -> bytes:
+    async def close(
+        self, session_id: str, reward: float | None = None, rewards: Mapping[str, float] | None = None
+    ) -> bytes:
         """The session's rows, as the body of a response; asked again, the same.
 
         Raises:
@@ -94,13 +96,13 @@ class HandOver:
         if task is None:
             session = self._sessions.by_id(session_id)
             if session.state is not SessionState.CLOSED:
-                outcome.apply_to(session)
+                session.take_reward(reward, rewards or {})
                 session.state = SessionState.CLOSED
             task = self._closing[session_id] = asyncio.create_task(self._close(session))
             task.add_done_callback(lambda _: self._closing.pop(session_id, None))
         return await asyncio.shield(task)
 
-    async def reward(self, session_id: str, outcome: RewardBody) -> Session:
+    async def reward(self, session_id: str, reward: float | None, rewards: Mapping[str, float]) -> Session:
         """Note a reward; of a closed session only what is known already, so that a request may be repeated.
 
         Raises:
@@ -108,7 +110,7 @@ class HandOver:
         """
         session = self._sessions.by_id(session_id)
         known = (session.reward, dict(session.rewards))
-        outcome.apply_to(session)
+        session.take_reward(reward, rewards)
         if session.state is SessionState.CLOSED and (session.reward, session.rewards) != known:
             session.reward, session.rewards = known
             raise ApiError(409, "session_closed", f"Session {session.id} is closed with reward {session.reward}.")
@@ -148,7 +150,7 @@ class HandOver:
         for session in self._sessions:
             if session.state is SessionState.CLOSED:
                 try:
-                    await self.close(session.id, RewardBody())
+                    await self.close(session.id)
                 except ApiError as error:
                     _log.error("session %s: %s", session.id, error.message)
 

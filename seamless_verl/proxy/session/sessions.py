@@ -6,29 +6,21 @@
       └──deadline─▶ EXPIRED ──close──▶ CLOSED
 
 A session that nobody uses may let its turns go (:meth:`Session.unload`); the journal brings them back.
-
-Keys are kept as digests only. Looking a key up compares digests, whose bytes an attacker cannot steer, and the final
-comparison takes constant time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from hashlib import sha256
 from typing import Any
 
-from seamless_verl.proxy.call_errors import ApiError, bad_request
+from seamless_verl.proxy.calls import ApiError, bad_request
 from seamless_verl.proxy.engine import Ledger
-from seamless_verl.proxy.session.address_book import KEY_PREFIX
 from seamless_verl.proxy.session.flights import Arrival, FlightBoard, Served
-from seamless_verl.proxy.session.recent import RecentTranscripts
 from seamless_verl.proxy.text.pictures import ImageTable
+from seamless_verl.trajectory.messages import Message, Transcript
 from seamless_verl.trajectory.tree import SessionTree
 
 
@@ -60,9 +52,10 @@ class SessionSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-NUM_TOMBSTONES = 10_000  # sessions that are remembered to be gone
 _BYTES_PER_TOKEN = 40  # id, log-prob, and both again in the ledger
 _BYTES_PER_TURN = 8_000  # records, digests
+_BYTES_PER_CHAR = 3  # as sent, and in messages made of an earlier request
+_BYTES_PER_MESSAGE = 1_500  # both objects, and their digests
 
 
 class SessionState(Enum):
@@ -140,6 +133,12 @@ class Session:
         self.num_started = max(self.num_started, self.tree.num_turns)
         self.is_resident = True
 
+    def take_reward(self, reward: float | None, rewards: Mapping[str, float]) -> None:
+        """Note what is known of the outcome; what is left out stays."""
+        if reward is not None:
+            self.reward = reward
+        self.rewards.update(rewards)
+
     def state_at(self, now: float) -> SessionState:
         """The state, after looking at the clock."""
         if self.state is SessionState.OPEN and now >= self.deadline:
@@ -201,89 +200,75 @@ class Session:
         return ApiError(429, "token_budget_exhausted", f"Session {self.id} has used its {self.spec.max_tokens} tokens.")
 
 
-class SessionStore:
-    """All sessions of one process, by id and by key; ids and keys begin with ``prefix``.
+class RecentTranscripts:
+    """The last few requests as sent, so that a history is parsed and hashed once, however often it is sent again.
 
-    One that was closed is found until its rows are handed over. After that it leaves its id and key digest behind (the
-    last `NUM_TOMBSTONES` do), so that late agents are told what happened instead of being taken for strangers.
+    Bounded: ``size`` conversations (parallel branches and sub-agents each keep one).
 
-    Args:
-        on_drop: told of the id of every session that has ended.
+    Attributes:
+        num_bytes: about how much memory they take.
     """
 
-    def __init__(self, *, prefix: str = "", on_drop: Callable[[str], None] = lambda session_id: None) -> None:
-        self._prefix = prefix
-        self._on_drop = on_drop
-        self._by_id: dict[str, Session] = {}
-        self._by_key: dict[bytes, Session] = {}
-        self._gone: OrderedDict[bytes, str] = OrderedDict()
-        self._gone_ids: set[str] = set()
+    def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._entries: list[_Entry] = []
+        self.num_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._by_id)
+    def best(
+        self, raw_messages: list[Mapping[str, Any]]
+    ) -> tuple[int, Transcript | None, list[Mapping[str, Any]] | None]:
+        """Length of the longest common beginning with an earlier request, its transcript and its tools as sent."""
+        best: tuple[int, Transcript | None, list[Mapping[str, Any]] | None] = (0, None, None)
+        for entry in self._entries:
+            length = _common_length(entry.raw_messages, raw_messages)
+            if length > best[0]:
+                best = (length, entry.transcript, entry.raw_tools)
+        return best
 
-    def __iter__(self) -> Any:
-        return iter(tuple(self._by_id.values()))
-
-    def open(self, spec: SessionSpec, *, now: float) -> tuple[Session, str]:
-        """A new session and its key; the key exists nowhere else."""
-        api_key = f"{KEY_PREFIX}{self._prefix}{secrets.token_urlsafe(24)}"
-        session = Session(
-            session_id=f"{self._prefix}{secrets.token_hex(12)}",
-            key_digest=key_digest(api_key),
-            spec=spec,
-            opened_at=now,
+    def add(
+        self,
+        raw_messages: list[Mapping[str, Any]],
+        raw_tools: list[Mapping[str, Any]],
+        transcript: Transcript,
+        *,
+        replaces: Transcript | None,
+    ) -> None:
+        """Remember a request; one that continues ``replaces`` takes its place."""
+        if any(entry.transcript is transcript for entry in self._entries):
+            return  # another sample of the same request
+        before = next((entry for entry in self._entries if entry.transcript is replaces), None)
+        num_known = len(before.transcript.messages) if before is not None else 0
+        num_chars = before.num_chars if before is not None else 0
+        entry = _Entry(
+            raw_messages=raw_messages,
+            raw_tools=raw_tools,
+            transcript=transcript,
+            num_chars=num_chars + sum(_num_chars(message) for message in transcript.messages[num_known:]),
         )
-        self.adopt(session)
-        return session, api_key
-
-    def adopt(self, session: Session) -> None:
-        """Take over a session, e.g. one that an earlier process left in its journal."""
-        self._by_id[session.id] = session
-        self._by_key[session.key_digest] = session
-
-    def bury(self, session_id: str, digest: bytes) -> None:
-        """Remember of a session, perhaps of an earlier process, that it is gone."""
-        self._gone[digest] = session_id
-        self._gone_ids.add(session_id)
-        while len(self._gone) > NUM_TOMBSTONES:
-            self._gone_ids.discard(self._gone.popitem(last=False)[1])
-
-    def is_gone(self, session_id: str) -> bool:
-        return session_id in self._gone_ids
-
-    def by_id(self, session_id: str) -> Session:
-        session = self._by_id.get(session_id)
-        if session is not None:
-            return session
-        if session_id in self._gone_ids:
-            raise ApiError(409, "session_closed", f"Session {session_id} is closed; its trajectory was handed over.")
-        raise ApiError(404, "session_not_found", f"There is no session {session_id[:64]!r}.")
-
-    def by_key(self, api_key: str) -> Session:
-        digest = key_digest(api_key)
-        session = self._by_key.get(digest)
-        if session is not None and hmac.compare_digest(session.key_digest, digest):
-            return session
-        if digest in self._gone:
-            raise ApiError(409, "session_closed", "The session of this key is closed; its trajectory was handed over.")
-        raise ApiError(401, "invalid_api_key", "This API key belongs to no session.")
-
-    def drop(self, session: Session) -> None:
-        """Forget a session's tokens; late requests still learn that it is closed."""
-        session.state, session.is_gone = SessionState.CLOSED, True
-        if self._by_id.pop(session.id, None) is None:
-            return
-        del self._by_key[session.key_digest]
-        self.bury(session.id, session.key_digest)
-        session.tree.dissolve()
-        self._on_drop(session.id)
+        others = [kept for kept in self._entries if kept is not before]
+        self._entries = [*others[-(self._size - 1) :], entry]
+        self.num_bytes = sum(kept.num_bytes for kept in self._entries)
 
 
-def key_digest(api_key: str) -> bytes:
-    return sha256(api_key.encode("utf-8", "surrogatepass")).digest()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    raw_messages: list[Mapping[str, Any]]
+    raw_tools: list[Mapping[str, Any]]
+    transcript: Transcript
+    num_chars: int  # of the messages
+
+    @property
+    def num_bytes(self) -> int:
+        num_chars = self.num_chars + sum(map(len, self.transcript.tools))
+        return _BYTES_PER_MESSAGE * len(self.transcript.messages) + _BYTES_PER_CHAR * num_chars
 
 
-def same_key(one: str, other: str) -> bool:
-    """Whether two keys are equal, in constant time."""
-    return hmac.compare_digest(key_digest(one), key_digest(other))
+def _num_chars(message: Message) -> int:
+    return len(message.content) + len(message.reasoning) + sum(len(call.arguments) for call in message.tool_calls)
+
+
+def _common_length(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> int:
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter
+    return next(at for at in range(shorter) if one[at] != other[at])

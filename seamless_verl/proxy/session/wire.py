@@ -1,4 +1,4 @@
-"""Rows, audits and session options as JSON-compatible data, for the way between proxy and trainer.
+"""Rows and audits as JSON-compatible data, for the way between proxy and trainer.
 
 Invariant: ``row_from_wire(row_to_wire(row)) == row``, also through JSON text.
 """
@@ -9,70 +9,10 @@ from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from seamless_verl.proxy.session.sessions import Session, SessionSpec
+from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.trajectory.audit import AuditReport, Violation, ViolationKind
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
-
-
-class SamplingBody(BaseModel):
-    """Sampling that the trainer decides."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-
-
-class OpenBody(BaseModel):
-    """Body of ``POST /sessions``; what is left out keeps the default of :class:`SessionSpec`."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    group: str = Field(default="", max_length=256)
-    index: int = Field(default=0, ge=0, lt=2**31)
-    deadline_s: float = Field(default=3600.0, gt=0, le=30 * 86400)
-    max_turns: int = Field(default=1000, ge=1, lt=2**31)
-    max_tokens: int = Field(default=1 << 30, ge=1, lt=2**31)
-    max_model_len: int | None = Field(default=None, ge=1, lt=2**31)
-    max_parallel: int = Field(default=16, ge=1, lt=2**31)
-    sampling: SamplingBody = Field(default_factory=SamplingBody)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-    def spec(self) -> SessionSpec:
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "sampling"}
-        return SessionSpec(**fields, sampling=self.sampling.model_dump(exclude_none=True))
-
-
-class RewardBody(BaseModel):
-    """Body of ``POST /sessions/{id}/reward`` and of ``…/close``."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    reward: float | None = None
-    rewards: dict[str, float] = Field(default_factory=dict, max_length=256)
-
-    def apply_to(self, session: Session) -> None:
-        if self.reward is not None:
-            session.reward = self.reward
-        session.rewards.update(self.rewards)
-
-
-class PauseBody(BaseModel):
-    """Body of ``POST /pause``; ``timeout_s`` is how long to wait for what is under way."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    timeout_s: float = Field(default=60.0, ge=0, le=3600)
-
-
-class ResumeBody(BaseModel):
-    """Body of ``POST /resume``; ``version`` of the weights that are served now, where they changed."""
-
-    model_config = ConfigDict(extra="forbid")
-    version: int | None = Field(default=None, ge=0, lt=2**31)
-
 
 # Of every row; one that shows pictures has "images", too.
 ROW_FIELDS = ("token_ids", "mask", "log_probs", "prompt_len", "turns", "version_spans")

@@ -12,8 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from seamless_verl.proxy.call_errors import bad_request
-from seamless_verl.proxy.calls import Call, ToolChoice
+from seamless_verl.proxy.calls import Call, ToolChoice, bad_request
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.text.parsing import AnswerParser
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from seamless_verl.proxy.call_errors import ApiError, bad_request
-from seamless_verl.proxy.calls import Call
+from seamless_verl.proxy.calls import ApiError, Call, bad_request
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.trajectory.images import mark, numbers_in, plain

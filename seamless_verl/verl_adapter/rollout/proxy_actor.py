@@ -22,7 +22,7 @@ from seamless_verl.proxy.engines.remote_engine import RemoteEngine
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.session.sessions import SessionStore
+from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser
 from seamless_verl.proxy.text.pictures import ImageReader

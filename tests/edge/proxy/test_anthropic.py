@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.calls import ApiError
 from seamless_verl.proxy.dialects.anthropic import parse_messages
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.text.parsing import TagParser

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.calls import ApiError
 from seamless_verl.proxy.dialects.completions import parse_completion
 from tests.fakes import serving
 

@@ -14,7 +14,7 @@ from seamless_verl.proxy.deploy.front import Front, make_front
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import AddressBook, prefix_of
-from seamless_verl.proxy.session.sessions import SessionStore
+from seamless_verl.proxy.session.store import SessionStore
 from tests.fakes import Served, serving
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

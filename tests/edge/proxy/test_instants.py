@@ -17,7 +17,6 @@ from seamless_verl.proxy.engine import Generation, GenerationRequest
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.proxy.session.wire import RewardBody
 from seamless_verl.trajectory.audit import AuditReport
 from seamless_verl.trajectory.rows import Row
 from tests.fakes import ScriptedEngine, small_tokenizer
@@ -287,8 +286,7 @@ async def test_each_row_that_is_written_has_its_sessions_reward(tmp_path: Path, 
     house = _house(sink=FolderSink(tmp_path, parquet=parquet))
     session, key = await house.open(group="g", metadata={"task": 3})
     await house.ask(key, "hi", n=N).task
-    outcome = RewardBody(reward=0.5, rewards={"passed": 1.0})
-    await house.app.state.handover.close(session, outcome)
+    await house.app.state.handover.close(session, 0.5, {"passed": 1.0})
     (path,) = (tmp_path / "rows").iterdir()
     if parquet:
         pyarrow = pytest.importorskip("pyarrow.parquet", reason="runs where the extra [parquet] is installed")

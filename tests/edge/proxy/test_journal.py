@@ -17,7 +17,8 @@ import pytest
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
-from seamless_verl.proxy.session.sessions import SessionSpec, SessionStore
+from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from seamless_verl.proxy import engine as engine_module
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.engine import EngineUnavailable
-from seamless_verl.proxy.http import intake
+from seamless_verl.proxy.http import requests
+from seamless_verl.proxy.http.requests import read_body
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.session.requests import read_body
-from seamless_verl.proxy.session.sessions import SessionStore
+from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.text_cache import TextCache
 from seamless_verl.trajectory.segments import Segment
@@ -128,7 +128,7 @@ async def test_all_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.
 
         return read_body(request, limits, take=counting)
 
-    monkeypatch.setattr(intake, "read_body", told)
+    monkeypatch.setattr(requests, "read_body", told)
     async with serving(limits=Limits(max_arriving_bytes=50_000)) as proxy:
         handles = [await proxy.open() for _ in range(4)]
         taken.clear()

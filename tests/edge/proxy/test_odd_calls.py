@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.calls import ApiError
 from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal

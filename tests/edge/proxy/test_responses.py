@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from seamless_verl.proxy.call_errors import ApiError
+from seamless_verl.proxy.calls import ApiError
 from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.edge.proxy.test_anthropic import agent
