@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks.records import Record, arguments, report
-from seamless_verl.main import CPU_ENVIRONMENT
+from seamless_verl.run.environment import CPU_ENVIRONMENT
 from seamless_verl.run.supervisor import RUN_ID, sweep
 
 _OURS = [

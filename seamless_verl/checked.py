@@ -1,9 +1,10 @@
-"""From a plain mapping to dataclasses whose values are checked; a refusal names key, value and what to write."""
+"""Checks of single values, and dataclasses built from plain mappings. A refusal names key, value and what to write."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -55,12 +56,69 @@ def one_of(key: str, value: object, known: tuple[str, ...]) -> None:
         raise ConfigError(key, value, f"is none of {', '.join(known)}", f"write {near}")
 
 
-def check_in_flight(in_flight: float | None, eta: int) -> None:
-    """Raises:
-    ConfigError: it is not between 1 and eta + 1.
+def whole(key: str, value: object, least: int, fix: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(key, value, f"must be an integer >= {least}", fix)
+
+
+def switch(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(key, value, "is not a switch", "write true or false")
+
+
+def check_bound(eta: int, in_flight: float | None) -> None:
+    """Staleness bound and batches under way (`StalenessConfig`).
+
+    Raises:
+        ConfigError: ``eta`` is no whole number of at least 0, or ``in_flight`` not between 1 and eta + 1.
     """
+    whole("seamless.staleness.eta", eta, 0, "write 1 (one-step lag)")
     if in_flight is None:
         return
     if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
         problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
         raise ConfigError("seamless.staleness.in_flight", in_flight, problem, f"write {eta + 1}, the most")
+
+
+def check_redundancy(name: str, value: float) -> None:
+    """``seamless.staleness.redundancy`` or ``group_redundancy``.
+
+    Raises:
+        ConfigError: it is no finite number of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
+        surplus = "rollouts" if name == "group_redundancy" else "prompts"
+        key = f"seamless.staleness.{name}"
+        raise ConfigError(key, value, "must be a number >= 1", f"write 1 (no surplus {surplus})")
+
+
+_REQUIRED = object()
+
+
+def value_of(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
+    """What stands under a dotted key.
+
+    Raises:
+        ConfigError: nothing does, and there is no default.
+    """
+    section: Any = config
+    for name in key.split("."):
+        if not isinstance(section, Mapping) or name not in section:
+            if default is _REQUIRED:
+                raise ConfigError(key, "nothing", "is missing", "leave it to verl's defaults, or give it a value")
+            return default
+        section = section[name]
+    return section
+
+
+def whole_number(config: Mapping[str, Any], key: str, *, least: int = 1, default: Any = _REQUIRED) -> int:
+    """What stands under a dotted key.
+
+    Raises:
+        ConfigError: it is no whole number, or less than ``least``.
+    """
+    value = value_of(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        problem = "must be a whole number above 0" if least == 1 else f"must be a whole number of at least {least}"
+        raise ConfigError(key, "null" if value is None else value, problem, f"write {least} or more")
+    return value

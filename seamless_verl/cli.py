@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING
 
 from seamless_verl import __version__
 from seamless_verl.errors import ConfigError, MachineError, SeamlessError
-from seamless_verl.machine import bind_error, survey
+from seamless_verl.machine import bind_error, survey, told_of_journal
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
-from seamless_verl.own_disk import told_of_journal
 from seamless_verl.proxy.deploy import proxy_command as proxy
+from seamless_verl.run.check_machine import HOW_TO_INSTALL, check_cluster, cluster_address, is_installed
 from seamless_verl.run.compose import run_is_alive
-from seamless_verl.run.joining import check_cluster, cluster_address
-from seamless_verl.run.packages import HOW_TO_INSTALL, is_installed
 from seamless_verl.simulation import simulate_command as simulation
 
 if TYPE_CHECKING:
@@ -118,7 +116,7 @@ def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
 
 
 def _gpu_packages(accelerators: int) -> Iterator[Finding]:
-    """What a run with verl's defaults imports on GPUs, minutes after its start; `run.packages` refuses it."""
+    """What a run with verl's defaults imports on GPUs, minutes after its start; `run.check_machine` refuses it."""
     if not accelerators or is_installed("torch_npu"):  # on Ascend verl takes other ones
         return
     for name, module, use in (

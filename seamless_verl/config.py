@@ -6,13 +6,12 @@ what to write instead.
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from seamless_verl.checked import build, check_in_flight, one_of, positive
+from seamless_verl.checked import build, check_bound, check_redundancy, one_of, positive, switch, whole
 from seamless_verl.errors import ConfigError
 
 
@@ -51,20 +50,15 @@ class StalenessConfig:
     correction: str = "token"
 
     def __post_init__(self) -> None:
-        if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 0:
-            raise ConfigError("seamless.staleness.eta", self.eta, "must be an integer >= 0", "write 1 (one-step lag)")
-        check_in_flight(self.in_flight, self.eta)
+        check_bound(self.eta, self.in_flight)
         one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
         if self.in_flight is not None and self.policy != "reserve":
             problem = "verl's own buffer counts its batches by trainer.v1.separate_async.num_warmup_batches"
             raise ConfigError("seamless.staleness.in_flight", self.in_flight, problem, "write null, or policy=reserve")
         one_of("seamless.staleness.correction", self.correction, ("token", "a3po", "verl"))
         one_of("seamless.staleness.stuck", self.stuck, ("wait", "retry", "truncate"))
-        for name, surplus in (("redundancy", "prompts"), ("group_redundancy", "rollouts")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
-                key = f"seamless.staleness.{name}"
-                raise ConfigError(key, value, "must be a number >= 1", f"write 1 (no surplus {surplus})")
+        check_redundancy("redundancy", self.redundancy)
+        check_redundancy("group_redundancy", self.group_redundancy)
         positive("seamless.staleness.stuck_patience_s", self.stuck_patience_s, "60")
         if self.stuck != "wait" and self.policy != "reserve":
             problem = "only the streaming dataloader knows what a step waits for"
@@ -130,13 +124,10 @@ class CurriculumConfig:
 
     def __post_init__(self) -> None:
         for name in ("history_resampling", "zero_overlong_advantage"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"seamless.curriculum.{name}", value, "is not a switch", "write true or false")
+            switch(f"seamless.curriculum.{name}", getattr(self, name))
         for name in ("pool_floor", "readmit_after_epochs"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"seamless.curriculum.{name}", value, "must be an integer >= 1", "write 1 or more")
+            if (value := getattr(self, name)) is not None:
+                whole(f"seamless.curriculum.{name}", value, 1, "write 1 or more")
         if self.enabled and not self.accuracy_key:
             raise ConfigError(
                 "seamless.curriculum.accuracy_key",
@@ -177,10 +168,7 @@ class RouterConfig:
         if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
             raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
         for key in ("migrate", "oldest_first"):
-            if not isinstance(getattr(self, key), bool):
-                raise ConfigError(
-                    f"seamless.router.{key}", getattr(self, key), "is not a switch", "write true or false"
-                )
+            switch(f"seamless.router.{key}", getattr(self, key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +199,7 @@ class ResourceConfig:
     def __post_init__(self) -> None:
         where = f"seamless.resources[{self.name}]"
         for key, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{where}.{key}", value, "must be an integer >= 1", "write how many there are")
+            whole(f"{where}.{key}", value, 1, "write how many there are")
         if not self.capabilities:
             raise ConfigError(f"{where}.capabilities", [], "is empty", "write [train, rollout], [train] or [rollout]")
         for tag in self.capabilities:
@@ -246,17 +233,14 @@ class SchedulerConfig:
     check_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.check_weights is not None and not isinstance(self.check_weights, bool):
-            problem = "is not a switch"
-            raise ConfigError("seamless.scheduler.check_weights", self.check_weights, problem, "write true or false")
+        if self.check_weights is not None:
+            switch("seamless.scheduler.check_weights", self.check_weights)
         if self.policy is not None:
             known = ("predictive", "greedy", "verl_gate", "colocated", "disaggregated")
             one_of("seamless.scheduler.policy", self.policy, known)
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or self.margin < 0:
             raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0 or 0.25")
-        loans = self.max_loans_per_step
-        if isinstance(loans, bool) or not isinstance(loans, int) or loans < 1:
-            raise ConfigError("seamless.scheduler.max_loans_per_step", loans, "must be an integer >= 1", "write 3")
+        whole("seamless.scheduler.max_loans_per_step", self.max_loans_per_step, 1, "write 3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +288,7 @@ class ProxyConfig:
             the agent has it: killed at any instant, it goes on where it was. Without it, and in runs without a folder,
             it is part of the worker.
         journal_dir: folder on a disk that every node has itself, for those journals; None: the run's folder where that
-            is on the node's disk, else the node's temporary folder (`seamless_verl.own_disk`).
+            is on the node's disk, else the node's temporary folder (`seamless_verl.machine`).
     """
 
     host: str = "127.0.0.1"

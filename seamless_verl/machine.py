@@ -1,12 +1,18 @@
-"""What this machine offers: accelerators, memory, disk, ports. Looked up without torch, in milliseconds."""
+"""What this machine offers: accelerators, memory, disks, ports. Looked up without torch, in milliseconds.
+
+Journals go to the node's own disk: SQLite's write-ahead log needs shared memory in a file beside the journal and locks
+on it, neither of which network file systems keep (sqlite.org/wal.html).
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import socket
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +24,14 @@ BIND_ERRORS = (OSError, OverflowError, UnicodeError)
 """What binding a socket raises: of the system, of a port above 65535, of a host name that is no name."""
 _CARDS_S = 20.0  # nvidia-smi wakes every card first
 _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+JOURNAL_DIR = "seamless.proxy.journal_dir"
+APART = "seamless-journal-"
+"""How a folder of journals is called that is not in the run's."""
+_MOUNTS = Path("/proc/self/mounts")
+_OF_CLUSTERS = ("beegfs", "ceph", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs")
+_SHARED = frozenset((*_OF_CLUSTERS, "9p", "afs", "cifs", "nfs", "nfs4", "smb3", "smbfs", "vboxsf"))
+# What a user-space program serves is as good as always elsewhere; these lie on the node's own disk.
+_OWN_FUSE = frozenset(("fuse.fuse-overlayfs", "fuse.bindfs", "fuse.mergerfs", "fuse.ntfs-3g"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +48,6 @@ class Machine:
     disk_free: int
     shared_memory_free: int
     accelerator_memory: int = 0
-
-    @property
-    def platform(self) -> str:
-        return "gpu" if self.accelerators else "cpu"
 
 
 def survey(folder: Path) -> Machine:
@@ -111,3 +121,73 @@ def bind_refused(host: str, port: int, error: Exception, keys: tuple[str, str]) 
         f"is no address that {socket.gethostname()} can listen on: {error}",
         "127.0.0.1 for agents on the same machine, 0.0.0.0 for agents elsewhere",
     )
+
+
+def shared_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
+    """The kind of the network file system that ``path`` lies on; None: the node's own, or not known.
+
+    Args:
+        path: need not exist.
+        mounts: as ``/proc/self/mounts``: device, mount point, kind, …
+    """
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return None
+    place = Path(os.path.realpath(path))
+    kind, length = "", -1
+    for line in lines:
+        words = line.split()
+        point = Path(_unescaped(words[1])) if len(words) > 2 else None
+        # Of two mounts at one point the later hides the earlier.
+        if point is not None and (point == place or point in place.parents) and len(point.parts) >= length:
+            kind, length = words[2], len(point.parts)
+    is_shared = kind in _SHARED or (kind.split(".")[0] == "fuse" and kind not in _OWN_FUSE)
+    return kind if is_shared else None
+
+
+def journal_folder(given: str | None, run_dir: Path, run: str, mounts: Path = _MOUNTS) -> Path:
+    """Where the journals of this node's rollout workers go: on its own disk.
+
+    Args:
+        given: `JOURNAL_DIR`; journals of different runs may share it.
+        run_dir: of the run; its folder ``proxy`` is used where it is on this node's disk.
+        run: sets runs apart elsewhere.
+
+    Raises:
+        ConfigError: the folder that is given is shared, or there is none on this node's disk.
+    """
+    if given is not None:
+        if kind := shared_file_system(Path(given), mounts):
+            raise ConfigError(JOURNAL_DIR, given, _problem(kind), "name a folder on a disk that every node has itself")
+        return Path(given) / f"{APART}{run}"
+    if shared_file_system(run_dir, mounts) is None:
+        return run_dir / "proxy"
+    temporary = Path(tempfile.gettempdir())
+    if kind := shared_file_system(temporary, mounts):
+        problem = f"the run folder {run_dir} and {temporary} are shared ({kind}), and {_problem(kind)}"
+        raise ConfigError(JOURNAL_DIR, None, problem, "name a folder on a disk that every node has itself")
+    return temporary / f"{APART}{run}"
+
+
+def told_of_journal(given: str | None, run_dir: Path, mounts: Path = _MOUNTS) -> str:
+    """A line for people where the journals are not in the run folder; else empty.
+
+    Raises:
+        ConfigError: see `journal_folder`.
+    """
+    folder = journal_folder(given, run_dir, "RUN", mounts)
+    if folder.parent == run_dir:
+        return ""
+    kind = shared_file_system(run_dir, mounts)
+    because = f" (the run folder is on {kind})" if kind and given is None else ""
+    key = "" if given is not None else f", or where {JOURNAL_DIR} says"
+    return f"proxy journals: each node's own {folder.parent}{because}{key}"
+
+
+def _problem(kind: str) -> str:
+    return f"is on {kind}, where SQLite cannot keep a write-ahead log"
+
+
+def _unescaped(point: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)

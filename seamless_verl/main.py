@@ -7,8 +7,6 @@ The composition root of the user's process. It stays light: verl, torch and Ray 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -27,62 +25,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from seamless_verl.config import ResourceConfig, SeamlessConfig
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.machine import Machine, survey
-from seamless_verl.memory.ledger import BOOK
+from seamless_verl.machine import Machine, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
-from seamless_verl.own_disk import told_of_journal
-from seamless_verl.run import capacity, compose, devices, joining, memory_check, preflight, verl_entry
+from seamless_verl.run import capacity, check_combinations, check_machine, compose, preflight
+from seamless_verl.run.check_references import check_files
+from seamless_verl.run.environment import IMPORTED, cpu_environment, trainer_environment
 from seamless_verl.run.supervisor import run_trainer
 from seamless_verl.scheduling.declaration import verl_keys
-
-CPU_ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Without OMP_NUM_THREADS=1, unbound vLLM threads spin and throughput falls fifty-fold.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    # TransferQueue raises the number of torch threads for a while; threads that spin would take the cores from others.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "KMP_BLOCKTIME": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    # glibc otherwise hands each large buffer back to the kernel and faults it in again, every training step.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
-    # Ray makes its workers nice; next to vLLM's engine process, which is none, the trainer would starve.
-    "RAY_worker_niceness": "0",
-    # vLLM keeps the in-process executor on the CPU only under this setting; the engine itself stays a process.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-}
-
-
-# What the processes of a CPU run spend their start on. On machines with GPUs each process still imports for itself:
-# forking next to device drivers has not been tried yet.
-_IMPORTED = (
-    "torch",
-    "ray",
-    "transformers",
-    "verl.trainer.ppo.v1",
-    "verl.experimental.separation.engine_workers",
-    "verl.experimental.reward_loop",
-    "verl.workers.engine.fsdp.transformer_impl",
-    "verl.workers.rollout.vllm_rollout.vllm_async_server",
-    "verl.workers.rollout.vllm_rollout.vllm_rollout",
-    "seamless_verl.verl_adapter.rollout.agent_loop",
-    "seamless_verl.verl_adapter.cpu.cpu_weights",
-    "transformers.models.qwen3.modeling_qwen3",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.model_executor.models.qwen3",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codes: list[int] = []
     try:
         machine = survey(runs.absolute())
-        platform = _platform(machine, arguments)
+        platform = check_machine.platform_of(machine, arguments)
         hydra_arguments = compose.hydra_arguments(arguments, platform=platform, runs=runs, now=started, pid=os.getpid())
         _run_hydra(hydra_arguments, machine, started, codes)
     except (SeamlessError, HydraException, OmegaConfBaseException) as error:
@@ -104,27 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("interrupted before anything was started", sys.stderr)
         return 130
     return next((code for code in codes if code), 0)
-
-
-def _platform(machine: Machine, arguments: Sequence[str]) -> str:
-    """``cpu`` where vLLM's CPU build is installed; else ``gpu`` with devices here or a cluster to join."""
-    if set(_vllm()) == {"vllm-cpu"}:
-        return "cpu"
-    words = (word.partition("=") for word in arguments)
-    given = [value for key, _, value in words if key.lstrip("+") == joining.ADDRESS]
-    joins = joining.cluster_address(given[-1] if given else None) is not None
-    return "gpu" if machine.accelerators or joins else "cpu"
-
-
-def _vllm() -> dict[str, str]:
-    """Versions of the installed distributions of vLLM, by name."""
-    found = {}
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes: list[int]) -> None:
@@ -164,52 +94,19 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     run_dir = Path(seamless.run_dir or hydra_runtime.output_dir).absolute()
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
-    if config.trainer.v1.trainer_mode == "seamless":
-        devices.check_resources(_plain(config), seamless)
-        for key, value in verl_keys(seamless.resources).items():
-            OmegaConf.update(config, key, value)
-    unused = devices.unused_by_verls_trainer(_plain(config), seamless)
-    if config.trainer.v1.trainer_mode != "seamless":
-        ignored = f"; it does not read {', '.join(unused)}" if unused else ""
-        mode = config.trainer.v1.trainer_mode
-        _say(f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}")
-    device = config.trainer.device
-    cluster = joining.cluster_address(OmegaConf.select(config, joining.ADDRESS))
-    if device == "cpu":
-        _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
-    else:
-        _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
-    if cluster is not None:
-        _say(f"joining the Ray cluster at {cluster}")
-    preflight.check_settings(_plain(config), seamless, machine)
-    for warning in memory_check.check_memory(_plain(config), machine):
-        _say(f"warning: {warning}")
-    verl_entry.check_entry(_plain(config))
-    entry = verl_entry.trainer_environment(_plain(config))
-    journals = seamless.agent.runner is not None and seamless.proxy.journal
-    told = [told_of_journal(seamless.proxy.journal_dir, run_dir) if journals else ""]
-    for line in filter(None, [*told, capacity.told_of_cap(_plain(config), seamless)]):
-        _say(line)
-    devices.check_platform(HydraConfig.get().runtime.choices.get("platform"), device, _vllm())
-    pending = None
-    if seamless.assets.module is not None and seamless.assets.dir is None:
-        folder: Path = importlib.import_module(seamless.assets.module).folder(seamless.assets.cache)
-        config.seamless.assets.dir = str(folder)
-        pending = None if folder.is_dir() else folder
-    preflight.check_files(_plain(config), seamless, pending)
-    if pending is not None:
-        _build_assets(str(seamless.assets.module), seamless.assets.cache, pending)
-        preflight.check_files(_plain(config), seamless)
+    _check(config, seamless, machine, run_dir)
+    _find_or_build(config, seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     resumed = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
     _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
-    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **entry}
-    if cluster is not None:
-        environment[joining.VARIABLE] = cluster
-    if device == "cpu":
-        environment.update(_cpu_environment(seamless.resources, machine.cores, run_dir / "memory.jsonl"))
-    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, _IMPORTED if device == "cpu" else ())
+    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **trainer_environment(_plain(config))}
+    on_cpu = config.trainer.device == "cpu"
+    if (cluster := _cluster(config)) is not None:
+        environment[check_machine.VARIABLE] = cluster
+    if on_cpu:
+        environment.update(cpu_environment(seamless.resources, machine.cores, run_dir / "memory.jsonl"))
+    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, IMPORTED if on_cpu else ())
     if code:
         _explain_end(code, run_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -217,26 +114,49 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     return code
 
 
-def _cpu_environment(resources: Sequence[ResourceConfig], cores: int, book: Path) -> dict[str, str | None]:
-    """What the user has set stays; the book of an earlier run in this folder goes."""
-    wanted = CPU_ENVIRONMENT | _cores(resources, cores)
-    book.unlink(missing_ok=True)
-    environment: dict[str, str | None] = {key: os.environ.get(key, value) for key, value in wanted.items()}
-    environment[BOOK] = str(book)
-    environment["CUDA_VISIBLE_DEVICES"] = None  # Ray would count slots against it, and here "GPU" means slots only
-    return environment
+def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_dir: Path) -> None:
+    """Refuse what cannot work, and say what will be done; writes declared resources into verl's keys."""
+    mode, device = config.trainer.v1.trainer_mode, config.trainer.device
+    if mode == "seamless":
+        check_combinations.check_resources(_plain(config), seamless)
+        for key, value in verl_keys(seamless.resources).items():
+            OmegaConf.update(config, key, value)
+    plain = _plain(config)
+    unused = check_combinations.unused_by_verls_trainer(plain, seamless)
+    if mode != "seamless":
+        ignored = f"; it does not read {', '.join(unused)}" if unused else ""
+        _say(f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}")
+    if device == "cpu":
+        _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
+    else:
+        _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
+    if (cluster := _cluster(config)) is not None:
+        _say(f"joining the Ray cluster at {cluster}")
+    for warning in preflight.check_settings(plain, seamless, machine):
+        _say(f"warning: {warning}")
+    journals = seamless.agent.runner is not None and seamless.proxy.journal
+    told = [told_of_journal(seamless.proxy.journal_dir, run_dir) if journals else ""]
+    for line in filter(None, [*told, capacity.told_of_cap(plain, seamless)]):
+        _say(line)
+    chosen = HydraConfig.get().runtime.choices.get("platform")
+    check_machine.check_platform(chosen, device, check_machine.installed_vllm())
 
 
-def _cores(resources: Sequence[ResourceConfig], cores: int) -> dict[str, str]:
-    """Without accelerators, a declared device is a core, if there are enough (`verl_adapter.cpu.cores`)."""
-    trainers = [r for r in resources if "train" in r.capabilities]
-    trainer = sum(r.nodes * r.gpus_per_node for r in trainers)
-    devices = sum(r.nodes * r.gpus_per_node for r in resources)
-    if not resources or devices > cores:
-        return {}
-    hybrid = any("rollout" in r.capabilities for r in trainers)
-    replica = range(devices) if hybrid else range(trainer, devices)
-    return {"SEAMLESS_CORES": json.dumps({"trainer": list(range(trainer)), "replica": list(replica)})}
+def _find_or_build(config: DictConfig, seamless: SeamlessConfig) -> None:
+    """Check what the configuration names; a recipe's model and data are built where they are missing."""
+    pending = None
+    if seamless.assets.module is not None and seamless.assets.dir is None:
+        folder: Path = importlib.import_module(seamless.assets.module).folder(seamless.assets.cache)
+        config.seamless.assets.dir = str(folder)
+        pending = None if folder.is_dir() else folder
+    check_files(_plain(config), seamless, pending)
+    if pending is not None:
+        _build_assets(str(seamless.assets.module), seamless.assets.cache, pending)
+        check_files(_plain(config), seamless)
+
+
+def _cluster(config: DictConfig) -> str | None:
+    return check_machine.cluster_address(OmegaConf.select(config, check_machine.ADDRESS))
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

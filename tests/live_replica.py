@@ -19,8 +19,8 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.router import get_router_handle
 
 from seamless_verl.config import RouterConfig
-from seamless_verl.main import CPU_ENVIRONMENT
 from seamless_verl.run.compose import our_config_dir, verl_config_dir
+from seamless_verl.run.environment import CPU_ENVIRONMENT
 from seamless_verl.scheduling.slices import SliceId
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.rollout.router import balancer_class

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from seamless_verl.main import CPU_ENVIRONMENT
+from seamless_verl.run.environment import CPU_ENVIRONMENT
 
 
 @contextmanager

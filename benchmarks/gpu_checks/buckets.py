@@ -29,7 +29,7 @@ def run(context: Context) -> list[Record]:
     else:
         if importlib.util.find_spec("benchmarks.nccl_over_gloo") is None:
             raise CannotRun("verl's nccl engine over gloo is not here")
-        from seamless_verl.main import CPU_ENVIRONMENT
+        from seamless_verl.run.environment import CPU_ENVIRONMENT
 
         os.environ.update(CPU_ENVIRONMENT)
     import ray

@@ -61,7 +61,7 @@ class AgentRunner(Protocol):
 
     The class is called with ``seamless.agent.kwargs``, in every rollout worker, when all replicas have been loaded. So
     that what cannot work is refused long before that, a class may define any of these static methods; they start
-    nothing, and raise `SeamlessError` (preflight calls them in the user's process, see `seamless_verl.run.preflight`):
+    nothing, and raise `SeamlessError` (called in the user's process by `seamless_verl.run.check_references`):
 
     * ``check_options(options)``: on arguments that the constructor would refuse. Names that its signature does not have
       are refused without it.

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.run.devices import replica_size, value_of, whole_number
+from seamless_verl.run.check_combinations import replica_size
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from seamless_verl import nursery
-from seamless_verl.own_disk import APART
+from seamless_verl.machine import APART
 
 RUN_ID = "SEAMLESS_RUN_ID"
 # Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from seamless_verl.checked import check_in_flight
+from seamless_verl.checked import check_bound
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.books import Ledger
 from seamless_verl.simulation.driver import SwitchCosts
@@ -79,7 +79,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         self._check_tags()
-        check_in_flight(self.in_flight, self.eta)
+        check_bound(self.eta, self.in_flight)
         if self.in_flight is not None and not regime(self.system).reserves:
             problem = f"{self.system} admits by its own rule"
             raise ConfigError("staleness.in_flight", self.in_flight, problem, "leave it out, or choose another policy")

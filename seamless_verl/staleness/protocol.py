@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from seamless_verl.checked import check_in_flight
+from seamless_verl.checked import check_bound, check_redundancy, whole
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.buffers import BufferState, StalenessBuffer
 
@@ -104,15 +104,9 @@ class StalenessProtocol:
         in_flight: float | None = None,
         repair: bool = True,
     ) -> None:
-        if isinstance(eta, bool) or not isinstance(eta, int) or eta < 0:
-            raise ConfigError("seamless.staleness.eta", eta, "must be an integer >= 0", "write 1 (one-step lag)")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError("data.train_batch_size", batch_size, "must be an integer >= 1", "write 1 or more")
-        if not redundancy >= 1:
-            raise ConfigError(
-                "seamless.staleness.redundancy", redundancy, "must be a number >= 1", "write 1 (no surplus prompts)"
-            )
-        check_in_flight(in_flight, eta)
+        check_bound(eta, in_flight)
+        whole("data.train_batch_size", batch_size, 1, "write 1 or more")
+        check_redundancy("redundancy", redundancy)
         self.eta = eta
         self.batch_size = batch_size
         self.redundancy = redundancy

@@ -16,7 +16,7 @@ from seamless_verl.machine import Machine
 from seamless_verl.memory.gpu_memory import ModelShape
 from seamless_verl.recipes.swe.real import runner as swe_runner
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
-from seamless_verl.run import compose, memory_check, packages, preflight
+from seamless_verl.run import check_gpu_memory, check_machine, check_references, compose, preflight
 from tests.kernel.memory.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 
 pytestmark = pytest.mark.timeout(180)
@@ -51,7 +51,7 @@ def machine(accelerators):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_composes_and_its_settings_are_accepted(recipe, monkeypatch):
-    monkeypatch.setattr(packages, "is_installed", lambda module: True)  # as where GPUs are
+    monkeypatch.setattr(check_machine, "is_installed", lambda module: True)  # as where GPUs are
     config, seamless = composed(recipe)
     assert seamless.recipe == recipe
     assert config["trainer"]["default_local_dir"] == "/runs/x/checkpoints"
@@ -77,15 +77,15 @@ SHAPES = {
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen" in recipe])
 @pytest.mark.parametrize("hybrid", ["false", "true"], ids=["apart", "lent"])
 def test_its_shares_of_a_card_fit_also_where_slices_are_lent(recipe, hybrid, monkeypatch):
-    monkeypatch.setattr(memory_check, "model_shape", lambda path, **_: ModelShape.from_config(SHAPES[path]))
+    monkeypatch.setattr(check_gpu_memory, "model_shape", lambda path, **_: ModelShape.from_config(SHAPES[path]))
     cards = replace(machine(64), accelerator_memory=H100)
     lends = f"actor_rollout_ref.hybrid_engine={hybrid}"
     config, _ = composed(recipe, lends, "++ray_kwargs.ray_init.address=local")
-    assert memory_check.check_memory(config, cards) == []
-    config, _ = composed(recipe, lends, "++ray_kwargs.ray_init.address=local", f"{memory_check.SHARE}=0.9")
+    assert check_gpu_memory.check_memory(config, cards) == []
+    config, _ = composed(recipe, lends, "++ray_kwargs.ray_init.address=local", f"{check_gpu_memory.SHARE}=0.9")
     if hybrid == "true":
         with pytest.raises(ConfigError, match="does not fit beside the trainer"):
-            memory_check.check_memory(config, cards)
+            check_gpu_memory.check_memory(config, cards)
 
 
 TASK = SweTask(
@@ -111,14 +111,14 @@ JOINS = "++ray_kwargs.ray_init.address=auto"
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_its_files_agent_and_the_arguments_of_its_agent_are_accepted(recipe, data):
-    preflight.check_files(*composed(recipe, *([JOINS] if "qwen" in recipe else [])), pending=Path("/assets"))
+    check_references.check_files(*composed(recipe, *([JOINS] if "qwen" in recipe else [])), pending=Path("/assets"))
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.startswith("swe")])
 def test_a_wrong_argument_of_its_agent_is_refused(recipe, data):
     config, seamless = composed(recipe, JOINS, "+seamless.agent.kwargs.max_concurent=3")
     with pytest.raises(ConfigError, match=r"seamless\.agent\.kwargs\.max_concurent=3") as refused:
-        preflight.check_files(config, seamless, pending=Path("/assets"))
+        check_references.check_files(config, seamless, pending=Path("/assets"))
     assert refused.value.fix
 
 
@@ -128,14 +128,14 @@ def test_what_its_sandboxes_need_is_missed_on_this_machine_and_not_where_it_join
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(MachineError, match="docker: not found in PATH"):
-        preflight.check_files(*composed(recipe))
-    preflight.check_files(*composed(recipe, JOINS))
+        check_references.check_files(*composed(recipe))
+    check_references.check_files(*composed(recipe, JOINS))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    preflight.check_files(*composed(recipe))
+    check_references.check_files(*composed(recipe))
 
 
 def test_srpo_on_real_data_is_checked_down_to_the_sources_of_its_stages(data):
-    preflight.check_files(*composed("srpo_qwen2_5_32b"))
+    check_references.check_files(*composed("srpo_qwen2_5_32b"))
     parquet.write_table(pa.Table.from_pylist([{"data_source": "math_dapo"}] * 300), Path(data) / "train.parquet")
     with pytest.raises(ConfigError, match=r"stages\[1\]\.sources=codecontests.*math_dapo"):
-        preflight.check_files(*composed("srpo_qwen2_5_32b"))
+        check_references.check_files(*composed("srpo_qwen2_5_32b"))

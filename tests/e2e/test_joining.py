@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from seamless_verl.main import CPU_ENVIRONMENT
+from seamless_verl.run.environment import CPU_ENVIRONMENT
 from seamless_verl.run.supervisor import RUN_ID, sweep
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 from seamless_verl.cli import main
-from seamless_verl.main import CPU_ENVIRONMENT
 from seamless_verl.observe.flight import Phase
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
+from seamless_verl.run.environment import CPU_ENVIRONMENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.arithmetic.assets import build
-from seamless_verl.main import CPU_ENVIRONMENT
+from seamless_verl.run.environment import CPU_ENVIRONMENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

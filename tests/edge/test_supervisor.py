@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from seamless_verl.own_disk import APART
+from seamless_verl.machine import APART
 from seamless_verl.recipes.swe.real import child
 from seamless_verl.run.supervisor import GRACE, RUN_ID, _apart, _remove_shared_memory, sweep, sweep_node
 

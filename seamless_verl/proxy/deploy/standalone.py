@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.own_disk import shared_file_system
+from seamless_verl.machine import shared_file_system
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.engines.gate import Gate

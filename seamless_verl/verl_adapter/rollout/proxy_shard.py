@@ -29,14 +29,14 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from seamless_verl.agents.contract import AgentRunner, places_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.own_disk import APART, journal_folder
+from seamless_verl.machine import APART, journal_folder
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, listen_on
 from seamless_verl.proxy.engine import Engine
 from seamless_verl.proxy.engines.remote_engine import EngineHost
 from seamless_verl.proxy.http.app import make_app
 from seamless_verl.run.capacity import attempts_per_worker
-from seamless_verl.run.engine_checks import check_routing_replay
+from seamless_verl.run.check_combinations import check_routing_replay
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.verl_adapter.rollout.lasting import lasting
 from seamless_verl.verl_adapter.rollout.proxy_actor import ProxyActor, ShardSettings

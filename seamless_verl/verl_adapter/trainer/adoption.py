@@ -11,17 +11,14 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
-from seamless_verl.errors import ConfigError
 from seamless_verl.machine import survey
-from seamless_verl.run.engine_checks import check_engine
-from seamless_verl.run.memory_check import check_memory
-from seamless_verl.run.packages import check_packages
-from seamless_verl.run.refusals import check_settings_of_verl
+from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
+from seamless_verl.run.check_gpu_memory import check_memory
+from seamless_verl.run.check_machine import check_packages
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.trainer.a3po import LOSS_MODE
 
 _log = logging.getLogger(__name__)
-_MANAGER = "seamless_verl.verl_adapter.dataloader.arrivals.NotifyingManager"
 
 
 def adopt_config(config: DictConfig) -> SeamlessConfig:
@@ -48,8 +45,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
             modes.separate_async.num_warmup_batches = 0
         agent = config.actor_rollout_ref.rollout.get("agent")
         if agent is not None and agent.get("agent_loop_manager_class") is None:
-            agent.agent_loop_manager_class = _MANAGER
-        _check_interference(config, seamless)
+            agent.agent_loop_manager_class = MANAGER
         check_engine(config, seamless)
         if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
@@ -64,13 +60,15 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
 
 
 def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
-    """What `run.preflight` refuses of verl's own keys and of the installation, for verl's own entry point.
+    """The checks of `seamless_verl.run` that `adopt_config` cannot make before resources are adopted.
+
+    For verl's own entry point; our command has made them by now.
 
     Raises:
         ConfigError: key, value and fix, before a worker has been started.
     """
     plain, machine = dict(OmegaConf.to_container(config, resolve=True)), survey(Path.cwd())
-    check_settings_of_verl(plain, seamless)
+    check_adapter(plain, seamless)
     check_packages(plain, machine)
     for warning in check_memory(plain, machine):
         _log.warning("%s", warning)
@@ -90,23 +88,10 @@ def standalone_config(config: DictConfig) -> DictConfig:
     return apart
 
 
-def _check_interference(config: DictConfig, seamless: SeamlessConfig) -> None:
-    """What needs our rollout workers."""
-    rollout, staleness = config.actor_rollout_ref.rollout, seamless.staleness
-    manager = (rollout.get("agent") or {}).get("agent_loop_manager_class")
-    if staleness.manages_groups and manager != _MANAGER:
-        key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-        problem = "its workers do not know group_redundancy and stuck of seamless.staleness"
-        raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
-
-
 def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
     correction = config.algorithm.get("rollout_correction")
     has_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs
     if staleness.correction == "a3po":
-        if not has_log_probs or correction is None:
-            key = "actor_rollout_ref.rollout.calculate_log_probs"
-            raise ConfigError(key, has_log_probs, "a3po needs the log-probs of the rollout", "write true")
         correction.bypass_mode = True
         config.actor_rollout_ref.actor.policy_loss.loss_mode = LOSS_MODE
         return

@@ -16,7 +16,7 @@ from benchmarks.gpu_checks import live, models
 from benchmarks.gpu_checks.checksums import add, sums_of
 from benchmarks.gpu_checks.registry import BY_NUMBER, Context
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.run import compose, memory_check, packages, preflight
+from seamless_verl.run import check_gpu_memory, check_machine, compose, preflight
 from seamless_verl.scheduling.declaration import verl_keys
 from tests.contract.test_recipes import GIB, machine
 
@@ -82,7 +82,7 @@ def test_what_is_asked_of_a_gpu_composes_and_is_not_refused(number, tmp_path, mo
     )
     monkeypatch.setattr(live, "arithmetic_data", lambda _: tmp_path / "data.parquet")
     monkeypatch.setattr(live, "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
-    monkeypatch.setattr(packages, "is_installed", lambda module: module not in ("cupy", "flash_attn"))
+    monkeypatch.setattr(check_machine, "is_installed", lambda module: module not in ("cupy", "flash_attn"))
     (tmp_path / "check").mkdir()
     with pytest.raises(Started):
         BY_NUMBER[number].function()(Context(platform="gpu", folder=tmp_path / "check"))
@@ -93,7 +93,7 @@ def test_what_is_asked_of_a_gpu_composes_and_is_not_refused(number, tmp_path, mo
     plain = OmegaConf.to_container(config, resolve=True)
     card = replace(machine(1), accelerator_memory=141 * GIB, memory_total=128 * GIB)
     preflight.check_settings(plain, seamless, card)
-    assert memory_check.check_memory(plain, card) == []
+    assert check_gpu_memory.check_memory(plain, card) == []
 
 
 def _with_config(folder, shape):

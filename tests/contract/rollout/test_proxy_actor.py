@@ -19,7 +19,7 @@ pytest.importorskip("verl")
 import ray
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.own_disk import journal_folder
+from seamless_verl.machine import journal_folder
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.verl_adapter.rollout.proxy_actor import ShardSettings

@@ -9,7 +9,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.run import compose, packages
+from seamless_verl.run import check_machine, compose
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -34,28 +34,28 @@ def trainer_of(*overrides):
 
 @pytest.mark.parametrize("rank", ["model.lora_rank=16", "model.lora.rank=16"])
 def test_verls_entry_point_refuses_an_unmerged_adapter_too(rank, monkeypatch):
-    monkeypatch.setattr(packages, "is_installed", lambda module: True)
+    monkeypatch.setattr(check_machine, "is_installed", lambda module: True)
     with pytest.raises(ConfigError, match=r"lora\.merge=False: .*base model"):
         trainer_of(f"actor_rollout_ref.{rank}", "trainer.device=cuda")
 
 
 def test_verls_entry_point_refuses_a_checkpoint_engine_that_cannot_be_imported(monkeypatch):
-    monkeypatch.setattr(packages, "is_installed", lambda module: module != "cupy")
+    monkeypatch.setattr(check_machine, "is_installed", lambda module: module != "cupy")
     with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend=nccl: needs cupy"):
         trainer_of("trainer.device=cuda")
 
 
-@pytest.mark.parametrize("backend", packages._MODULES)
+@pytest.mark.parametrize("backend", check_machine._MODULES)
 def test_verls_checkpoint_engines_import_what_we_look_for(backend):
     folder = Path(importlib.import_module("verl.checkpoint_engine").__file__).parent
     sources = [path.read_text(encoding="utf-8") for path in folder.glob("*_checkpoint_engine.py")]
     named = f'CheckpointEngineRegistry.register("{backend}")'
     (source,) = [text for text in sources if named in text and "torch.npu" not in text]
-    for module in packages._MODULES[backend]:
+    for module in check_machine._MODULES[backend]:
         assert re.search(rf"^\s*(import|from) {module}\b", source, re.MULTILINE)
 
 
-@pytest.mark.skipif(packages.is_installed("cupy"), reason="cupy is installed here; runs wherever it is not, as in CI")
+@pytest.mark.skipif(check_machine.is_installed("cupy"), reason="cupy is installed; runs where it is not, as in CI")
 def test_without_cupy_verl_has_no_checkpoint_engine_nccl():
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
@@ -64,7 +64,7 @@ def test_without_cupy_verl_has_no_checkpoint_engine_nccl():
 
 
 def test_verl_still_drops_the_adapter_where_it_broadcasts_weights():
-    """When this fails, verl carries it (verl #7495), and `run.refusals` may let unmerged adapters through."""
+    """When this fails, verl carries it (verl #7495), and `run.check_combinations` may let unmerged adapters through."""
     import inspect
 
     from verl.workers.engine_workers import ActorRolloutRefWorker

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 # Key, environment variable or call: who honours it for us.
 KNOWN = {
-    # `verl_entry.trainer_environment`
+    # `environment.trainer_environment`
     "actor_rollout_ref.rollout.full_determinism",
     "actor_rollout_ref.rollout.seed",
     "reward.reward_model.enable",
@@ -20,7 +20,7 @@ KNOWN = {
     "VLLM_BATCH_INVARIANT",
     "PYTHONHASHSEED",
     "VERL_RL_INSIGHT_ENABLE",
-    # `verl_entry.check_entry`
+    # `check_combinations.check_entry`
     "trainer.use_v1",
     "global_profiler.tool",
     "global_profiler.steps",
@@ -169,7 +169,7 @@ def test_what_verl_sets_for_its_keys_we_set(monkeypatch, rollout, judge, logger)
     from omegaconf import OmegaConf
     from verl.trainer import main_ppo
 
-    from seamless_verl.run.verl_entry import trainer_environment
+    from seamless_verl.run.environment import trainer_environment
 
     class Enough(Exception):
         pass

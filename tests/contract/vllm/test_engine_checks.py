@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.run.engine_checks import check_engine, check_rows
+from seamless_verl.run.check_combinations import check_engine
+from seamless_verl.run.check_references import check_rows
 from tests.contract.slices.test_resource_pools import MIXED, adopted
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -66,11 +67,15 @@ def test_what_it_can_do_is_not(overrides: list[str]) -> None:
 
 
 def test_the_command_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seamless_verl.run import preflight
+    from seamless_verl.run import check_combinations, check_machine, preflight
 
     plain: Any = {"trainer": {"v1": {"trainer_mode": "seamless"}}, "actor_rollout_ref": {"rollout": {"name": "sglang"}}}
-    for other in ("check_devices", "check_layout", "_check_batches"):
-        monkeypatch.setattr(preflight, other, lambda *_: None)
+    for module, other in (
+        (check_machine, "check_devices"),
+        (check_combinations, "check_layout"),
+        (check_combinations, "check_batches"),
+    ):
+        monkeypatch.setattr(module, other, lambda *_: None)
     seamless = SeamlessConfig.from_mapping({"scheduler": {"policy": "greedy"}})
     with pytest.raises(ConfigError, match="sglang"):
         preflight.check_settings(plain, seamless, SimpleNamespace())  # type: ignore[arg-type]

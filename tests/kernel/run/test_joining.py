@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.run.joining import check_cluster, cluster_address
+from seamless_verl.run.check_machine import check_cluster, cluster_address
 
 HERE = "203.0.113.7:6379"
 

@@ -11,7 +11,7 @@ import pytest
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine, count_accelerators, port_is_free
-from seamless_verl.run import packages, preflight
+from seamless_verl.run import check_machine, check_references, preflight
 
 GIB = 1 << 30
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
@@ -63,7 +63,7 @@ def config(**changes):
 def check(changed, machine=MACHINE, **seamless):
     settings = SeamlessConfig.from_mapping(seamless)
     preflight.check_settings(changed, settings, machine)
-    preflight.check_files(changed, settings)
+    check_references.check_files(changed, settings)
 
 
 def test_a_sound_configuration_passes():
@@ -150,7 +150,7 @@ def test_a_reward_function_that_its_file_does_not_define_is_refused_without_runn
 
 
 def test_a_gpu_recipe_needs_a_gpu_or_a_cluster(monkeypatch):
-    monkeypatch.setattr(packages, "is_installed", lambda module: True)
+    monkeypatch.setattr(check_machine, "is_installed", lambda module: True)
     with pytest.raises(MachineError, match="this machine has none"):
         check(config(trainer__device="cuda"))
     check(config(trainer__device="cuda", ray_kwargs__ray_init__address="auto"))

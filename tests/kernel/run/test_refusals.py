@@ -7,7 +7,7 @@ import pytest
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
-from seamless_verl.run import packages, preflight
+from seamless_verl.run import check_machine, preflight
 
 GIB = 1 << 30
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -60,7 +60,7 @@ def check(changes, *, here=None, **seamless):
 def installed(monkeypatch):
     """The modules that can be found; a test adds what its machine has."""
     found = {"cupy", "flash_attn"}
-    monkeypatch.setattr(packages, "is_installed", found.__contains__)
+    monkeypatch.setattr(check_machine, "is_installed", found.__contains__)
     return found
 
 
@@ -124,5 +124,5 @@ def test_megatron_is_missed(installed):
 
 
 def test_modules_are_looked_for_without_importing_them():
-    assert packages.is_installed("colorsys")
-    assert not packages.is_installed("no_module_of_this_name")
+    assert check_machine.is_installed("colorsys")
+    assert not check_machine.is_installed("no_module_of_this_name")

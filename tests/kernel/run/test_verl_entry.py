@@ -3,7 +3,7 @@
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.run.verl_entry import check_entry
+from seamless_verl.run.check_combinations import check_entry
 
 
 def config(*, device="cuda", tool=None, steps=None, timeline=None, use_v1=True):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.checked import value_of, whole_number
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
 from seamless_verl.memory.gpu_memory import (
@@ -25,8 +26,7 @@ from seamless_verl.memory.gpu_memory import (
     beyond,
     highest_utilization,
 )
-from seamless_verl.run.devices import value_of, whole_number
-from seamless_verl.run.joining import ADDRESS, cluster_address
+from seamless_verl.run.check_machine import ADDRESS, cluster_address
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{_ROLLOUT}.gpu_memory_utilization"

@@ -5,7 +5,7 @@ import tempfile
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.own_disk import journal_folder, shared_file_system, told_of_journal
+from seamless_verl.machine import journal_folder, shared_file_system, told_of_journal
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from seamless_verl import machine as machines
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
-from seamless_verl.run.memory_check import check_memory, model_shape
+from seamless_verl.run.check_gpu_memory import check_memory, model_shape
 from tests.kernel.memory.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 
 GIB = 1 << 30

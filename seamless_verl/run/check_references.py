@@ -1,0 +1,243 @@
+"""Refuses keys that name what is not there: models, data, reward functions, agent runners, sources of a curriculum.
+
+Files are read and never run; classes are imported and never built. Rollout workers build their agent runner when all
+replicas have been loaded, so whatever can be known before that is asked here.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.checked import value_of
+from seamless_verl.config import AgentConfig, SeamlessConfig
+from seamless_verl.errors import ConfigError, meant
+from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_replay
+from seamless_verl.run.check_machine import ADDRESS, cluster_address
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_RUNNER, _KWARGS = "seamless.agent.runner", "seamless.agent.kwargs"
+
+
+def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None = None) -> None:
+    """Raise on a model, data file, agent or task that is missing or malformed; see `check_settings`.
+
+    Whatever lies in ``pending`` is about to be built and is not looked at.
+    """
+    _check_paths(config, pending)
+    _check_reward(config)
+    _check_agent(config, seamless, pending)
+    _check_curriculum(config, seamless, pending)
+    rows = _files(config, "train_files") + _files(config, "val_files")
+    check_rows(config, [Path(file).expanduser() for file in rows if _is_table_here(file, pending)])
+
+
+def _is_table_here(file: str, pending: Path | None) -> bool:
+    return file.endswith(".parquet") and "://" not in file and not _is_below(file, pending)
+
+
+def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
+    _check_model("actor_rollout_ref.model.path", config["actor_rollout_ref"]["model"]["path"], pending)
+    if config["algorithm"]["adv_estimator"] == "gae":
+        _check_model("critic.model.path", config["critic"]["model"]["path"], pending)
+    for key in ("train_files", "val_files"):
+        for name in _files(config, key):
+            if "://" not in name and not _is_below(name, pending) and not Path(name).expanduser().exists():
+                raise ConfigError(f"data.{key}", name, "does not exist", "give the path of a parquet file")
+
+
+def _is_below(path: str, folder: Path | None) -> bool:
+    return folder is not None and folder in Path(path).parents
+
+
+def _check_model(key: str, path: str | None, pending: Path | None) -> None:
+    if path is None:
+        raise ConfigError(key, "null", "is not set", "give a folder with a Hugging Face model, or a hub name")
+    local = Path(path).expanduser()
+    if local.exists() or "://" in path or _is_below(path, pending):
+        return
+    if local.is_absolute() or path.startswith((".", "~")) or not _HUB_NAME.fullmatch(path):
+        raise ConfigError(key, path, "does not exist", "give a folder that exists, or a hub name such as Qwen/Qwen3-8B")
+
+
+def _check_reward(config: Mapping[str, Any]) -> None:
+    """A missing reward function would show only after everything has started; look for it without running its file."""
+    reward = config.get("reward", {}).get("custom_reward_function") or {}
+    path, name = reward.get("path"), reward.get("name")
+    if not path:
+        return
+    key = "reward.custom_reward_function"
+    file = _file_of(path)
+    if file is None or not file.is_file():
+        raise ConfigError(f"{key}.path", path, "does not exist", "give the path of a Python file")
+    try:
+        names = _top_level_names(file)
+    except SyntaxError as error:
+        raise ConfigError(f"{key}.path", path, f"is not Python ({error})", "mend the file") from error
+    # A name may also be defined in ways that only running the file would show; then it at least stands in the text.
+    if name not in names and not re.search(rf"\b{re.escape(str(name))}\b|import \*", file.read_text(encoding="utf-8")):
+        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{key}.name", name, f"is not defined in {file}", f"did you mean {near[0]}?" if near else "define it there"
+        )
+
+
+def _file_of(path: str) -> Path | None:
+    """verl's module path: a file, ``file://…`` or ``pkg://package.module``."""
+    if path.startswith("pkg://"):
+        try:
+            spec = importlib.util.find_spec(path.removeprefix("pkg://"))
+        except ModuleNotFoundError:
+            return None
+        return Path(spec.origin) if spec and spec.origin else None
+    return Path(path.removeprefix("file://")).expanduser()
+
+
+def _top_level_names(file: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [alias.asname or alias.name for alias in node.names]
+    return names
+
+
+def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
+    if seamless.agent.runner is None:
+        return
+    here = cluster_address(value_of(config, ADDRESS, None)) is None
+    check_task = getattr(check_runner(seamless.agent, here=here), "check_task", None)
+    if check_task is None:
+        return
+    for file in _files(config, "train_files") + _files(config, "val_files"):
+        if not _is_table_here(file, pending):
+            continue
+        for task in _tasks_of(file):
+            check_task(task)
+
+
+def check_runner(agent: AgentConfig, *, here: bool) -> Any:
+    """The class that ``agent.runner`` names, when nothing speaks against calling it with ``agent.kwargs``.
+
+    Args:
+        agent: with a runner.
+        here: attempts will run on this machine, so that what it lacks matters.
+
+    Raises:
+        ConfigError: it cannot be imported or called, or does not take these arguments.
+        SeamlessError: what its own checks find.
+    """
+    module, _, name = str(agent.runner).rpartition(".")
+    try:
+        runner = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            _RUNNER,
+            agent.runner,
+            f"cannot be imported ({error})",
+            "give the full name of an AgentRunner class, for example "
+            "seamless_verl.recipes.swe.tiny.runner.TinySweRunner",
+        ) from error
+    _check_signature(runner, agent)
+    if (check_options := getattr(runner, "check_options", None)) is not None:
+        check_options(agent.kwargs)
+    if here and (check_machine := getattr(runner, "check_machine", None)) is not None:
+        check_machine(agent.kwargs)
+    return runner
+
+
+def _check_signature(runner: Any, agent: AgentConfig) -> None:
+    try:
+        parameters = inspect.signature(runner).parameters.values()
+    except ValueError:  # a class written in C may have none
+        return
+    except TypeError as error:
+        raise ConfigError(_RUNNER, agent.runner, "cannot be called", "name an AgentRunner class") from error
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    unknown = (
+        [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in agent.kwargs if key not in named]
+    )
+    for key in unknown:
+        fix = meant(key, named) if named else f"leave {_KWARGS} empty"
+        raise ConfigError(f"{_KWARGS}.{key}", agent.kwargs[key], f"is no argument of {agent.runner}", fix)
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in agent.kwargs:
+            raise ConfigError(f"{_KWARGS}.{name}", None, f"is not set, and {agent.runner} needs it", "set it")
+
+
+def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
+    """Stages and pools against the sources of the data, where it is there to be looked at."""
+    files = _files(config, "train_files")
+    here = all(_is_table_here(file, pending) for file in files)
+    if not seamless.curriculum.enabled or not here:
+        return
+    import pyarrow.parquet as parquet
+
+    from seamless_verl.curriculum.configured import configured
+
+    sources: list[str] = []
+    for file in files:
+        path = Path(file).expanduser()
+        if "data_source" not in parquet.read_schema(path).names:
+            raise ConfigError(
+                "data.train_files", file, "has no column data_source", "add it, verl's rewards use it too"
+            )
+        sources += map(str, parquet.read_table(path, columns=["data_source"])["data_source"].to_pylist())
+    configured(seamless.curriculum, sources=sources, train_batch_size=config["data"]["train_batch_size"], seed=None)
+
+
+def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:
+    """The first tasks of a data file (all of them would take minutes on real data sets)."""
+    import pyarrow.parquet as parquet
+
+    for batch in parquet.ParquetFile(Path(file).expanduser()).iter_batches(batch_size=most, columns=["extra_info"]):
+        for row in batch.to_pylist():
+            task = (row["extra_info"] or {}).get("task")
+            if task is None:
+                raise ConfigError(
+                    "data.*_files", file, "has a row without extra_info.task", "prepare the data with the recipe's tool"
+                )
+            yield json.loads(task) if isinstance(task, str) else task
+        return
+
+
+def check_rows(config: Mapping[str, Any], files: Iterable[Path]) -> None:
+    """`check_routing_replay`, where a row of these parquet files names our agent loop.
+
+    Raises:
+        ConfigError: see there.
+    """
+    try:
+        check_routing_replay(config)
+    except ConfigError:  # only then are the files worth reading
+        if any(_asks_for_agents(file) for file in files):
+            raise
+
+
+def _asks_for_agents(file: Path) -> bool:
+    import pyarrow.parquet as parquet
+
+    if "agent_name" not in parquet.read_schema(file).names:
+        return False
+    names = parquet.read_table(file, columns=["agent_name"])["agent_name"].unique()
+    return AGENT_LOOP in names.to_pylist()
+
+
+def _files(config: Mapping[str, Any], name: str) -> list[str]:
+    value = value_of(config, f"data.{name}")
+    files = [value] if isinstance(value, str) else value
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        told = "null" if value is None else value
+        raise ConfigError(f"data.{name}", told, "must be a file or a list of files", "give parquet files")
+    return files
