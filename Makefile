@@ -15,7 +15,7 @@ LOCKS := $(LOCK_$(STACK)) requirements-dev.lock
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-kernel test-edge test-contract test-lending test-e2e lint types doctor clean
+.PHONY: help demo test test-newest test-kernel test-edge test-contract test-lending test-e2e lint types docs doctor clean
 
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ lint: $(READY) ## ruff and the import layers
 
 types: $(READY) ## mypy --strict on everything but the verl adapter
 	$(BIN)/mypy seamless_verl recipes
+
+docs: $(READY) ## write docs/configuration.md from the configuration's dataclasses
+	$(BIN)/python -m tests.configuration_page
 
 doctor: $(READY) ## check this machine and the installation
 	$(BIN)/seamless-verl doctor

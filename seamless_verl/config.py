@@ -17,24 +17,24 @@ from seamless_verl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessConfig:
-    """How old the weights may be that a trained trajectory started with.
+    """How old the weights may be that a trained trajectory started with (docs/staleness.md).
 
     Attributes:
-        eta: bound in weight versions (training steps). 0 is synchronous, 1 the one-step lag of SeamlessFlow; from 2 or
-            3 on throughput hardly grows (StaleFlow).
+        eta: bound in weight versions, which are training steps. 0 is synchronous, 1 the one-step lag of SeamlessFlow;
+            from 2 or 3 on throughput hardly grows (StaleFlow).
         in_flight: batches of prompts under way at a time, from 1 to eta + 1; None: eta + 1. With fewer, samples are
             younger on average (by Little's law in_flight - 1 versions) and only the longest grow as old as ``eta``.
-        policy: ``reserve`` holds the bound by admission and drops nothing (StaleFlow). ``verl`` is verl's own replay
+        policy: ``reserve`` keeps the bound by admission and drops nothing (StaleFlow). ``verl`` is verl's own replay
             buffer with ``trainer.v1.sampler.max_off_policy_*`` and ``trainer.v1.separate_async.num_warmup_batches``.
         redundancy: prompts in flight per prompt trained, at least 1. Above 1 the slowest groups of a step are given up,
             which favours short answers.
         group_redundancy: rollouts started per rollout that a group needs (``rollout.n``), at least 1. Above 1 the first
             to finish are the group, which favours short answers, and a failed rollout does not fail its group.
-        stuck: what is done when a step has waited ``stuck_patience_s`` for its last groups and nothing came: ``wait``,
-            ``retry`` (start them anew, where a finished group can take their place) or ``truncate`` (end their answers
-            where they are). Both favour short answers.
+        stuck: what to do when a step has waited ``stuck_patience_s`` for its last groups and none came. ``wait`` goes
+            on waiting. ``retry`` starts them anew, where a finished group can take their place. ``truncate`` ends their
+            answers where they are. The last two favour short answers.
         stuck_patience_s: seconds.
-        correction: what is done about the lag, where the engine's log-probs are kept
+        correction: what to do about the lag, where the engine's log-probs are kept
             (``rollout.calculate_log_probs``). ``token`` sets verl's token-level truncated importance weights, unless
             ``algorithm.rollout_correction`` says otherwise or ``eta`` is 0. ``a3po`` interpolates the proximal policy
             instead of computing it. ``verl`` leaves everything to verl's keys.
@@ -72,11 +72,11 @@ class StalenessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlateauConfig:
-    """Accuracy has stopped rising.
+    """When accuracy counts as no longer rising.
 
     Attributes:
         epochs: how many epochs without a gain.
-        min_gain: what counts as one, in accuracy.
+        min_gain: the smallest rise in accuracy that counts as a gain.
     """
 
     epochs: int
@@ -85,14 +85,14 @@ class PlateauConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
-    """A stage of the curriculum; the first ``until_*`` rule that applies ends it, the last stage never ends.
+    """One stage of the curriculum. The first ``until_*`` rule that applies ends it; the last stage never ends.
 
     Attributes:
         name: for messages and checkpoints.
-        sources: values of the data's ``data_source`` column that it draws from.
+        sources: values of the data's ``data_source`` column that the stage draws from.
         until_step: last training step of the stage.
-        until_epoch: epochs, counted by consumed prompts, that it lasts.
-        until_plateau: ends it when the accuracy per epoch stops rising.
+        until_epoch: epochs that the stage lasts, counted by consumed prompts.
+        until_plateau: ends the stage when the accuracy per epoch stops rising.
     """
 
     name: str
@@ -104,15 +104,17 @@ class StageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumConfig:
-    """Which prompts are worth their rollouts (SRPO). Without resampling and stages, verl's dataloader chooses.
+    """Which prompts are worth their rollouts (SRPO; docs/curriculum.md). By default verl's dataloader chooses.
 
     Attributes:
-        history_resampling: take prompts that every rollout solved out of the pool at the end of an epoch.
-        accuracy_key: what the reward function returns beside ``score`` that is 1 for a correct answer.
-        pool_floor: prompts that always stay; ``None`` means ``data.train_batch_size``.
-        readmit_after_epochs: when a prompt that left comes back; ``None``: never.
-        stages: named stages over data sources, in order; none: all data from the start.
-        zero_overlong_advantage: rows with an answer that was cut off teach nothing; works by itself, too.
+        history_resampling: at the end of an epoch, take prompts that every rollout solved out of the pool.
+        accuracy_key: what the reward function returns beside ``score`` that is 1 for a correct answer. Needed with
+            ``history_resampling`` and ``stages``.
+        pool_floor: prompts that always stay; None: ``data.train_batch_size``.
+        readmit_after_epochs: epochs after which a prompt that left comes back; None: never.
+        stages: named stages over data sources, in order, for example
+            ``[{name: math, sources: [gsm8k], until_step: 100}, {name: all, sources: [gsm8k, code]}]``.
+        zero_overlong_advantage: rows with an answer that was cut off get zero advantage. Works without the rest.
     """
 
     history_resampling: bool = False
@@ -143,17 +145,17 @@ class CurriculumConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Which rollout replica a request goes to; ``rollout.router_config_path`` of verl's own takes precedence.
+    """Which rollout replica a request goes to. verl's own ``rollout.router_config_path`` takes precedence.
 
     Attributes:
-        policy: ``least_requests`` is verl's rule. ``marginal_gain`` is StaleFlow's: where throughput gains most by a
-            model of the decode step, and held back while no replica gains enough.
-        mu: share of the gain on an empty replica that a placement must bring.
-        migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM);
-            off, since what it is worth has not been measured live.
-        oldest_first: where requests wait for an engine, those of the oldest session are served first, also after they
-            were interrupted (vLLM's ``scheduling_policy=priority``); else who came last queues last.
-        cost: coefficients of the model: 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1 (published, H20).
+        policy: ``least_requests`` is verl's rule. ``marginal_gain`` is StaleFlow's: a request goes where a model of the
+            decode step says that throughput gains most, and waits while no replica gains enough.
+        mu: share of the gain on an empty replica that a placement must bring (``marginal_gain``).
+        migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM
+            only). Off, since what it is worth has not been measured live.
+        oldest_first: requests that wait for an engine are served in the order in which their sessions began, also after
+            they were interrupted (vLLM; sets ``rollout.scheduling_policy=priority``). Off: the last to come waits last.
+        cost: published coefficients of the model of the decode step (H20): 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1.
     """
 
     policy: str = "least_requests"
@@ -173,18 +175,18 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceConfig:
-    """GPUs of one kind and what they may be used for; one entry of ``seamless.resources``.
+    """GPUs of one kind and what they may do (docs/scheduling.md). No entry: verl's keys say it (``trainer.nnodes``, …).
 
     Attributes:
         name: of the pool, unique.
         nodes: machines.
         gpus_per_node: devices of each.
-        capabilities: ``[train, rollout]``: trains, and rolls out while the trainer does not need it. ``[train]`` and
+        capabilities: ``[train, rollout]`` trains, and rolls out while the trainer does not need it. ``[train]`` and
             ``[rollout]`` do only that.
-        accelerator: Ray's accelerator type that the trainer's nodes must have, e.g. ``H100``; None: any.
-        tflops: dense peak per GPU in the training precision; with ``bandwidth_gbs`` it ranks unlike pools (roofline).
+        accelerator: Ray's accelerator type that the trainer's nodes must have, for example ``H100``; None: any.
+        tflops: dense peak per GPU in the training precision. With the next two it ranks unlike pools (roofline).
         bandwidth_gbs: memory bandwidth per GPU, GB/s.
-        memory_gb: memory per GPU.
+        memory_gb: memory per GPU, GB.
     """
 
     name: str
@@ -215,16 +217,16 @@ class ResourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """When training slices that idle roll out.
+    """When training slices that idle roll out (docs/scheduling.md).
 
     Attributes:
-        policy: None leaves it to verl's own keys (``trainer.v1.separate_async.hybrid_rollout``). ``greedy`` is
-            SeamlessFlow's rule, ``predictive`` lends what pays, ``verl_gate`` is verl's rule under our scheduler,
-            ``colocated`` and ``disaggregated`` are the two ends.
-        margin: a loan must be worth this share of its measured switch cost beyond the cost (``predictive``).
-        max_loans_per_step: bound on lending within a training step (``predictive``).
-        check_weights: compare a checksum of the weights of every lent slice with those published; one that differs ends
-            the run. None: on the CPU platform, where it costs nothing to speak of.
+        policy: ``predictive`` lends what pays. ``greedy`` is SeamlessFlow's rule, ``verl_gate`` verl's rule under our
+            scheduler. ``colocated`` lends everything between steps, ``disaggregated`` nothing. None: verl's own keys
+            decide (``trainer.v1.separate_async.hybrid_rollout``).
+        margin: what a loan must save beyond its measured switch cost, as a share of that cost (``predictive``).
+        max_loans_per_step: most loans within a training step (``predictive``).
+        check_weights: compare a checksum of the weights of every lent slice with those published; a difference ends
+            the run. None: on the CPU platform only, where it costs next to nothing.
     """
 
     policy: str | None = None
@@ -245,17 +247,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """The agents that rows named ``agent_name: seamless_agent`` are rolled out with.
+    """The agents that roll out rows with ``agent_name: seamless_agent``.
 
     Attributes:
-        runner: fully qualified name of an `AgentRunner`; ``None`` when no row needs one.
+        runner: full name of an `AgentRunner` class; None when no row needs one.
         kwargs: arguments of the runner.
-        deadline_s: seconds one attempt may take, test runs included.
-        max_turns: model calls one attempt may make.
-        max_tokens_per_turn: tokens one model call may generate.
-        max_concurrent: attempts under way at a time in each rollout worker, or fewer where the runner takes fewer;
-            others wait, and their deadline with them. None: its share of what all replicas decode or of what
-            `StalenessConfig` admits, whichever is more (`seamless_verl.run.capacity`).
+        deadline_s: seconds that one attempt may take, test runs included.
+        max_turns: model calls that one attempt may make.
+        max_tokens_per_turn: tokens that one model call may generate; None: the rest of the budget.
+        max_concurrent: attempts under way at a time in each rollout worker; fewer where the runner takes fewer. Others
+            wait, and their deadline starts when they do. None: the worker's share of what all replicas decode or of
+            what staleness admits, whichever is more.
     """
 
     runner: str | None = None
@@ -276,19 +278,23 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyConfig:
-    """The trajectory proxy that agents talk to.
+    """The proxy that agents talk to and that records their tokens (docs/proxy.md).
 
     Attributes:
-        host: address to bind in every rollout worker. With ``0.0.0.0`` or ``::`` agents, also those on other machines,
-            are told the IP of the worker's node.
+        host: address that every rollout worker's proxy binds. The default serves agents on the worker's own machine.
+            For agents in containers or on other machines write ``0.0.0.0`` (IPv6: ``::``): each worker then tells them
+            the address of its node, as Ray knows it. There is no TLS.
         port: 0 lets the system choose. With several rollout workers on a machine it must be 0.
-        tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``;
-            ``None``: Hermes-style tool calls, and no reasoning told from content.
-        journal: the proxy is a process beside its rollout worker, and writes every answer to the run's folder before
-            the agent has it: killed at any instant, it goes on where it was. Without it, and in runs without a folder,
-            it is part of the worker.
-        journal_dir: folder on a disk that every node has itself, for those journals; None: the run's folder where that
-            is on the node's disk, else the node's temporary folder (`seamless_verl.machine`).
+        tool_parser: name of vLLM's parser of the model's tool calls (``vllm serve --tool-call-parser``), for example
+            hermes; None: Hermes-style tool calls.
+        reasoning_parser: name of vLLM's parser of reasoning (``vllm serve --reasoning-parser``), for example qwen3;
+            None: reasoning is not told from content.
+        journal: the proxy is a process beside its rollout worker and writes every answer to a journal (``RUN/proxy``)
+            before the agent has it. Killed at any instant, it goes on where it was. Without it, and in runs without a
+            folder, the proxy is part of the worker and keeps sessions in memory.
+        journal_dir: folder for those journals on a disk that every node has itself (SQLite's write-ahead log does not
+            work on NFS, Lustre and the like). None: ``RUN/proxy`` where that is on the node's disk, else the node's
+            temporary folder.
     """
 
     host: str = "127.0.0.1"
@@ -311,11 +317,11 @@ class ProxyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssetsConfig:
-    """A model and data that a recipe builds by itself, once, and caches.
+    """A model and data that a recipe builds itself, once, and caches.
 
     Attributes:
-        module: module with ``folder(cache) -> Path`` and a command line that builds it; ``None``: nothing to build.
-        cache: folder of the cache; ``None`` means ``$SEAMLESS_CACHE`` or ``~/.cache/seamless_verl``.
+        module: module with ``folder(cache) -> Path`` and a command line that builds it; None: nothing to build.
+        cache: folder of the cache; None: ``$SEAMLESS_CACHE`` or ``~/.cache/seamless_verl``.
         dir: filled in when the assets exist; recipes refer to it as ``${seamless.assets.dir}``.
     """
 
@@ -326,12 +332,13 @@ class AssetsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeamlessConfig:
-    """Everything under ``seamless:``.
+    """Everything under ``seamless``.
 
     Attributes:
         recipe: name of the recipe, for messages and folder names.
-        run_dir: folder of this run; ``None`` (verl's own entry point) writes no run folder.
-        notes: lines printed beside the results at the end, e.g. what a recipe's figures mean.
+        run_dir: folder of this run. None (verl's own entry point): no run folder is written.
+        notes: lines printed beside the results at the end, for example what a recipe's figures mean.
+        resources: which GPUs there are, entries of `ResourceConfig`; [] takes verl's keys.
     """
 
     recipe: str | None = None
