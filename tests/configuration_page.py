@@ -1,4 +1,4 @@
-"""``docs/configuration.md`` from the dataclasses of `seamless_verl.config`: ``python -m tests.configuration_page`` writes it.
+"""Writes ``docs/configuration.md`` from the dataclasses of `seamless_verl.config` (``make docs``).
 
 Each key is described once, in the docstring of its dataclass; `tests.kernel.test_docs` fails where the page differs.
 """
@@ -20,8 +20,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 _HEAD = """# Configuration: every key under `seamless`
 
 Everything else is verl's. On the command line write `KEY=VALUE`; under verl's own entry point with a plus
-(`+seamless.staleness.eta=2`). An unknown key, a value that cannot work and keys that do not go together are refused before
-anything starts, with what to write instead.
+(`+seamless.staleness.eta=2`). An unknown key, a value that cannot work and keys that do not go together are refused
+before anything starts, with what to write instead.
 
 This page is made from [config.py](../seamless_verl/config.py) by `make docs`; a test fails where the two differ.
 """

@@ -1,4 +1,4 @@
-"""What the pages name exists: files, links, headings, modules; the page of keys says what `seamless_verl.config` says."""
+"""Files, links, headings and modules that the pages name exist; the page of keys says what `config` says."""
 
 from __future__ import annotations
 
@@ -41,11 +41,9 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a module, or something in one; recipes lie beside the package that they belong to."""
+    """Whether a dotted name is a package, a module, or something in a module; recipes lie beside the package."""
     path = ROOT / name.replace("seamless_verl.recipes", "recipes").replace(".", "/")
-    return any(
-        place.is_dir() or place.with_suffix(".py").is_file() for place in (path, path.parent, path.parent.parent)
-    )
+    return path.is_dir() or any(place.with_suffix(".py").is_file() for place in (path, path.parent, path.parent.parent))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
@@ -62,9 +60,8 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 def headings(file: Path) -> set[str]:
     """As GitHub names them."""
     lines = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", line).lower()).replace(" ", "-") for line in lines
-    }
+    shown = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", line).lower() for line in lines]
+    return {re.sub(r"[^\w\- ]", "", line).replace(" ", "-") for line in shown}
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -93,5 +90,5 @@ def test_every_key_is_described_and_can_be_set_without_a_plus() -> None:
         section = composed
         for name in path.split(".")[1:]:
             section = section[name]
-        assert set(section) == {name for name in cls.__dataclass_fields__}
+        assert set(section) == set(cls.__dataclass_fields__)
         assert f"## `{path}`" in page
