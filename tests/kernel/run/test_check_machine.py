@@ -1,17 +1,12 @@
-"""Who trains and who generates: what cannot work is refused with key, value and fix before anything starts."""
+"""What a machine, or the cluster that it joins, cannot carry is refused before anything starts."""
 
 import pytest
 
-from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine
-from seamless_verl.run import check_combinations, check_machine
+from seamless_verl.run import check_machine
 
 GIB = 1 << 30
-TRAIN_AND_ROLL_OUT = [
-    {"name": "trainers", "nodes": 1, "gpus_per_node": 1, "capabilities": ["train", "rollout"]},
-    {"name": "rollouts", "nodes": 1, "gpus_per_node": 1, "capabilities": ["rollout"]},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +35,6 @@ def config(*, mode="seamless", device="cuda", train=8, rollout=0, hybrid=True, a
         },
         "ray_kwargs": {"ray_init": {"address": address}},
     }
-
-
-@pytest.mark.parametrize("policy", ["predictive", "greedy", "verl_gate", "colocated"])
-def test_a_policy_that_has_nothing_to_lend_is_refused(policy):
-    apart = config(train=4, rollout=4, hybrid=False)
-    with pytest.raises(ConfigError, match=r"has nothing to lend.*capabilities: \[train, rollout\]"):
-        check_combinations.check_layout(apart, SeamlessConfig.from_mapping({"scheduler": {"policy": policy}}))
-
-
-def test_a_policy_with_slices_to_lend_is_not():
-    seamless = SeamlessConfig.from_mapping({"scheduler": {"policy": "predictive"}})
-    check_combinations.check_layout(config(train=4, rollout=4), seamless)
-    never = SeamlessConfig.from_mapping({"scheduler": {"policy": "disaggregated"}})
-    check_combinations.check_layout(config(train=4, rollout=4, hybrid=False), never)
 
 
 def test_trainers_and_standalone_replicas_together_must_fit_on_this_machine():
@@ -95,28 +76,3 @@ def test_cpu_settings_are_not_for_other_devices_nor_for_a_gpu_build_of_vllm():
         check_machine.check_platform("cpu", "cuda", {"vllm": "0.24.0"})
     with pytest.raises(ConfigError, match=r"needs vLLM's CPU build, installed is vllm 0\.24\.0"):
         check_machine.check_platform("cpu", "cpu", {"vllm": "0.24.0"})
-
-
-def test_what_verls_own_trainers_do_not_read_is_named_or_refused():
-    def unused(mode, **seamless):
-        return check_combinations.unused_by_verls_trainer(config(mode=mode), SeamlessConfig.from_mapping(seamless))
-
-    assert unused("seamless", staleness={"eta": 3}) == ()
-    assert unused("separate_async") == []
-    assert unused("separate_async", staleness={"eta": 3}) == ["seamless.staleness"]
-    assert unused("a_trainer_of_my_own") == []
-    with pytest.raises(ConfigError, match="did you mean seamless"):
-        unused("seamles")
-    with pytest.raises(ConfigError, match=r"has no effect under trainer\.v1\.trainer_mode=separate_async"):
-        unused("separate_async", scheduler={"policy": "predictive"})
-    with pytest.raises(ConfigError, match="has no effect"):
-        unused("sync", resources=TRAIN_AND_ROLL_OUT)
-
-
-@pytest.mark.parametrize("value", [None, "abc", 0, 2.0, True])
-def test_a_number_that_is_none_names_its_key(value):
-    wrong = config(train=4, rollout=4)
-    wrong["actor_rollout_ref"]["rollout"]["tensor_model_parallel_size"] = value
-    with pytest.raises(ConfigError) as refused:
-        check_combinations.check_layout(wrong, SeamlessConfig.from_mapping({}))
-    assert refused.value.key == "actor_rollout_ref.rollout.tensor_model_parallel_size"
