@@ -43,7 +43,7 @@ class MachineError(SeamlessError):
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The fix for a name that nobody knows: the nearest that somebody does, if any is near, and all of them."""
+    """The fix for an unknown name: the nearest known one, if any is near, and all known ones."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"write {near[0]}; known: {', '.join(names)}" if near else f"write one of {', '.join(names)}"

@@ -171,7 +171,7 @@ def journal_folder(given: str | None, run_dir: Path, run: str, mounts: Path = _M
 
 
 def told_of_journal(given: str | None, run_dir: Path, mounts: Path = _MOUNTS) -> str:
-    """A line for people where the journals are not in the run folder; else empty.
+    """Where the journals are, if not in the run folder; else empty.
 
     Raises:
         ConfigError: see `journal_folder`.

@@ -1,4 +1,4 @@
-"""Locks the calling process up for good: resource limits, no network, no other process, no file outside one folder.
+"""Confines the calling process for the rest of its life: resource limits, no network, one folder of files.
 
 Works without privileges on Linux (x86_64 and aarch64) through ``prctl`` and ``syscall`` of the C library: a seccomp
 filter decides which system calls fail with EPERM, Landlock which files may be opened. Where the kernel has no

@@ -1,4 +1,4 @@
-"""Runs a test file against a source file that nobody has read: confined, killed at its limits, judged from outside.
+"""Runs a test file against untrusted source: confined, killed at its limits, judged by a process outside.
 
 Two processes are forked per run from a small warm server (see ``zygote``), which takes milliseconds where a new
 interpreter takes tens. What they may do is set in ``confinement``: no network, no other process, no file but their own

@@ -125,7 +125,7 @@ def _collect(report_fd: int, output_fd: int, report: bytearray, output: bytearra
 
 
 def _drain(fd: int, into: bytearray, most: int) -> None:
-    """Read what the dead have left in a pipe, and close it."""
+    """Read what ended processes left in a pipe, and close it."""
     with os.fdopen(fd, "rb") as pipe:
         into += pipe.read()[: max(0, most - len(into))]
 

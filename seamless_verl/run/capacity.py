@@ -1,4 +1,4 @@
-"""How many attempts of agents may be under way, by what the fleet decodes and what staleness admits."""
+"""How many attempts of agents may be under way in a rollout worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def fleet_seats(config: Mapping[str, Any], seamless: SeamlessConfig) -> int:
-    """Answers that all replicas decode at a time, those of the trainer's GPUs included where a policy lends them."""
+    """Requests that all replicas together decode at a time, lendable ones included."""
     gpus = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0) * whole_number(
         config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0
     )
@@ -40,7 +40,7 @@ def attempts_per_worker(config: Mapping[str, Any], seamless: SeamlessConfig) -> 
 
 
 def told_of_cap(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
-    """A line for people where a number of theirs keeps the fleet from its work; else empty."""
+    """A warning where a configured limit keeps replicas idle; else empty."""
     caps = {"seamless.agent.max_concurrent": seamless.agent.max_concurrent}
     caps["seamless.agent.kwargs.max_concurrent"] = seamless.agent.kwargs.get("max_concurrent")
     given = {key: cap for key, cap in caps.items() if isinstance(cap, int)}
