@@ -1,23 +1,36 @@
-"""OpenAI chat completions, the way in: from the body of a request to a checked call and canonical messages.
+"""OpenAI chat completions: from a body to a checked call, from answers to a body or to server-sent events.
 
-What cannot be honoured is refused by name, never ignored. The pydantic models are the description of the dialect; the
-kernel's messages are what the rest of the proxy works with.
+The pydantic models are the description of the dialect. Every other dialect becomes a call in the shape of this one,
+whose messages then become the kernel's (:func:`canonical_message`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from seamless_verl.proxy.calls import ApiError, Call, ToolChoice, bad_request, refuse_infinite
-from seamless_verl.proxy.dialects.chat_answer import ChatExchange
+from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, bad_request, encoded
+from seamless_verl.proxy.dialects.shared import (
+    NO_PENALTIES,
+    ChunkWriter,
+    StreamOptions,
+    Strict,
+    chances,
+    checked_stop,
+    frame,
+    openai_choice,
+    refuse_values,
+    sampling_of,
+    usage_of,
+    validated,
+)
 from seamless_verl.trajectory.messages import Image, Message, Role, ToolCall, join_text_parts
 
-_Model = TypeVar("_Model", bound=BaseModel)
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
 
 
@@ -75,15 +88,8 @@ class RawMessage(TypedDict, total=False):
     parsed: Any
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
-
-
-class ChatRequest(BaseModel):
+class ChatRequest(Strict):
     """Body of ``POST /v1/chat/completions``."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str = Field(max_length=256)
     messages: list[RawMessage] = Field(min_length=1)
@@ -121,25 +127,27 @@ def parse_chat(body: bytes) -> ChatExchange:
         ApiError: 400, naming the parameter at fault.
     """
     request = validated(ChatRequest, body)
-    _refuse_unsupported(request)
-    tool_choice, tool_name = _tool_choice(request)
-    asked: dict[str, Any] = {
-        "max_tokens": request.max_completion_tokens or request.max_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "seed": request.seed,
-        "stop": checked_stop(request.stop, "stop"),
-    }
+    refuse_values(
+        ("n", (request.n or 1) > 128, "at most 128 answers"),
+        ("top_logprobs", bool(request.top_logprobs) and not request.logprobs, "it needs logprobs"),
+        ("frequency_penalty", bool(request.frequency_penalty), NO_PENALTIES),
+        ("presence_penalty", bool(request.presence_penalty), NO_PENALTIES),
+    )
+    tools, choice = request.tools or [], request.tool_choice
+    function = choice.get("function") if isinstance(choice, dict) else None
+    wished = function.get("name") if isinstance(function, dict) else None
+    names = {tool.get("function", {}).get("name", "") for tool in tools}
+    tool_choice, tool_name = openai_choice(choice, wished, names)
+    max_tokens = request.max_completion_tokens or request.max_tokens
     call = Call(
         model=request.model,
         raw_messages=request.messages,
-        raw_tools=request.tools or (),
-        sampling={key: value for key, value in asked.items() if value is not None},
+        raw_tools=tools,
+        sampling=sampling_of(request, max_tokens, checked_stop(request.stop)),
         tool_choice=tool_choice,
         tool_name=tool_name,
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        strict_tools=_strict_tools(request.tools or ()),
+        strict_tools=_strict_tools(tools),
         json_schema=_json_schema(request.response_format),
         n=request.n or 1,
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
@@ -147,28 +155,6 @@ def parse_chat(body: bytes) -> ChatExchange:
     )
     options = request.stream_options
     return ChatExchange(call=call, include_usage=options is not None and options.include_usage)
-
-
-def validated(model: type[_Model], body: bytes) -> _Model:
-    """A body as its dialect's model.
-
-    Raises:
-        ApiError: 400, naming the parameter at fault.
-    """
-    try:
-        valid = model.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid(error) from None
-    refuse_infinite(body)
-    return valid
-
-
-def checked_stop(stop: str | list[str] | None, param: str) -> list[str] | None:
-    """Stop strings as a list; None for none."""
-    stops = [stop] if isinstance(stop, str) else stop
-    if stops is not None and (len(stops) > 16 or not all(stops)):
-        raise bad_request(f"{param} takes 1 to 16 texts that are not empty.", param=param)
-    return stops or None
 
 
 def _strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -182,30 +168,6 @@ def _strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
             where = f"tools.{number}"
             raise bad_request(f"{where}: only functions with a name are supported.", param=where)
     return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
-
-
-def _tool_choice(request: ChatRequest) -> tuple[ToolChoice, str]:
-    choice = request.tool_choice
-    if choice is None:
-        return ToolChoice.AUTO, ""
-    names = {tool.get("function", {}).get("name", "") for tool in request.tools or ()}
-    if isinstance(choice, str):
-        return checked_choice(choice, "", names, "tool_choice")
-    name = choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise bad_request("tool_choice takes auto, none, required or one function by name.", param="tool_choice")
-    return checked_choice("required", name, names, "tool_choice")
-
-
-def checked_choice(choice: str, name: str, names: set[str], param: str) -> tuple[ToolChoice, str]:
-    """A tool choice that the tools of the request allow."""
-    if choice not in {known.value for known in ToolChoice}:
-        raise bad_request(f"{param} is {choice[:40]!r}; it must be auto, none or required.", param=param)
-    if choice == "required" and not names:
-        raise bad_request(f"{param} asks for a tool, but there are no tools.", param=param)
-    if name and name not in names:
-        raise bad_request(f"{param} names {name[:64]!r}, which is not among the tools.", param=param)
-    return ToolChoice(choice), name
 
 
 def _json_schema(form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -230,30 +192,6 @@ def _refuse_others(given: Mapping[str, Any], known: Sequence[str], where: str) -
     if other is not None:
         story = f"{where}.{other[:40]} is not supported here. Leave it out."
         raise bad_request(story, param="response_format", code="unsupported_parameter")
-
-
-def invalid(error: ValidationError) -> ApiError:
-    """A validation error in OpenAI's words: the first problem, by name."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])[:200]
-    if first["type"] == "json_invalid":
-        return bad_request(f"The body is not valid JSON: {first['msg']}.", code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"{where} is not supported here. Leave it out.", param=where, code="unsupported_parameter")
-    return bad_request(f"{where}: {first['msg']}.", param=where)
-
-
-def _refuse_unsupported(request: ChatRequest) -> None:
-    """Parameters that exist in the dialect but would change what is generated in ways this proxy does not offer."""
-    problems = (
-        ("n", (request.n or 1) > 128, "at most 128 answers"),
-        ("top_logprobs", bool(request.top_logprobs) and not request.logprobs, "it needs logprobs"),
-        ("frequency_penalty", bool(request.frequency_penalty), "penalties change the policy that is trained"),
-        ("presence_penalty", bool(request.presence_penalty), "penalties change the policy that is trained"),
-    )
-    for param, is_wrong, why in problems:
-        if is_wrong:
-            raise bad_request(f"This value of {param} is not supported: {why}.", param=param, code="unsupported_value")
 
 
 def canonical_message(raw: Mapping[str, Any], number: int) -> Message:
@@ -307,3 +245,74 @@ def _canonical_call(call: Mapping[str, Any], where: str) -> ToolCall:
 def canonical_tools(raw: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Tools as JSON texts, key order as sent: templates write them into the prompt that way."""
     return tuple(json.dumps(tool, ensure_ascii=False) for tool in raw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatExchange:
+    """One chat completion; see :class:`~.calls.Exchange`."""
+
+    call: Call
+    include_usage: bool
+
+    def body(self, answers: Sequence[Answer]) -> bytes:
+        choices = [
+            {
+                "index": number,
+                "message": _message(answer),
+                "logprobs": _logprobs(answer) if self.call.logprobs is not None else None,
+                "finish_reason": answer.finish_reason,
+            }
+            for number, answer in enumerate(answers)
+        ]
+        head = frame(answers[0], self.call, "chatcmpl", "chat.completion")
+        return encoded({**head, "choices": choices, "usage": usage_of(answers)})
+
+    def writer(self) -> ChatWriter:
+        return ChatWriter(self.call, "chatcmpl", "chat.completion.chunk", include_usage=self.include_usage)
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    said = answer.message
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+    if said.tool_calls:
+        message["content"] = said.content or None
+        message["tool_calls"] = [_wire_call(tool_call) for tool_call in said.tool_calls]
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    return message
+
+
+def _wire_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _logprobs(said: Answer | Delta) -> dict[str, Any]:
+    return {"content": chances(said.tokens), "refusal": None}
+
+
+class ChatWriter(ChunkWriter):
+    """Per answer: role, text, tool calls, finish."""
+
+    def start(self, head: StreamHead) -> bytes:
+        self._head = head
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk([_choice(number, role)]) for number in range(self._call.n))
+
+    def delta(self, delta: Delta) -> bytes:
+        texts = {"reasoning_content": delta.reasoning, "content": delta.content}
+        choice = _choice(delta.index, {key: text for key, text in texts.items() if text})
+        if delta.tokens:
+            choice["logprobs"] = _logprobs(delta)
+        return self._chunk([choice])
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        chunks: list[bytes] = []
+        for number, answer in enumerate(answers):
+            calls = [{"index": at, **_wire_call(call)} for at, call in enumerate(answer.message.tool_calls)]
+            chunks.extend(self._chunk([_choice(number, {"tool_calls": [call]})]) for call in calls)
+            chunks.append(self._chunk([_choice(number, {}, answer.finish_reason)]))
+        return b"".join([*chunks, self._last(answers)])
+
+
+def _choice(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": finish_reason}

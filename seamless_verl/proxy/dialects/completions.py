@@ -9,17 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, StreamHead, Token, bad_request, encoded
-from seamless_verl.proxy.dialects.chat import StreamOptions, checked_stop, validated
-from seamless_verl.proxy.dialects.chat_answer import DONE, event, usage_of
+from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, Token, bad_request, encoded
+from seamless_verl.proxy.dialects.shared import (
+    NO_PENALTIES,
+    ChunkWriter,
+    StreamOptions,
+    Strict,
+    checked_stop,
+    frame,
+    refuse_values,
+    sampling_of,
+    usage_of,
+    validated,
+)
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(Strict):
     """Body of ``POST /v1/completions``."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str = Field(max_length=256)
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -48,29 +56,18 @@ def parse_completion(body: bytes) -> CompletionExchange:
         ApiError: 400, naming the parameter at fault.
     """
     request = validated(CompletionRequest, body)
-    problems = (
+    refuse_values(
         ("n", (request.n or 1) > 128, "at most 128 answers"),
         ("best_of", request.best_of not in (None, 1, request.n), "every answer is recorded, so every answer is given"),
         ("echo", bool(request.echo), "the prompt is not repeated"),
         ("suffix", bool(request.suffix), "text is continued at its end only"),
-        ("frequency_penalty", bool(request.frequency_penalty), "penalties change the policy that is trained"),
-        ("presence_penalty", bool(request.presence_penalty), "penalties change the policy that is trained"),
+        ("frequency_penalty", bool(request.frequency_penalty), NO_PENALTIES),
+        ("presence_penalty", bool(request.presence_penalty), NO_PENALTIES),
     )
-    for param, is_wrong, why in problems:
-        if is_wrong:
-            raise bad_request(f"This value of {param} is not supported: {why}.", param=param, code="unsupported_value")
-    asked: dict[str, Any] = {
-        "max_tokens": request.max_tokens or 16,  # the API's own default
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "seed": request.seed,
-        "stop": checked_stop(request.stop, "stop"),
-    }
     call = Call(
         model=request.model,
         prompt=_prompt(request.prompt),
-        sampling={key: value for key, value in asked.items() if value is not None},
+        sampling=sampling_of(request, request.max_tokens or 16, checked_stop(request.stop)),  # the API's own default
         n=request.n or 1,
         logprobs=request.logprobs,
         stream=bool(request.stream),
@@ -107,15 +104,11 @@ class CompletionExchange:
             _choice(number, answer.message.content, answer.tokens if shows else None, 0, answer.finish_reason)
             for number, answer in enumerate(answers)
         ]
-        first = answers[0]
-        return encoded({**_frame(first.id, first.created, self.call), "choices": choices, "usage": usage_of(answers)})
+        head = frame(answers[0], self.call, "cmpl", "text_completion")
+        return encoded({**head, "choices": choices, "usage": usage_of(answers)})
 
     def writer(self) -> CompletionWriter:
-        return CompletionWriter(self)
-
-
-def _frame(answer_id: str, created: int, call: Call) -> dict[str, Any]:
-    return {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": call.model}
+        return CompletionWriter(self.call, include_usage=self.include_usage)
 
 
 def _choice(
@@ -136,13 +129,12 @@ def _choice(
     return choice
 
 
-class CompletionWriter:
-    """Chunks of one stream."""
+class CompletionWriter(ChunkWriter):
+    """Per answer: text, finish."""
 
-    def __init__(self, exchange: CompletionExchange) -> None:
-        self._exchange = exchange
-        self._head: StreamHead | None = None
-        self._offsets = [0] * exchange.call.n
+    def __init__(self, call: Call, *, include_usage: bool) -> None:
+        super().__init__(call, "cmpl", "text_completion", include_usage=include_usage)
+        self._offsets = [0] * call.n
 
     def start(self, head: StreamHead) -> bytes:
         self._head = head
@@ -151,26 +143,9 @@ class CompletionWriter:
     def delta(self, delta: Delta) -> bytes:
         offset = self._offsets[delta.index]
         self._offsets[delta.index] += sum(len(token.text) for token in delta.tokens)
-        tokens = delta.tokens if self._exchange.call.logprobs is not None else None
+        tokens = delta.tokens if self._call.logprobs is not None else None
         return self._chunk([_choice(delta.index, delta.content, tokens, offset, None)])
 
-    def keep_alive(self) -> bytes:
-        return b": keep-alive\n\n"
-
     def end(self, answers: Sequence[Answer]) -> bytes:
-        chunks = [
-            self._chunk([_choice(number, "", None, 0, answer.finish_reason)]) for number, answer in enumerate(answers)
-        ]
-        if self._exchange.include_usage:
-            chunks.append(self._chunk([], usage_of(answers)))
-        return b"".join([*chunks, DONE])
-
-    def fail(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        assert self._head is not None
-        chunk = {**_frame(self._head.id, self._head.created, self._exchange.call), "choices": choices}
-        if self._exchange.include_usage:
-            chunk["usage"] = usage
-        return event(chunk)
+        finishes = (_choice(number, "", None, 0, answer.finish_reason) for number, answer in enumerate(answers))
+        return b"".join([*(self._chunk([finish]) for finish in finishes), self._last(answers)])

@@ -35,9 +35,10 @@ from seamless_verl.proxy.attempt.generating import Generator
 from seamless_verl.proxy.attempt.turns import TurnService
 from seamless_verl.proxy.calls import ApiError, Call, Exchange, encoded
 from seamless_verl.proxy.dialects.anthropic import parse_count, parse_messages
-from seamless_verl.proxy.dialects.chat import parse_chat, validated
+from seamless_verl.proxy.dialects.chat import parse_chat
 from seamless_verl.proxy.dialects.completions import parse_completion
 from seamless_verl.proxy.dialects.responses import parse_responses
+from seamless_verl.proxy.dialects.shared import validated
 from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.engines.gate import Gate, GatedEngine
 from seamless_verl.proxy.http.openapi import describe
