@@ -28,7 +28,6 @@ from seamless_verl.recipes.srpo import assets
 from seamless_verl.recipes.srpo.reward import compute_score
 from seamless_verl.recipes.swe.tiny.offline import sample
 from seamless_verl.recipes.swe.tiny.tokenizer import PAD_ID, TURN_END, encode_conversation
-from seamless_verl.staleness.groups import has_no_signal
 
 # As in the recipe.
 BATCH, ROLLOUTS, LONGEST, LEARNING_RATE = 16, 8, 8, 5e-4
@@ -37,6 +36,14 @@ EPOCHS = 4  # of rollouts that plain GRPO needs for so many; every schedule gets
 BOUNDARIES = 3
 HELD_OUT_ROLLOUTS = 16
 SCHEDULES = ("plain", "history", "dapo")
+
+
+def has_no_signal(rewards: Sequence[float]) -> bool:
+    """Whether every rollout earned the same, so that group-relative advantages are all zero (DAPO's filter).
+
+    A group of one has no relative advantage to lose and is kept, as verl keeps it.
+    """
+    return len(rewards) > 1 and max(rewards) == min(rewards)
 
 
 @dataclass(frozen=True, slots=True)

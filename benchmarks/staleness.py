@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from benchmarks.records import Record, arguments, report
+from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
-from seamless_verl.staleness.stuck import Retry, StuckPolicy, Treatment
 
 
 @dataclass(slots=True)

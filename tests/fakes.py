@@ -20,10 +20,10 @@ from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
+from seamless_verl.trajectory.matching import Extension, ExtensionRefused, Renderer
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
-from seamless_verl.trajectory.renderer import Extension, ExtensionRefused, Renderer
 from seamless_verl.trajectory.rows import Row, build_rows
-from seamless_verl.trajectory.segments import Turn, TurnRecord
+from seamless_verl.trajectory.segments import Segment, TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn, SessionTree
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class ScriptedEdge:
         ids: Sequence[int] | None = None,
         tools: Sequence[str] = (),
         finish: FinishReason = FinishReason.STOP,
-    ) -> Turn:
+    ) -> Segment:
         """One request with its answer; ``ids`` are what the engine generated, by default the answer's words."""
         pending = self.tree.prepare_with(self.renderer, transcript_of(tuple(messages), tuple(tools)))
         return self.tree.commit(self.seal(pending, answer, ids=ids, finish=finish))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from seamless_verl.trajectory.audit import LedgerEntry, ledger_entry
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
-from seamless_verl.trajectory.paths import TokenPath
+from seamless_verl.trajectory.tokens import TokenPath
 
 _MAX_DISCARDED = 1000  # of one session
 

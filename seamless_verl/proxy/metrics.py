@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 
 from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.segments import Turn
+from seamless_verl.trajectory.segments import Segment
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class Counters:
             self.busy_s += now - self.busy_since
             self.busy_since = None
 
-    def turn_committed(self, turn: Turn, *, prompt_tokens: int, generated_tokens: int) -> None:
+    def turn_committed(self, answer: Segment, *, prompt_tokens: int, generated_tokens: int) -> None:
         self.turns += 1
         self.prompt_tokens += prompt_tokens
         self.generated_tokens += generated_tokens
-        self.kinds[turn.kind.value] += 1
-        self.drift.update(reason.value for reason in turn.reasons)
+        self.kinds[answer.kind.value] += 1
+        self.drift.update(reason.value for reason in answer.reasons)
 
     def audited(self, report: AuditReport) -> None:
         self.rows_audited += report.num_rows

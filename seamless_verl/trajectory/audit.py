@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
-from seamless_verl.trajectory.generation import Generation, VersionSpan, pack_ids
+from seamless_verl.trajectory.generation import Generation, VersionSpan
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
+from seamless_verl.trajectory.tokens import pack_ids
 
 
 class ViolationKind(Enum):
@@ -75,7 +76,7 @@ def ledger_entry(*, generation_id: str, prompt_digest: bytes, prompt_len: int, g
     """Copy what crossed the engine's boundary.
 
     Args:
-        prompt_digest: :meth:`TokenPath.digest <seamless_verl.trajectory.paths.TokenPath.digest>` of what was sent,
+        prompt_digest: :meth:`TokenPath.digest <seamless_verl.trajectory.tokens.TokenPath.digest>` of what was sent,
             taken before it was.
     """
     return LedgerEntry(

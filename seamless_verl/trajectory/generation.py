@@ -1,4 +1,4 @@
-"""What an engine returned for one prompt, and the tree's memory of token ids.
+"""What an engine returned for one prompt, in one attempt or in several.
 
 Invariant: one log-prob and one weight version per token, in the order in which the engine produced them.
 """
@@ -6,12 +6,17 @@ Invariant: one log-prob and one weight version per token, in the order in which 
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
+from typing import Any
 
 from seamless_verl.errors import SeamlessError
+
+Decode = Callable[[Sequence[int]], str]
+# In ``extra_args``: over how many tokens of the prompt's end the engine is to move the grammar first.
+GRAMMAR_PREFIX = "seamless_grammar_prefix"
 
 
 class TrajectoryError(SeamlessError):
@@ -65,6 +70,128 @@ class Generation:
             raise TrajectoryError(f"{story}: a log-prob is not finite")
 
 
-def pack_ids(ids: Sequence[int]) -> array[int]:
-    """Token ids in four bytes each; an array that is one already is taken as it is, since none is ever changed."""
-    return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+class PartialGeneration:
+    """One answer generated in several attempts, because weights changed or a replica was needed elsewhere::
+
+        sampling() ──▶ attempt ──add──▶ interrupted: its tokens are kept, sampling() asks for the rest
+                                     └▶ complete:    generation()
+
+    The answer is one that a single attempt could have given: the token budget is counted over all attempts; the first
+    stop string ends the answer even where it lies across two attempts, which neither alone can see; noise drawn from a
+    seed is not drawn twice; every token keeps its log-prob and its weight version.
+
+    Under a grammar an interrupted attempt goes on only where the engine moves the grammar over the kept tokens first;
+    it is given up otherwise. Engines start grammars at the first token they generate themselves, so that a
+    continuation would be forced to begin the text again in its middle.
+
+    Source: SeamlessFlow (arXiv 2508.11553), data plane.
+
+    Args:
+        sampling: what the whole answer was asked for; ``max_tokens``, ``seed``, ``stop`` and ``structured_outputs``
+            are understood, the rest is handed on.
+        decode: token ids to text; without it, stop strings across a seam are not found.
+        moves_grammars: the engine understands `GRAMMAR_PREFIX`.
+    """
+
+    def __init__(self, sampling: Mapping[str, Any], decode: Decode | None, *, moves_grammars: bool = False) -> None:
+        self._sampling = dict(sampling)
+        self._is_forced = self._sampling.get("structured_outputs") is not None
+        self._moves_grammars = moves_grammars
+        self._decode = decode
+        self._log_probs: list[float] = []
+        self._alternatives: list[Sequence[tuple[int, float]]] = []
+        self._versions: list[VersionSpan] = []
+        self._finish = FinishReason.ABORTED
+        self.token_ids: list[int] = []
+
+    def sampling(self) -> dict[str, Any]:
+        """What the next attempt is asked for."""
+        asked = dict(self._sampling)
+        num_kept = len(self.token_ids)
+        if num_kept and "max_tokens" in asked:
+            asked["max_tokens"] -= num_kept
+        if num_kept and self._is_forced:
+            asked["extra_args"] = {**(asked.get("extra_args") or {}), GRAMMAR_PREFIX: num_kept}
+        if num_kept and asked.get("seed") is not None:
+            # The same seed again would give token ``num_kept + i`` the noise that token ``i`` has had.
+            mixed = blake2b(f"{asked['seed']}:{num_kept}".encode(), digest_size=4).digest()
+            asked["seed"] = int.from_bytes(mixed, "little") & 0x7FFFFFFF
+        return asked
+
+    def add(self, attempt: Generation) -> bool:
+        """Take an attempt over; whether the answer is complete."""
+        num_kept = len(self.token_ids)
+        self._finish = attempt.finish_reason
+        is_interrupted = attempt.finish_reason is FinishReason.ABORTED
+        if is_interrupted and self._is_forced and not self._moves_grammars:
+            return False
+        self.token_ids.extend(attempt.token_ids)
+        self._log_probs.extend(attempt.log_probs)
+        self._alternatives.extend(attempt.alternatives)
+        self._versions = _joined(self._versions, attempt.version_spans)
+        end = self._end_of_stop(num_kept) if num_kept else None
+        if end is not None:
+            self._cut(end)
+            self._finish = FinishReason.STOP
+        elif is_interrupted and len(self.token_ids) >= self._sampling.get("max_tokens", len(self.token_ids) + 1):
+            self._finish = FinishReason.LENGTH
+        return self._finish is not FinishReason.ABORTED
+
+    def cut_short(self) -> bool:
+        """End the answer where it is, by length; whether it is complete (an empty one still gets one token)."""
+        self._sampling["max_tokens"] = max(1, len(self.token_ids))
+        if self.token_ids and self._finish is FinishReason.ABORTED:
+            self._finish = FinishReason.LENGTH
+        return self._finish is not FinishReason.ABORTED
+
+    def generation(self) -> Generation:
+        """All that was kept; ``ABORTED`` while it is not complete."""
+        return Generation(
+            token_ids=self.token_ids,
+            log_probs=self._log_probs,
+            version_spans=tuple(self._versions),
+            finish_reason=self._finish,
+            alternatives=self._alternatives,
+        )
+
+    def _end_of_stop(self, num_kept: int) -> int | None:
+        """Length of the answer up to the token that completes the first stop string; None where there is none.
+
+        Only a string across the seam is news: one within an attempt has ended that attempt.
+        """
+        stops, decode = self._sampling.get("stop") or (), self._decode
+        if not stops or decode is None:
+            return None
+
+        def has_stop(length: int) -> bool:
+            text = decode(self.token_ids[:length])
+            return any(stop in text for stop in stops)
+
+        low, high = num_kept, len(self.token_ids)
+        if not has_stop(high):
+            return None
+        while high - low > 1:  # low has none (it was asked to go on), high has one
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_stop(middle) else (middle, high)
+        return high
+
+    def _cut(self, length: int) -> None:
+        """Forget what was generated beyond ``length`` tokens; without the seam it would never have been."""
+        del self.token_ids[length:], self._log_probs[length:], self._alternatives[length:]
+        left, kept = length, []
+        for span in self._versions:
+            taken = min(left, span.num_tokens)
+            if taken:
+                kept.append(VersionSpan(version=span.version, num_tokens=taken))
+            left -= taken
+        self._versions = kept
+
+
+def _joined(spans: Sequence[VersionSpan], more: Sequence[VersionSpan]) -> list[VersionSpan]:
+    joined = list(spans)
+    for span in more:
+        if joined and joined[-1].version == span.version:
+            joined[-1] = VersionSpan(version=span.version, num_tokens=joined[-1].num_tokens + span.num_tokens)
+        else:
+            joined.append(span)
+    return joined

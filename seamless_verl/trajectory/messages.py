@@ -54,7 +54,7 @@ class Image:
 
     Attributes:
         digest: names its bytes.
-        token_ids: what stands in a prompt for it, marked (:mod:`seamless_verl.trajectory.images`).
+        token_ids: what stands in a prompt for it, marked (:mod:`seamless_verl.trajectory.tokens`).
     """
 
     digest: str

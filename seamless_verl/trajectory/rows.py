@@ -116,13 +116,13 @@ def _build_row(path: list[tuple[Segment, int]], owned: set[int]) -> Row:
         token_ids.extend(segment.tokens[:length])
         turn = segment.turn
         whole = length == len(segment.tokens)
-        trained = turn is not None and whole and turn.ordinal not in owned
+        trained = turn is not None and whole and segment.ordinal not in owned
         mask.extend([int(trained)] * length)
         log_probs.extend(turn.log_probs if turn is not None and trained else [0.0] * length)
         if turn is None:
             continue
         if trained:
-            owned.add(turn.ordinal)
+            owned.add(segment.ordinal)
         at = start
         for span in turn.version_spans:
             end = min(at + span.num_tokens, stop)

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from seamless_verl.trajectory.generation import FinishReason, VersionSpan, pack_ids
+from seamless_verl.trajectory.generation import FinishReason, VersionSpan
 from seamless_verl.trajectory.messages import MessageKey
-from seamless_verl.trajectory.paths import EMPTY, TokenPath
+from seamless_verl.trajectory.tokens import EMPTY, TokenPath, pack_ids
 
 
 class MatchKind(Enum):
@@ -51,7 +51,7 @@ class DriftReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """Everything that adds one answer to a tree, live or after a restart.
+    """One answer and its request: what the journal keeps, and all that a tree needs to add it, live or after a restart.
 
     Attributes:
         generation_id: the engine's name for this answer; unique in the session.
@@ -63,7 +63,7 @@ class TurnRecord:
         chain, spelled: history up to and including the answer, by identity and by spelling.
         spelled_before: the part of the history that ``keys`` does not cover, as this request spelled it.
         keys: the messages this turn added, the answer last.
-        system: names the leading system message.
+        system: names the leading system message (:func:`seamless_verl.trajectory.matching.system_of`).
         forked, realigned: why the match is not clean, as far as it was known before the answer.
         detail: a renderer's own words where it refused to extend.
     """
@@ -89,44 +89,36 @@ class TurnRecord:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One committed answer: its record without the tokens (the segment has them), and how it fitted in.
+class Segment:
+    """A run of tokens in the tree; see the module's picture.
 
     Attributes:
-        ordinal: place in the order of commits, from 0.
-        reasons: empty exactly for ``CLEAN``.
-        parent_ordinal: the answer that this one continues, None at the root.
+        turn: the record of a generated segment, None for a given one.
+        ordinal: place of an answer in the order of commits, from 0; -1 for a given segment.
+        kind, reasons: how an answer's request fitted in; ``reasons`` are empty exactly for ``CLEAN``.
+        path: all ids from the root to the segment's end.
     """
 
-    ordinal: int
-    generation_id: str
-    kind: MatchKind
-    reasons: tuple[DriftReason, ...]
-    detail: str
-    parent_ordinal: int | None
-    tools_digest: bytes
-    chain: bytes
-    spelled: bytes
-    spelled_before: bytes
-    keys: tuple[MessageKey, ...]
-    log_probs: array[float]
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-
-
-class Segment:
-    """A run of tokens in the tree; see the module's picture. ``path`` are all ids from the root to its end."""
-
-    __slots__ = ("children", "num_cut", "parent", "path", "tokens", "turn")
+    __slots__ = ("children", "kind", "num_cut", "ordinal", "parent", "path", "reasons", "tokens", "turn")
 
     def __init__(
-        self, *, parent: Segment | None, tokens: array[int], num_cut: int = 0, turn: Turn | None = None
+        self,
+        *,
+        parent: Segment | None,
+        tokens: array[int],
+        num_cut: int = 0,
+        turn: TurnRecord | None = None,
+        ordinal: int = -1,
+        kind: MatchKind = MatchKind.CLEAN,
+        reasons: tuple[DriftReason, ...] = (),
     ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.num_cut = num_cut
         self.turn = turn
+        self.ordinal = ordinal
+        self.kind = kind
+        self.reasons = reasons
         self.children: list[Segment] = []
         self.path: TokenPath = (EMPTY if parent is None else parent.path.without(num_cut)).then(tokens)
 
@@ -139,6 +131,12 @@ class Segment:
     def is_leaf(self) -> bool:
         """Whether a row ends here: an answer that nothing continues in full."""
         return self.turn is not None and all(child.num_cut for child in self.children)
+
+    @property
+    def parent_ordinal(self) -> int | None:
+        """The answer that this one continues, None at the root."""
+        above = self.answer_above()
+        return None if above is None else above.ordinal
 
     def answer_above(self) -> Segment | None:
         """The nearest generated segment that this one continues, itself excluded."""
@@ -186,5 +184,5 @@ def deepest_token_match(root: Segment, ids: Sequence[int]) -> Segment:
 
 def _by_rule(segment: Segment) -> tuple[int, int]:
     num_generated = sum(length for part, length in path_to(segment) if part.turn is not None)
-    turns = (segment.turn, *(child.turn for child in segment.children))  # a given segment came with an answer
-    return -num_generated, min(turn.ordinal for turn in turns if turn is not None)
+    answers = [answer for answer in (segment, *segment.children) if answer.turn is not None]
+    return -num_generated, min(answer.ordinal for answer in answers)  # a given segment came with an answer

@@ -1,10 +1,10 @@
-"""The session tree: message identity routes, token identity trains.
+"""The session tree: messages decide what a request continues, token ids decide what is trained.
 
 ::
 
-    route(transcript)        which recorded answer does this request continue?     pure look-up
+    match(transcript)        which recorded answer does this request continue?     pure look-up
       .render(renderer)      token ids of whatever is new                          may be slow, touches no state
-    prepare(route, ids)      the exact prompt for the engine                       does not mutate
+    prepare(match, ids)      the exact prompt for the engine                       does not mutate
       .seal(generation)      one record, ready for the journal                     does not mutate
     commit(record)           the answer joins the tree                             the only move that mutates
 
@@ -20,26 +20,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, pack_ids
-from seamless_verl.trajectory.matching import HistoryIndex, Rendering, Route, system_of
+from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError
+from seamless_verl.trajectory.matching import HistoryIndex, HistoryMatch, Renderer, Rendering, system_of
 from seamless_verl.trajectory.messages import Message, Transcript, key_of, link
-from seamless_verl.trajectory.paths import TokenPath
-from seamless_verl.trajectory.renderer import Renderer
-from seamless_verl.trajectory.segments import (
-    DriftReason,
-    MatchKind,
-    Segment,
-    Turn,
-    TurnRecord,
-    deepest_token_match,
-)
+from seamless_verl.trajectory.segments import DriftReason, MatchKind, Segment, TurnRecord, deepest_token_match
+from seamless_verl.trajectory.tokens import TokenPath, pack_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingTurn:
     """A request with its prompt, not yet answered."""
 
-    route: Route
+    match: HistoryMatch
     anchor: Segment
     num_cut: int
     context_ids: array[int]
@@ -64,9 +56,9 @@ class PendingTurn:
             raise TrajectoryError(f"{story}: the engine returned no token, so there is nothing to train or to continue")
         if generation.finish_reason is FinishReason.ABORTED:
             raise TrajectoryError(f"{story}: aborted after {len(generation.token_ids)} tokens; it is not an answer")
-        transcript = self.route.transcript
+        transcript = self.match.transcript
         # A fresh prompt owes nothing to earlier turns, so its spelling is compared as a whole next time.
-        num_before = 0 if self.anchor is not self.route.known else self.route.num_known
+        num_before = 0 if self.anchor is not self.match.known else self.match.num_known
         key = key_of(answer)
         owner = self.anchor if self.anchor.turn is not None else _answer_below(self.anchor)
         return TurnRecord(
@@ -87,7 +79,7 @@ class PendingTurn:
             keys=(*transcript.keys[num_before:], key),
             system=system_of(transcript),
             forked=self.forked,
-            realigned=self.route.realigned,
+            realigned=self.match.realigned,
             detail=self.detail,
         )
 
@@ -141,32 +133,32 @@ class SessionTree:
         """Whether an answer was committed."""
         return generation_id in self._by_generation
 
-    def route(self, transcript: Transcript) -> Route:
-        """Match a request; does not mutate."""
-        return self._index.route(transcript)
+    def match(self, transcript: Transcript) -> HistoryMatch:
+        """What a request continues; does not mutate."""
+        return self._index.match(transcript)
 
-    def prepare(self, route: Route, rendering: Rendering) -> PendingTurn:
+    def prepare(self, match: HistoryMatch, rendering: Rendering) -> PendingTurn:
         """Fix the prompt and the place of the answer-to-be; does not mutate.
 
         Raises:
             TrajectoryError: the prompt is empty.
         """
-        forked = route.forked
+        forked = match.forked
         if rendering.fresh:
             anchor = deepest_token_match(self.root, rendering.token_ids)
             context_ids, num_cut = rendering.token_ids[anchor.end :], 0
             if rendering.refusal:
                 forked = DriftReason.TEMPLATE_MISMATCH
         else:
-            assert route.known is not None
-            anchor, num_cut, context_ids = route.known, rendering.num_dropped, rendering.token_ids
+            assert match.known is not None
+            anchor, num_cut, context_ids = match.known, rendering.num_dropped, rendering.token_ids
             if num_cut:
                 forked = forked or DriftReason.BOUNDARY_TRIMMED
         prompt_ids = anchor.path.without(num_cut).then(context_ids)
         if not prompt_ids:
             raise TrajectoryError("the template rendered this request to no token at all")
         return PendingTurn(
-            route=route,
+            match=match,
             anchor=anchor,
             num_cut=num_cut,
             context_ids=context_ids,
@@ -182,59 +174,51 @@ class SessionTree:
             TrajectoryError: the prompt is empty.
         """
         ids = pack_ids(prompt_ids)
-        route = Route(transcript=transcript, known=None, num_known=0, realigned=(), forked=None)
-        pending = self.prepare(route, Rendering(token_ids=ids, fresh=True))
+        match = HistoryMatch(transcript=transcript, known=None, num_known=0, realigned=(), forked=None)
+        pending = self.prepare(match, Rendering(token_ids=ids, fresh=True))
         return replace(pending, forked=DriftReason.ROOT_CHANGED) if pending.anchor is self.root else pending
 
     def prepare_with(self, renderer: Renderer, transcript: Transcript) -> PendingTurn:
-        """Route, render and prepare in one go, for callers without a thread to spare."""
-        route = self.route(transcript)
-        return self.prepare(route, route.render(renderer))
+        """Match, render and prepare in one go, for callers without a thread to spare."""
+        match = self.match(transcript)
+        return self.prepare(match, match.render(renderer))
 
-    def commit(self, record: TurnRecord) -> Turn:
-        """Add an answer.
+    def commit(self, record: TurnRecord) -> Segment:
+        """Add an answer; returns its segment.
 
         Raises:
             TrajectoryError: the generation is already in the tree, or its anchor is not.
         """
-        if record.generation_id in self._by_generation:
-            known = self._by_generation[record.generation_id].turn
+        known = self._by_generation.get(record.generation_id)
+        if known is not None:
             raise TrajectoryError(
-                f"generation {record.generation_id} is already committed as turn {known.ordinal if known else '?'}; "
+                f"generation {record.generation_id} is already committed as turn {known.ordinal}; "
                 f"the session has {self.num_turns} turns"
             )
         anchor = self._find_anchor(record)
         given, reused = self._find_given(anchor, record)
         kind, reasons = self._classify(record, anchor, reused)
-        above = given if given.turn is not None else given.answer_above()
-        turn = Turn(
-            ordinal=len(self._answers),
-            generation_id=record.generation_id,
-            kind=kind,
-            reasons=reasons,
-            detail=record.detail,
-            parent_ordinal=above.turn.ordinal if above is not None and above.turn is not None else None,
-            tools_digest=record.tools_digest,
-            chain=record.chain,
-            spelled=record.spelled,
-            spelled_before=record.spelled_before,
-            keys=record.keys,
-            log_probs=record.log_probs,
-            version_spans=record.version_spans,
-            finish_reason=record.finish_reason,
-        )
         if given is not anchor and not reused:
             anchor.children.append(given)
             self._num_stored_tokens += len(given.tokens)
+        elif reused and record.context_ids:
+            record = replace(record, context_ids=given.tokens)  # the same ids, kept once
+        answer = Segment(
+            parent=given,
+            tokens=record.token_ids,
+            turn=record,
+            ordinal=len(self._answers),
+            kind=kind,
+            reasons=reasons,
+        )
         self._num_stored_tokens += len(record.token_ids)
-        answer = Segment(parent=given, tokens=record.token_ids, turn=turn)
         given.children.append(answer)
         self._answers.append(answer)
         self._by_generation[record.generation_id] = answer
-        self._index.add(answer, system=record.system)
+        self._index.add(answer)
         self._kinds[kind] += 1
         self._drift.update(reasons)
-        return turn
+        return answer
 
     def _find_anchor(self, record: TurnRecord) -> Segment:
         if not record.anchor:
@@ -270,6 +254,3 @@ class SessionTree:
 def _answer_below(given: Segment) -> Segment | None:
     """An answer directly under a given segment; there is one, since a given segment joins the tree with its answer."""
     return next((child for child in given.children if child.turn is not None), None)
-
-
-__all__ = ["PendingTurn", "SessionTree"]

@@ -675,7 +675,7 @@ async def test_without_a_limit_the_configured_response_length_is_the_budget(monk
 
 
 async def test_under_vllm_an_interrupted_answer_under_a_grammar_goes_on(monkeypatch):
-    from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
+    from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
 
     attempts = [([1, 2], 4, "aborted"), ([3], 5, "aborted"), ([4], 5, "completed")]
     client, scripted = _client(monkeypatch, attempts, name="vllm")

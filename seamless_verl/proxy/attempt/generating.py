@@ -37,9 +37,8 @@ from seamless_verl.proxy.text.chat_template import Codec, RenderingFailed
 from seamless_verl.proxy.text.constraints import structured_outputs
 from seamless_verl.proxy.text.parsing import AnswerParser, Asked, find_stop
 from seamless_verl.trajectory.generation import TrajectoryError
-from seamless_verl.trajectory.matching import Route
+from seamless_verl.trajectory.matching import HistoryMatch, Renderer
 from seamless_verl.trajectory.messages import Message, Role, Transcript
-from seamless_verl.trajectory.renderer import Renderer
 from seamless_verl.trajectory.segments import TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn
 
@@ -134,12 +133,12 @@ class Generator:
                 if named is not None:
                     raise TrajectoryError(f"token {named} stands for a picture or a video, and there is none")
                 return session.tree.prepare_ids(transcript, ids)
-            route = session.tree.route(transcript)
-            if _num_chars_to_render(route) > _BIG_RENDER_CHARS:
-                rendering = await asyncio.to_thread(route.render, self._renderer)
+            match = session.tree.match(transcript)
+            if _num_chars_to_render(match) > _BIG_RENDER_CHARS:
+                rendering = await asyncio.to_thread(match.render, self._renderer)
             else:
-                rendering = route.render(self._renderer)
-            return session.tree.prepare(route, rendering)
+                rendering = match.render(self._renderer)
+            return session.tree.prepare(match, rendering)
         except (RenderingFailed, TrajectoryError, UnicodeError) as error:
             param = "messages" if call.prompt is None else "prompt"
             raise bad_request(f"This cannot be rendered: {error}.", param=param) from None
@@ -227,11 +226,11 @@ class Generator:
         return [self._commit(session, record, entry.prompt_len, served) for record, entry, served in turns]
 
     def _commit(self, session: Session, record: TurnRecord, prompt_tokens: int, served: Served) -> Served:
-        turn = session.tree.commit(record)
+        committed = session.tree.commit(record)
         num_generated = len(record.token_ids)
         session.num_generated += num_generated
-        self._counters.turn_committed(turn, prompt_tokens=prompt_tokens, generated_tokens=num_generated)
-        served = served.matched(turn.kind.value)
+        self._counters.turn_committed(committed, prompt_tokens=prompt_tokens, generated_tokens=num_generated)
+        served = served.matched(committed.kind.value)
         session.board.record(served, Arrival.UNKNOWN)
         if not record.anchor_is_given:
             session.board.continued(record.anchor)
@@ -263,5 +262,5 @@ async def _until_deadline(session: Session, flight: Flight, work: Coroutine[Any,
     return result
 
 
-def _num_chars_to_render(route: Route) -> int:
-    return sum(len(message.content) for message in route.transcript.messages[route.num_known :])
+def _num_chars_to_render(match: HistoryMatch) -> int:
+    return sum(len(message.content) for message in match.transcript.messages[match.num_known :])

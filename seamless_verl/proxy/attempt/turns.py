@@ -18,9 +18,9 @@ from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.flights import Arrival, Flight, FlightBoard, Served, results_of
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.trajectory.generation import pack_ids
+from seamless_verl.trajectory.matching import Verdict, recognise
 from seamless_verl.trajectory.messages import Message, Role, Transcript, transcript_of
-from seamless_verl.trajectory.retries import Verdict, recognise
+from seamless_verl.trajectory.tokens import pack_ids
 
 _PROMPT_NAME = "\x00prompt"  # keeps prompts apart from messages; who gives this name to a message fools itself only
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from seamless_verl.proxy.engine import Engine, EngineUnavailable, Generation, GenerationRequest, TokenChunk
-from seamless_verl.trajectory.partial import Decode, PartialGeneration
-from seamless_verl.trajectory.paths import TokenPath
+from seamless_verl.trajectory.generation import Decode, PartialGeneration
+from seamless_verl.trajectory.tokens import TokenPath
 
 
 class Gate:

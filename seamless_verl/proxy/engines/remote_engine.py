@@ -34,7 +34,7 @@ from seamless_verl.proxy.engine import (
     Generation,
     GenerationRequest,
 )
-from seamless_verl.trajectory.paths import TokenPath
+from seamless_verl.trajectory.tokens import TokenPath
 
 _log = logging.getLogger(__name__)
 _LENGTH_BYTES = 4

@@ -36,7 +36,7 @@ from seamless_verl.proxy.engines.vllm_wire import (
 )
 from seamless_verl.proxy.text.pictures import BadImage, ImageReader
 from seamless_verl.proxy.text.prompt_texts import PromptTexts
-from seamless_verl.trajectory.partial import GRAMMAR_PREFIX, Decode
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, Decode
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _PROBE_S = 30.0

@@ -26,7 +26,7 @@ from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable
 from seamless_verl.proxy.engines.http_pool import HttpFailed, HttpPool
 from seamless_verl.proxy.text.pictures import BadImage
 from seamless_verl.proxy.text.vision import open_image
-from seamless_verl.trajectory.paths import TokenPath
+from seamless_verl.trajectory.tokens import TokenPath
 
 RENDER_ROUTE = "/v1/chat/completions/render"
 _RENDER_S = 60.0

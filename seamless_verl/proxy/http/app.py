@@ -64,7 +64,7 @@ from seamless_verl.proxy.text.chat_template import Codec
 from seamless_verl.proxy.text.constraints import refuse_unable
 from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageIntake, ImageReader
-from seamless_verl.trajectory.renderer import Renderer
+from seamless_verl.trajectory.matching import Renderer
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499

@@ -26,7 +26,8 @@ from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
 from seamless_verl.proxy.text.pictures import StoredImage
-from seamless_verl.trajectory.generation import TrajectoryError, pack_ids
+from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.tokens import pack_ids
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any
 
 from seamless_verl.proxy.calls import Answer, ApiError, StreamHead, Token
-from seamless_verl.trajectory.retries import Earlier
+from seamless_verl.trajectory.matching import Earlier
 
 _MAX_CONTINUED = 8  # their clients have them: who asks again wants another sample, or is very late
 _BYTES_PER_TOKEN = 150  # text, log-prob and the objects that hold them

@@ -121,11 +121,11 @@ def view_of(session: Session) -> dict[str, Any]:
         "drift": {reason.value: count for reason, count in tree.drift.items()},
         "turns": [
             {
-                "ordinal": turn.ordinal,
+                "ordinal": segment.ordinal,
                 "generation_id": turn.generation_id,
-                "parent": turn.parent_ordinal,
-                "kind": turn.kind.value,
-                "reasons": [reason.value for reason in turn.reasons],
+                "parent": segment.parent_ordinal,
+                "kind": segment.kind.value,
+                "reasons": [reason.value for reason in segment.reasons],
                 "detail": turn.detail,
                 "prompt_tokens": segment.end - len(segment.tokens),
                 "generated_tokens": len(segment.tokens),

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from seamless_verl.proxy.text.settling import open_ids_of
 from seamless_verl.proxy.text.text_cache import TextCache
 from seamless_verl.proxy.text.word_cache import WordCache
+from seamless_verl.trajectory.matching import Extension, ExtensionRefused
 from seamless_verl.trajectory.messages import Image, Message, Role
-from seamless_verl.trajectory.renderer import Extension, ExtensionRefused
 
 _MARK = "Zq7SeamlessMark7qZ"
 

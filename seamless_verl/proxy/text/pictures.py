@@ -21,10 +21,9 @@ from typing import Any, Protocol
 from seamless_verl.proxy.calls import ApiError, Call, bad_request
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.trajectory.images import mark, numbers_in, plain
 from seamless_verl.trajectory.messages import Image
-from seamless_verl.trajectory.paths import EMPTY, TokenPath
 from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.tokens import EMPTY, TokenPath, mark, numbers_in, plain
 
 TEXT_ONLY = "this model takes text only"
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from seamless_verl.trajectory.paths import EMPTY, TokenPath
+from seamless_verl.trajectory.tokens import EMPTY, TokenPath
 
 _MAX_BYTES = 64 << 20
 

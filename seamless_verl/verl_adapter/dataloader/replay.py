@@ -20,8 +20,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_evi
 from verl.utils.skip import SkipManager
 
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.staleness.groups import StuckPolicy
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
-from seamless_verl.staleness.stuck import StuckPolicy
 from seamless_verl.verl_adapter.dataloader.bell import Bell
 from seamless_verl.verl_adapter.dataloader.stragglers import Stragglers
 

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
-from seamless_verl.staleness.stuck import Retry, StuckPolicy, Treatment
 
 
 class Stragglers:

@@ -21,8 +21,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
-from seamless_verl.trajectory.partial import Decode, PartialGeneration
+from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
 from seamless_verl.verl_adapter.rollout.attempts import RecordedAttempt, recorder_of_process
 from seamless_verl.verl_adapter.rollout.cutting import cutting
 from seamless_verl.verl_adapter.rollout.request_log import request_log

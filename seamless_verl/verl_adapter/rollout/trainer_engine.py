@@ -19,7 +19,7 @@ from seamless_verl.proxy.engine import (
     VersionSpan,
 )
 from seamless_verl.proxy.text.vision import open_image
-from seamless_verl.trajectory.partial import Decode
+from seamless_verl.trajectory.generation import Decode
 
 
 def abilities_of(engine: str) -> frozenset[Ability]:

@@ -31,7 +31,7 @@ from verl.workers.rollout.utils import update_prometheus_config
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe.reporter import Reporter
 from seamless_verl.observe.time_ledger import SliceSeconds
-from seamless_verl.staleness.stuck import StuckPolicy, Treatment
+from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import CurriculumLoader
 from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE

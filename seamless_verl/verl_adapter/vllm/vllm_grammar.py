@@ -19,7 +19,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
 
 _log = logging.getLogger(__name__)
 

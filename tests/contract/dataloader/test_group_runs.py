@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.staleness.stuck import StuckPolicy, Treatment
+from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from tests.fakes import ScriptedTransferQueue
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -342,8 +342,7 @@ def test_by_default_the_trainer_waits(queue):
 
 
 def test_an_answer_is_cut_where_it_is_and_an_empty_one_gets_a_token():
-    from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
-    from seamless_verl.trajectory.partial import PartialGeneration
+    from seamless_verl.trajectory.generation import FinishReason, Generation, PartialGeneration, VersionSpan
 
     def attempt(count):
         spans = (VersionSpan(version=3, num_tokens=count),) if count else ()

@@ -137,7 +137,7 @@ async def test_a_request_that_waits_for_weights_can_be_ended_too(replica: Any) -
 async def test_a_grammar_that_refuses_the_kept_tokens_fails_its_request_alone(replica: Any) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
+    from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
     from tests.fakes import small_tokenizer
 
     letters = small_tokenizer().encode("fox", add_special_tokens=False)

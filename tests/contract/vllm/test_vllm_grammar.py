@@ -16,8 +16,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
-from seamless_verl.trajectory.partial import GRAMMAR_PREFIX, PartialGeneration
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, FinishReason, Generation, PartialGeneration, VersionSpan
 from seamless_verl.verl_adapter.vllm import vllm_grammar
 from tests.fakes import small_tokenizer
 

@@ -20,7 +20,7 @@ from seamless_verl.proxy.engines.gate import Gate, GatedEngine
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.trajectory.partial import GRAMMAR_PREFIX
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
 from tests.fakes import serving, small_tokenizer
 from tests.interruptible import NUM_TURNS, InterruptibleEngine, chat_agent, expected_of_chat, script
 

@@ -142,7 +142,7 @@ def test_a_template_that_rewrites_history_is_not_trusted() -> None:
     history = [user("hi"), assistant("yes"), user("go")]
     turn = _say(edge, tokenizer, history, "ok<|im_end|>", assistant("ok"), tools=tools)
     assert (turn.kind, turn.reasons) == (MatchKind.FORK, (DriftReason.TEMPLATE_MISMATCH,))
-    assert "before an earlier answer" in turn.detail
+    assert "before an earlier answer" in turn.turn.detail
     assert len(edge.rows()) == 2
 
 

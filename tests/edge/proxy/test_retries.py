@@ -12,8 +12,8 @@ from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.flights import Arrival, FlightBoard, Served
+from seamless_verl.trajectory.matching import Earlier
 from seamless_verl.trajectory.messages import Message, Role
-from seamless_verl.trajectory.retries import Earlier
 from tests.fakes import serving
 
 RETRY = {"x-stainless-retry-count": "1"}

@@ -138,7 +138,7 @@ class Conversation:
         answer, ids, finish = self._answer(step)
         record = self.edge.seal(pending, answer, ids=ids, finish=finish)
         turn = self.edge.tree.commit(record)
-        assert set(turn.reasons) <= {DriftReason.REASONING_DROPPED, DriftReason.BOUNDARY_TRIMMED}, turn.detail
+        assert set(turn.reasons) <= {DriftReason.REASONING_DROPPED, DriftReason.BOUNDARY_TRIMMED}, turn.turn.detail
         self.kinds.append(turn.kind)
         self._go_on(step, answer)
 
@@ -230,7 +230,7 @@ def test_a_template_that_moves_the_system_message_forks_where_there_is_one(
         turn = edge.tree.commit(edge.seal(pending, step["answer"], ids=ids))
         if has_system and number:
             assert turn.reasons == (DriftReason.TEMPLATE_MISMATCH,)
-            assert "writes a question differently" in turn.detail
+            assert "writes a question differently" in turn.turn.detail
         else:
             assert turn.kind is MatchKind.CLEAN
         # Behind a tool's result it stands nowhere, and the prompt after that one goes on from it, token by token.

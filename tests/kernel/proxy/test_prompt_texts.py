@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.proxy.text.prompt_texts import PromptTexts
-from seamless_verl.trajectory.paths import TokenPath
+from seamless_verl.trajectory.tokens import TokenPath
 
 _IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 

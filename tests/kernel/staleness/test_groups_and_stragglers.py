@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.staleness.groups import GroupProgress, GroupState
+from seamless_verl.staleness.groups import GroupProgress, GroupState, Retry, StuckPolicy, Treatment, Truncate
 from seamless_verl.staleness.protocol import StalenessProtocol
-from seamless_verl.staleness.stuck import Retry, StuckPolicy, Treatment, Truncate
 
 
 @given(st.data(), st.integers(1, 5), st.integers(0, 4))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.trajectory.messages import Message, Role, ToolCall, canonical_json, key_of, transcript_of
+from seamless_verl.trajectory.messages import Image, Message, Role, ToolCall, canonical_json, key_of, transcript_of
 from tests.fakes import assistant, system, tool, user
 
 
@@ -96,3 +96,26 @@ def test_tools_are_part_of_a_requests_name_but_not_of_its_chain() -> None:
     assert with_tools.chain == without.chain
     assert with_tools.digest != without.digest
     assert transcript_of((user("a"),), ('{ "x":1 }',)).tools_digest == with_tools.tools_digest
+
+
+def _seen(*parts: str | Image) -> Message:
+    texts = "\n".join(part for part in parts if isinstance(part, str))
+    return Message(role=Role.USER, content=texts, parts=parts)
+
+
+def test_a_message_is_known_by_its_pictures_and_their_places() -> None:
+    red, blue = Image(digest="red", token_ids=(-1,)), Image(digest="blue", token_ids=(-3,))
+    known = key_of(_seen("a", red, "b")).identity
+    assert key_of(_seen("a", red, " b\r\n")).identity == known
+    others = [
+        _seen("a", blue, "b"),
+        _seen("a", "b", red),
+        _seen(red, "a", "b"),
+        _seen("a\nb", red),
+        _seen("a", red, red, "b"),
+        Message(role=Role.USER, content="a\nb"),
+    ]
+    identities = {key_of(other).identity for other in others}
+    assert len(identities) == len(others)
+    assert known not in identities
+    assert key_of(_seen("a\nb", red, "c")).identity != key_of(_seen("a", red, "b\nc")).identity

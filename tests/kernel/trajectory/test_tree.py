@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, VersionSpan
+from seamless_verl.trajectory.matching import Extension
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
-from seamless_verl.trajectory.renderer import Extension
-from seamless_verl.trajectory.retries import Earlier, Verdict, recognise
 from seamless_verl.trajectory.rows import build_rows
 from seamless_verl.trajectory.segments import DriftReason, MatchKind
 from seamless_verl.trajectory.tree import SessionTree
@@ -148,7 +147,7 @@ def test_a_refused_extension_is_rendered_afresh_and_still_shares_what_it_can() -
     renderer.refuses = True
     turn = edge.ask([user("a"), assistant("one"), user("b"), assistant("two"), user("c")], "three")
     assert (turn.kind, turn.reasons) == (MatchKind.FORK, (DriftReason.TEMPLATE_MISMATCH,))
-    assert turn.detail == "told to refuse"
+    assert turn.turn.detail == "told to refuse"
     assert len(edge.rows()) == 2
 
 
@@ -326,17 +325,3 @@ def test_an_empty_prompt_is_refused() -> None:
 
     with pytest.raises(TrajectoryError, match="no token at all"):
         SessionTree().prepare_with(Silent(), transcript_of((user("a"),)))
-
-
-@pytest.mark.parametrize(
-    ("earlier", "said_nothing", "first_try", "retry"),
-    [
-        (Earlier.NONE, Verdict.NEW, Verdict.NEW, Verdict.NEW),
-        (Earlier.IN_FLIGHT, Verdict.JOIN, Verdict.NEW, Verdict.JOIN),
-        (Earlier.ORPHANED, Verdict.JOIN, Verdict.JOIN, Verdict.JOIN),
-        (Earlier.DELIVERED, Verdict.NEW, Verdict.NEW, Verdict.REPLAY),
-        (Earlier.UNDELIVERED, Verdict.REPLAY, Verdict.REPLAY, Verdict.REPLAY),
-    ],
-)
-def test_retries(earlier: Earlier, said_nothing: Verdict, first_try: Verdict, retry: Verdict) -> None:
-    assert [recognise(earlier, count) for count in (None, 0, 1, 7)] == [said_nothing, first_try, retry, retry]

@@ -1,4 +1,4 @@
-"""Paths of token ids against the flat lists that they stand for."""
+"""Paths of token ids against the flat lists that they stand for, and marks of pictures among them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.trajectory import paths
-from seamless_verl.trajectory.paths import EMPTY, TokenPath
+from seamless_verl.trajectory import tokens
+from seamless_verl.trajectory.tokens import EMPTY, TokenPath, mark, numbers_in, plain
 
 _IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5)
 # Which of the paths made so far goes on, how many of its last ids are left out, what follows, and whether it is hashed.
@@ -90,8 +90,8 @@ def test_a_turn_hashes_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.state.digest()
 
     hashed: list[int] = []
-    monkeypatch.setattr(paths, "blake2b", lambda digest_size: Counting(blake2b(digest_size=digest_size)))
-    monkeypatch.setattr(paths, "EMPTY", TokenPath(None, array("i")))
+    monkeypatch.setattr(tokens, "blake2b", lambda digest_size: Counting(blake2b(digest_size=digest_size)))
+    monkeypatch.setattr(tokens, "EMPTY", TokenPath(None, array("i")))
     answered = TokenPath.of(range(100_000))
     answered.digest()
     for turn in range(5):
@@ -108,3 +108,23 @@ def test_a_path_of_a_thousand_turns_is_let_go_without_recursion() -> None:
     assert len(path) == 100_000
     assert path[-3:].tolist() == [1, 1, 1]
     del path
+
+
+PAD = 5
+EXPANSIONS = st.lists(st.sampled_from([PAD, 6, 7]), max_size=6).map(lambda ids: [*ids, PAD])
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), EXPANSIONS, st.lists(st.integers(6, 99), max_size=3)), max_size=8))
+def test_marks_tell_pictures_apart_and_come_off_again(prompt: list[tuple[int, list[int], list[int]]]) -> None:
+    marked: list[int] = []
+    sent: list[int] = []
+    for number, expansion, text in prompt:
+        marked += [*mark(expansion, PAD, number), *text]
+        sent += [*expansion, *text]
+    assert list(plain(marked, PAD)) == sent
+    assert list(numbers_in(marked)) == [number for number, _, _ in prompt]
+
+
+@given(EXPANSIONS, st.integers(0, 1000), st.integers(0, 1000))
+def test_two_pictures_never_read_alike(expansion: list[int], one: int, other: int) -> None:
+    assert (mark(expansion, PAD, one) == mark(expansion, PAD, other)) == (one == other)

@@ -1,11 +1,19 @@
-"""Token ids of a conversation that grows: immutable, and each step costs only what it adds.
+"""Token ids of a conversation: packed, as paths that grow, and with marks where pictures stand.
 
-::
+A path is immutable, and each step of a conversation costs only what it adds::
 
     (empty) ◀── prompt 1 ◀── answer 1 ◀── context 2 ◀── answer 2
                                  ▲──────── context 3                 shares everything before it
 
-Invariant: a path reads like the flat list of its ids, and its digest is that list's, however it came to be.
+To a model a picture is a run of placeholder tokens, all of one id, so that two pictures of one size read alike. Here
+the placeholders of each picture carry negative numbers of its own: trees and audits tell pictures apart by comparing
+tokens. Engines and rows get the model's ids::
+
+    picture 1     <start>  -3  -4  -4  -4  <end>        -3 where it begins, -4 in the rest of it
+
+Invariants: a path reads like the flat list of its ids, and its digest is that list's, however it came to be;
+``plain(mark(ids, placeholder, number), placeholder) == ids``, and ``numbers_in`` names the pictures of a prompt in
+their order, also where one stands there twice.
 """
 
 from __future__ import annotations
@@ -16,9 +24,12 @@ from hashlib import blake2b
 from itertools import chain
 from typing import overload
 
-from seamless_verl.trajectory.generation import pack_ids
-
 _NODE_BYTES = 450  # a node, its array's head, and the digest's state that every second one keeps
+
+
+def pack_ids(ids: Sequence[int]) -> array[int]:
+    """Token ids in four bytes each; an array that is one already is taken as it is, since none is ever changed."""
+    return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
 
 
 class TokenPath(Sequence[int]):
@@ -147,3 +158,22 @@ def _joined(chunks: Sequence[array[int]]) -> array[int]:
 
 
 EMPTY = TokenPath(None, array("i"))
+
+
+def mark(token_ids: Sequence[int], placeholder: int, number: int) -> tuple[int, ...]:
+    """The ids of one picture, its placeholders marked with its ``number`` (from 0)."""
+    first, rest = -2 * number - 1, -2 * number - 2
+    marked = [rest if token == placeholder else token for token in token_ids]
+    if rest in marked:
+        marked[marked.index(rest)] = first
+    return tuple(marked)
+
+
+def plain(token_ids: Sequence[int], placeholder: int) -> array[int]:
+    """The model's own ids."""
+    return array("i", [placeholder if token < 0 else token for token in token_ids])
+
+
+def numbers_in(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Pictures in the order in which they begin."""
+    return tuple((-token - 1) // 2 for token in token_ids if token < 0 and token % 2)

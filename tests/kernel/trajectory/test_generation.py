@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
-from seamless_verl.trajectory.partial import GRAMMAR_PREFIX, PartialGeneration
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, FinishReason, Generation, PartialGeneration, VersionSpan
 
 _TEXTS = ["a", "b", "S", "T", "OP", "STO", "P"]  # of token ids 0 to 6
 
@@ -121,3 +120,49 @@ def test_without_a_decoder_a_stop_across_a_seam_is_not_found() -> None:
     assert not partial.add(_attempt([5, 6, 0], 0, partial.sampling(), version=1, patience=1))
     assert partial.add(_attempt([5, 6, 0], 1, partial.sampling(), version=1, patience=None))
     assert _decode(partial.generation().token_ids) == "STOPa"
+
+
+def _said(ids: list[int], *, version: int = 0, finish: FinishReason = FinishReason.ABORTED) -> Generation:
+    spans = (VersionSpan(version=version, num_tokens=len(ids)),) if ids else ()
+    return Generation(token_ids=ids, log_probs=[-1.0] * len(ids), version_spans=spans, finish_reason=finish)
+
+
+def test_tokens_of_one_version_are_one_span_whatever_the_seams() -> None:
+    partial = PartialGeneration({"max_tokens": 9}, _decode)
+    for version, ids in ((3, [0]), (3, [1, 1]), (4, []), (4, [0]), (3, [1])):
+        assert not partial.add(_said(ids, version=version))
+    spans = [(span.version, span.num_tokens) for span in partial.generation().version_spans]
+    assert spans == [(3, 3), (4, 1), (3, 1)]
+
+
+def test_an_answer_interrupted_with_its_last_token_is_complete_by_length() -> None:
+    partial = PartialGeneration({"max_tokens": 3}, _decode)
+    assert not partial.add(_said([0, 1]))
+    assert partial.generation().finish_reason is FinishReason.ABORTED
+    assert partial.add(_said([0]))
+    assert partial.generation().finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_across_a_seam_takes_log_probs_and_versions_of_what_it_cuts_along() -> None:
+    partial = PartialGeneration({"max_tokens": 9, "stop": ["STOP"]}, _decode)
+    assert not partial.add(_said([1, 5], version=7))  # b STO
+    assert partial.add(_said([6, 0, 0], version=8))  # P a a
+    generation = partial.generation()
+    assert (generation.token_ids, generation.finish_reason) == ([1, 5, 6], FinishReason.STOP)
+    assert len(generation.log_probs) == 3
+    assert [(span.version, span.num_tokens) for span in generation.version_spans] == [(7, 2), (8, 1)]
+
+
+def test_an_answer_is_cut_short_where_it_is_and_an_empty_one_after_one_token() -> None:
+    partial = PartialGeneration({"max_tokens": 9}, _decode)
+    partial.add(_said([0, 1]))
+    assert partial.cut_short()
+    assert (partial.generation().token_ids, partial.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)
+    empty = PartialGeneration({"max_tokens": 9}, _decode)
+    assert not empty.cut_short()
+    assert empty.sampling()["max_tokens"] == 1
+    assert empty.add(_said([0]))
+    done = PartialGeneration({"max_tokens": 9}, _decode)
+    done.add(_said([0], finish=FinishReason.STOP))
+    assert done.cut_short()
+    assert done.generation().finish_reason is FinishReason.STOP
