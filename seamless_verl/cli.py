@@ -21,7 +21,14 @@ from seamless_verl.machine import bind_error, survey, told_of_journal
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.proxy.deploy import proxy_command as proxy
-from seamless_verl.run.check_machine import HOW_TO_INSTALL, check_cluster, cluster_address, is_installed
+from seamless_verl.run.check_machine import (
+    CPU_MEMORY,
+    DISK,
+    HOW_TO_INSTALL,
+    check_cluster,
+    cluster_address,
+    is_installed,
+)
 from seamless_verl.run.compose import run_is_alive
 from seamless_verl.simulation import simulate_command as simulation
 
@@ -69,14 +76,14 @@ def examine(folder: Path) -> Iterator[Finding]:
         accelerators = "none: the CPU platform is used"
     yield Finding(what="devices", found=accelerators)
     yield from _gpu_packages(machine.accelerators)
-    small = not machine.accelerators and machine.memory_available < 8 * _GIB
+    small = not machine.accelerators and machine.memory_available < CPU_MEMORY
     yield Finding(
         what="memory",
         found=f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available",
-        fix="an embedded CPU run needs 8 GiB" if small else "",
+        fix=f"an embedded CPU run needs {CPU_MEMORY // _GIB} GiB" if small else "",
         fatal=small,
     )
-    full = machine.disk_free < 2 * _GIB
+    full = machine.disk_free < DISK
     yield Finding(
         what="disk",
         found=f"{machine.disk_free / _GIB:.1f} GiB free at {folder}",

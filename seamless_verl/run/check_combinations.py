@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.checked import value_of, whole_number
-from seamless_verl.config import SeamlessConfig, StalenessConfig
+from seamless_verl.config import ResourceConfig, SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.declaration import slices_of
 
@@ -57,9 +57,58 @@ def unused_by_verls_trainer(config: Mapping[str, Any], seamless: SeamlessConfig)
 
 
 def check_resources(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """Refuse a declaration that no slices can be cut from, before it is written into verl's keys; see `slices_of`."""
+    """Refuse a declaration that no slices can be cut from, before it is written into verl's keys.
+
+    Raises:
+        ConfigError: see `slices_of`; accelerators that verl cannot place, verl's switch beside our scheduler.
+    """
+    _check_accelerators(seamless.resources)
     if seamless.resources:
         slices_of(seamless.resources, replica_gpus=replica_size(config))
+    switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+    if seamless.scheduler.policy is not None and value_of(config, switch, False):
+        raise ConfigError(
+            switch,
+            True,
+            "verl would lend GPUs beside seamless.scheduler.policy",
+            "leave one of them out (policy verl_gate is verl's rule under our scheduler)",
+        )
+
+
+def _check_accelerators(resources: Sequence[ResourceConfig]) -> None:
+    """Only the trainer's pool can be asked for: verl 0.9.1 makes those of standalone replicas itself (replica.py,
+    `init_standalone`) and asks for any GPU."""
+    kinds = {entry.accelerator for entry in resources if "train" in entry.capabilities}
+    for entry in resources:
+        problem = ""
+        if entry.accelerator is not None and "train" not in entry.capabilities:
+            problem = "verl places replicas that only roll out on any GPU of the Ray cluster"
+        elif entry.accelerator is not None and len(kinds) > 1:
+            problem = "the trainer's GPUs are one pool to verl, and the entries that train name more than one kind"
+        if problem:
+            fix = "leave it out, and let the cluster have only GPUs that will do"
+            raise ConfigError(f"seamless.resources[{entry.name}].accelerator", entry.accelerator, problem, fix)
+
+
+def check_generators(policy: str | None) -> None:
+    """Where every slice can train, some policies leave all of them to the trainer until its first step has ended.
+
+    Raises:
+        ConfigError: nobody would generate the first batch.
+    """
+    reasons = {
+        None: "without a policy nobody lends them to rollout",
+        "disaggregated": "it never lends them to rollout",
+        "verl_gate": "it lends them at the end of a step only, so nobody would generate the first batch",
+    }
+    if policy in reasons:
+        raise ConfigError(
+            "seamless.scheduler.policy",
+            policy,
+            f"all GPUs can train, and {reasons[policy]}",
+            "add an entry with capabilities: [rollout] to seamless.resources, or write colocated (all generate, then "
+            "all train), greedy or predictive",
+        )
 
 
 def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
@@ -80,6 +129,7 @@ def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
             "actor_rollout_ref.hybrid_engine=true",
         )
     if not standing and policy is not None:
+        check_generators(policy)
         return  # the trainer's own replicas generate
     for key in ("nnodes", "n_gpus_per_node"):
         if not whole_number(config, f"{_ROLLOUT}.{key}", least=0, default=0):

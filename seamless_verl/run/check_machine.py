@@ -28,8 +28,8 @@ _OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "object_store_memory",
 _ANSWER_S = 5.0
 _GIB = 1 << 30
 # A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured).
-_CPU_MEMORY = 8 * _GIB
-_DISK = 2 * _GIB
+CPU_MEMORY = 8 * _GIB
+DISK = 2 * _GIB
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
@@ -185,16 +185,16 @@ def check_platform(platform: str | None, device: str, vllm: Mapping[str, str]) -
 
 def check_room(config: Mapping[str, Any], machine: Machine) -> None:
     device = config["trainer"]["device"]
-    if device == "cpu" and machine.memory_available < _CPU_MEMORY:
+    if device == "cpu" and machine.memory_available < CPU_MEMORY:
         raise MachineError(
             "memory",
-            f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {_CPU_MEMORY // _GIB}",
+            f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {CPU_MEMORY // _GIB}",
             "close other programs or use a larger machine",
         )
-    if machine.disk_free < _DISK:
+    if machine.disk_free < DISK:
         raise MachineError(
             "disk",
-            f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {_DISK // _GIB} are needed",
+            f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {DISK // _GIB} are needed",
             "free some space or set hydra.run.dir to another disk",
         )
 

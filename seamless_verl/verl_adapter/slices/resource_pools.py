@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import ray
@@ -11,6 +11,7 @@ from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 
 from seamless_verl.config import ResourceConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
+from seamless_verl.run.check_combinations import check_generators, check_resources
 from seamless_verl.scheduling.declaration import slices_of, verl_keys
 from seamless_verl.scheduling.slices import Slice, Tag
 from seamless_verl.verl_adapter.slices.placing import Reservation, place
@@ -33,10 +34,10 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
     set: then verl's keys mean exactly what they mean without us.
 
     Raises:
-        ConfigError: see `slices_of` and `verl_keys`.
+        ConfigError: see `check_resources` and `verl_keys`.
     """
+    check_resources(config, seamless)
     if seamless.resources:
-        _refuse_accelerators(seamless.resources)
         slices = slices_of(seamless.resources, replica_gpus=replica_gpus(config))
         with open_dict(config):
             for key, value in verl_keys(seamless.resources).items():
@@ -45,10 +46,8 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
         slices = _slices_of_verl_keys(config)
     else:
         return ()
-    if seamless.scheduler.policy is not None:
-        _refuse_two_schedulers(config)
     if not any(Tag.TRAIN not in s.capabilities for s in slices):
-        _refuse_that_nobody_generates(seamless.scheduler.policy)
+        check_generators(seamless.scheduler.policy)
     rollout = config.actor_rollout_ref.rollout
     seats = int(rollout.max_num_seqs * rollout.data_parallel_size) if rollout.max_num_seqs else None
     return tuple(replace(slice_, seats=seats) for slice_ in slices)
@@ -73,49 +72,6 @@ def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:
             if name in error.key:
                 raise ConfigError(key, error.value, error.problem, error.fix) from None
         raise
-
-
-def _refuse_accelerators(resources: Sequence[ResourceConfig]) -> None:
-    """Only the trainer's pool can be asked for: verl 0.9.1 makes those of standalone replicas itself (replica.py,
-    `init_standalone`) and asks for any GPU."""
-    kinds = {entry.accelerator for entry in resources if "train" in entry.capabilities}
-    for entry in resources:
-        problem = ""
-        if entry.accelerator is not None and "train" not in entry.capabilities:
-            problem = "verl places replicas that only roll out on any GPU of the Ray cluster"
-        elif entry.accelerator is not None and len(kinds) > 1:
-            problem = "the trainer's GPUs are one pool to verl, and the entries that train name more than one kind"
-        if problem:
-            fix = "leave it out, and let the cluster have only GPUs that will do"
-            raise ConfigError(f"seamless.resources[{entry.name}].accelerator", entry.accelerator, problem, fix)
-
-
-def _refuse_that_nobody_generates(policy: str | None) -> None:
-    """Every slice can train, and some policies leave such slices to the trainer until its first step has ended."""
-    reasons = {
-        None: "without a policy nobody lends them to rollout",
-        "disaggregated": "it never lends them to rollout",
-        "verl_gate": "it lends them at the end of a step only, so nobody would generate the first batch",
-    }
-    if policy in reasons:
-        raise ConfigError(
-            "seamless.scheduler.policy",
-            policy,
-            f"all GPUs can train, and {reasons[policy]}",
-            "add an entry with capabilities: [rollout] to seamless.resources, or write colocated (all generate, then "
-            "all train), greedy or predictive",
-        )
-
-
-def _refuse_two_schedulers(config: DictConfig) -> None:
-    hybrid = config.trainer.v1.separate_async.get("hybrid_rollout") or {}
-    if hybrid.get("enable_switch", False):
-        raise ConfigError(
-            "trainer.v1.separate_async.hybrid_rollout.enable_switch",
-            True,
-            "verl would lend GPUs beside seamless.scheduler.policy",
-            "leave one of them out (policy verl_gate is verl's rule under our scheduler)",
-        )
 
 
 @dataclass
