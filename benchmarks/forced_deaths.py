@@ -28,8 +28,6 @@ from typing import Any
 
 import wrapt
 
-from seamless_verl.verl_adapter.vllm.engine_watch import SERVER
-
 _STEPS_APART = 2  # of waits for groups, after a replica is back
 
 
@@ -88,10 +86,6 @@ def _pid(_: Any) -> int:
 def _engine_file(server: int) -> Path:
     return Path(f"{os.environ['BENCHMARK_DEATHS_LOG']}.engine-of-{server}")
 
-
-# vLLM's name of its engine's process, which the nursery's fork does not show from outside. It imports verl too.
-if multiprocessing.current_process().name.startswith("EngineCore"):
-    _engine_file(int(os.environ[SERVER])).write_text(str(os.getpid()))
 
 _killer = Killer(os.environ.get("BENCHMARK_DEATHS", ""))
 
@@ -165,8 +159,21 @@ def _watch_trainer(module: ModuleType) -> None:
     module.LendingTrainer.on_sample_begin = on_sample_begin
 
 
+def _watch_engines(module: ModuleType) -> None:
+    """An engine's process has no name that shows from outside: the nursery forked it."""
+    end_with_server = module.end_with_server
+
+    def told() -> None:
+        end_with_server()
+        if multiprocessing.current_process().name.startswith("EngineCore"):
+            _engine_file(int(os.environ[module.SERVER])).write_text(str(os.getpid()))
+
+    module.end_with_server = told
+
+
 if _killer._plan:
     wrapt.register_post_import_hook(_watch_slices, "seamless_verl.verl_adapter.slices.replica_slices")
     wrapt.register_post_import_hook(_watch_driver, "seamless_verl.verl_adapter.slices.slice_driver")
     wrapt.register_post_import_hook(_watch_transfer, "seamless_verl.verl_adapter.weights.weight_transfer")
     wrapt.register_post_import_hook(_watch_trainer, "seamless_verl.verl_adapter.trainer.lending")
+    wrapt.register_post_import_hook(_watch_engines, "seamless_verl.verl_adapter.vllm.engine_watch")

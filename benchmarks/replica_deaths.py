@@ -27,7 +27,7 @@ from benchmarks.records import Record, arguments, report
 
 _ROOT = Path(__file__).parents[1]
 _WANTED = 60
-_PER_RUN = 8
+_PER_RUN = 13
 _HANG_S = 300.0  # without a step or an end
 _END_S = 60.0
 _MOMENTS = {
@@ -107,7 +107,7 @@ def _command(data: Path, folder: Path, kills: int, policy: bool) -> list[str]:
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
-        f"trainer.total_training_steps={20 + 10 * kills}",
+        f"trainer.total_training_steps={12 + 5 * kills}",
     ]
 
 
