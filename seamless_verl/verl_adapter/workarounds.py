@@ -7,6 +7,7 @@ subclassing, through surfaces that verl offers, is not here.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Any
 import wrapt
 
 NUM_SLOTS = 1_000_000
+_LOOK_S = 1.0
 _ROOM = "seamless_verl.verl_adapter"
 _VLLM_ROLLOUT = "verl.workers.rollout.vllm_rollout"
 
@@ -292,7 +294,32 @@ def _keep_plain_weights(ops: ModuleType) -> None:
     ops._supports_onednn = False  # type: ignore[attr-defined]
 
 
+def _fail_calls_of_dead_engines(core_client: ModuleType) -> None:
+    client: Any = core_client.AsyncMPClient
+    original = client._call_utility_async
+
+    @functools.wraps(original)
+    async def call_utility(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = asyncio.ensure_future(original(self, *args, **kwargs))
+        try:
+            while not (await asyncio.wait([call], timeout=_LOOK_S))[0]:
+                if self.resources.engine_dead:
+                    raise core_client.EngineDeadError
+            return call.result()
+        finally:
+            call.cancel()
+
+    client._call_utility_async = call_utility
+
+
 VLLM = (
+    Workaround(
+        module="vllm.v1.engine.core_client",
+        install=_fail_calls_of_dead_engines,
+        mends="a call to the engine (sleep, wake_up, collective_rpc) that is under way when the engine's process is "
+        "killed is never answered, so whoever lends or takes back a slice waits for ever (0.24 and 0.27)",
+        until="MPClient fails its pending utility calls when its monitor finds the engine dead",
+    ),
     Workaround(
         module="vllm.v1.structured_output",
         install=f"{_ROOM}.vllm.vllm_grammar:install",

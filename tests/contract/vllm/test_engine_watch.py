@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import select
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from seamless_verl.verl_adapter.workarounds import VLLM, install
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,3 +52,61 @@ def test_a_killed_server_takes_its_engine_processes_with_it(name: str) -> None:
     os.close(engine)
     server.stdout.close()
     assert ended, "the engine process outlives its server, and keeps its memory"
+
+
+def _client_of_a_silent_engine(kind: Any) -> Any:
+    """vLLM's client without a socket behind it: what it sends is never answered."""
+
+    client = object.__new__(kind)
+    client.sent = asyncio.Event()
+
+    async def send(*_: Any) -> None:
+        client.sent.set()
+
+    client.resources = SimpleNamespace(engine_dead=False)
+    client.utility_results, client.client_index = {}, 0
+    client.encoder = SimpleNamespace(encode=lambda call: [])
+    client._send_input_message, client._ensure_output_queue_task = send, lambda: None
+    client.core_engine = b"engine"
+    return client
+
+
+async def _call_and_kill(kind: Any) -> Any:
+    client = _client_of_a_silent_engine(kind)
+    call = asyncio.ensure_future(client.call_utility_async("sleep", 1))
+    await client.sent.wait()
+    client.resources.engine_dead = True  # as vLLM's monitor marks it
+    return await asyncio.wait_for(call, 5)
+
+
+async def test_a_call_that_is_under_way_when_its_engine_dies_ends() -> None:
+    core_client = importlib.import_module("vllm.v1.engine.core_client")
+    install(VLLM)
+    with pytest.raises(core_client.EngineDeadError):
+        await _call_and_kill(core_client.AsyncMPClient)
+
+
+async def test_vllm_leaves_such_a_call_waiting_for_ever() -> None:
+    """When this fails, vLLM ends it, and the workaround can go."""
+    core_client = importlib.import_module("vllm.v1.engine.core_client")
+    stock = core_client.AsyncMPClient._call_utility_async
+    stock = getattr(stock, "__wrapped__", stock)
+    with pytest.raises(asyncio.TimeoutError):
+        await _call_and_kill(type("Stock", (core_client.AsyncMPClient,), {"_call_utility_async": stock}))
+
+
+async def test_a_call_that_is_answered_or_fails_is_passed_on() -> None:
+    core_client = importlib.import_module("vllm.v1.engine.core_client")
+    install(VLLM)
+    for outcome in (7, RuntimeError("no room")):
+        client = _client_of_a_silent_engine(core_client.AsyncMPClient)
+        call = asyncio.ensure_future(client.call_utility_async("wake_up"))
+        await client.sent.wait()
+        (answer,) = client.utility_results.values()
+        if isinstance(outcome, int):
+            answer.set_result(outcome)
+            assert await call == outcome
+        else:
+            answer.set_exception(outcome)
+            with pytest.raises(RuntimeError, match="no room"):
+                await call
