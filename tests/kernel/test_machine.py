@@ -1,11 +1,11 @@
-"""A journal lies on the node's own disk, wherever the run folder is."""
+"""Devices are counted by their files; a journal lies on the node's own disk, wherever the run folder is."""
 
 import tempfile
 
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.machine import journal_folder, shared_file_system, told_of_journal
+from seamless_verl.machine import count_accelerators, journal_folder, shared_file_system, told_of_journal
 
 
 @pytest.fixture
@@ -72,3 +72,14 @@ def test_where_no_disk_is_found_people_must_name_one(tmp_path, mounts, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "on cifs"))
     with pytest.raises(ConfigError, match=r"seamless\.proxy\.journal_dir=None.*are shared \(cifs\)"):
         told_of_journal(None, tmp_path / "on nfs4", mounts)
+
+
+def test_accelerators_are_counted_by_their_device_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "davinci_manager"):
+        (tmp_path / name).touch()
+    assert count_accelerators(tmp_path) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert count_accelerators(tmp_path) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_accelerators(tmp_path) == 0
