@@ -10,6 +10,8 @@ import pytest
 from seamless_verl.errors import ConfigError, MachineError
 from tests.kernel.run.test_preflight import check, config
 
+NO_CLASS = 7
+
 
 def test_a_reward_function_that_its_file_does_not_define_is_refused_without_running_the_file(tmp_path):
     file = tmp_path / "reward.py"
