@@ -1,4 +1,4 @@
-"""What the trainer's side asks of an agent runner, and what it gets back.
+"""The interface between the trainer's side and an agent runner.
 
 A runner is created once per rollout worker process and runs many jobs at the same time. The agent it starts lives
 outside that process and is handed a base URL and an API key; how the work is graded is the runner's business, not

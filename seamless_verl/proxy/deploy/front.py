@@ -1,4 +1,4 @@
-"""One door in front of several shards: opens sessions, knows who has which, and passes on what came to it.
+"""One address in front of several shards: opens sessions, knows which shard has which, and forwards requests.
 
 ::
 
@@ -158,12 +158,12 @@ class Front:
 
 
 async def _once(body: bytes) -> AsyncIterator[bytes]:
-    """A body that is let go of when it has been sent; httpx keeps one that it is given until the answer has ended."""
+    """A body that is freed once it has been sent; httpx would keep it until the answer has ended."""
     yield body
 
 
 async def _while_client_waits(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
-    """The head of a shard's answer. Cancelling cuts the connection, which is how the shard learns that nobody waits.
+    """The head of a shard's answer. Cancelling closes the connection, which tells the shard that nobody waits.
 
     Raises:
         ClientGone: the client left before there was one.

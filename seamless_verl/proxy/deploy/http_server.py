@@ -1,4 +1,4 @@
-"""Serve an app inside a running event loop, e.g. that of a Ray actor.
+"""Serves an app inside a running event loop, for example that of a Ray actor.
 
 The socket is bound before anything starts, so that the port is known at once and a taken one is a clear error.
 """
@@ -46,7 +46,7 @@ def search_garbage_rarely() -> None:
 
 
 class _Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Hangs up on who connects and does not finish the head of a request; uvicorn waits for that for ever.
+    """Closes connections whose client does not finish the head of a request; uvicorn would wait for ever.
 
     Bodies have a limit of their own (:class:`~seamless_verl.proxy.limits.Limits`), idle connections have uvicorn's.
     """
@@ -188,7 +188,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def is_wide(host: str) -> bool:
-    """True for the address that stands for all of a machine's."""
+    """Whether an address means all addresses of a machine (0.0.0.0, ::)."""
     return host in ("0.0.0.0", "::")
 
 
@@ -209,7 +209,7 @@ def _bind(host: str, port: int, keys: tuple[str, str] = ("--host", "--port")) ->
 
 
 def free_port_after(host: str, port: int, offset: int, taken: Iterable[int]) -> int:
-    """A port for a neighbour of the server on ``port``: ``port + offset`` where that is free, otherwise any."""
+    """A port for another server beside the one on ``port``: ``port + offset`` where that is free, otherwise any."""
     for wanted in (port + offset if port else 0, 0):
         if wanted in taken and wanted:
             continue

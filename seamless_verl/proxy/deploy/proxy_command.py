@@ -52,7 +52,7 @@ def add_arguments(
     ray_launcher: Callable[[StandaloneConfig, str], Launcher],
     vllm_parser: Callable[[str | None, str | None], ParserOf],
 ) -> None:
-    """Teach a parser this command.
+    """Add the options of this command to a parser.
 
     Args:
         ray_launcher: starts shards on the Ray cluster with this address; only the composition root may know Ray.

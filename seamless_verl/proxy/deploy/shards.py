@@ -50,7 +50,7 @@ class RunningShard(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Let it finish what is under way and end."""
+        """Finish requests under way, then end."""
         ...
 
 
@@ -121,7 +121,7 @@ class Shards:
         return shard
 
     async def stop(self) -> None:
-        """Let every shard finish what is under way."""
+        """Stop every shard after its requests under way."""
         self._stopping.set()
         await asyncio.gather(*(shard.stop() for shard in self._running.values()), return_exceptions=True)
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)

@@ -92,7 +92,7 @@ class StandaloneConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What is said once requests are taken.
+    """What is printed once the proxy takes requests.
 
     Attributes:
         found: sessions that an earlier process left.
@@ -191,7 +191,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
 
 
 async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits) -> tuple[ImageReader | None, str]:
-    """Who reads pictures; nobody where the model takes none, or else where the server cannot, and why."""
+    """The reader of pictures; None where the model takes none or the server cannot read them, with the reason."""
     if placeholder is None:
         return None, ""
     try:
@@ -271,7 +271,7 @@ def _lock(folder: Path) -> None:
 
 
 def read_key(option: str, file: Path, *, make: bool) -> str:
-    """A key from a file; with ``make``, a new one (mode 0600) where there is no file yet.
+    """Reads a key from a file; with ``make``, creates one (mode 0600) where there is no file yet.
 
     Raises:
         ConfigError: the file cannot be read, or holds no key.

@@ -57,7 +57,7 @@ class _Ask(msgspec.Struct, array_like=True):
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """How a request ended: with a generation, or with one of the three stories."""
+    """How a request ended: with a generation, or with one of three kinds of error."""
 
     number: int
     generation: Generation | None = None
@@ -79,7 +79,7 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 
 
 class EngineHost:
-    """The owner's side: hands its listening socket to whoever connects, then generates for them.
+    """The owner's side: passes its listening socket to each proxy that connects, then generates for it.
 
     Args:
         engine: streams nothing to the proxy, which sees answers as a whole.
@@ -108,7 +108,7 @@ class EngineHost:
         self._keep(self._accepting)
 
     def check(self) -> None:
-        """Raise when connections are taken no more, so that a proxy that dies could not come back."""
+        """Raise when no connection is accepted any more, so that a proxy that died could not be restarted."""
         if self._accepting is not None and self._accepting.done():
             story = "the engine's owner takes connections of its proxy no more"
             raise SeamlessError(story) from (None if self._accepting.cancelled() else self._accepting.exception())

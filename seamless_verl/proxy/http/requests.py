@@ -24,7 +24,7 @@ _NUM_ALWAYS = 8  # requests that a session may have here, however few answers it
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has gone."""
 
 
 class SamplingBody(BaseModel):
@@ -192,6 +192,6 @@ def retry_count_of(request: Request) -> int | None:
 
 
 async def client_left(request: Request) -> None:
-    """Returns when the client is gone; the body has been read, so anything else is noise."""
+    """Returns when the client has gone. The body has been read, so other messages are ignored."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""From a session that ends to rows that somebody else holds.
+"""Ends sessions: audits their rows, hands them over, and forgets the session once they have arrived.
 
 ::
 

@@ -73,7 +73,7 @@ class SessionStore:
         self._by_key[session.key_digest] = session
 
     def bury(self, session_id: str, digest: bytes) -> None:
-        """Remember of a session, perhaps of an earlier process, that it is gone."""
+        """Note that a session, perhaps of an earlier process, no longer exists."""
         self._gone[digest] = session_id
         self._gone_ids.add(session_id)
         while len(self._gone) > NUM_TOMBSTONES:

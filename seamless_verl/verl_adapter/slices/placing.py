@@ -1,4 +1,4 @@
-"""GPUs of the trainer and of the standalone replicas, all of them reserved before anything is loaded.
+"""Reserves the GPUs of the trainer and of the standalone replicas before anything is loaded.
 
     pools, replicas ─► plan (`scheduling.placement`) ─► groups of the trainer ─► groups of the replicas
                          ▲ not yet: somebody else holds GPUs       └─ ready, or a time-out that names nodes

@@ -1,4 +1,4 @@
-"""Hands events to the scheduler and does what it says; completions go back in until nothing is left to do."""
+"""Hands events to the scheduler and carries out its commands; their completions are the next events."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class SliceDriver:
                     failed.append(self._failed(slice_id, reason))
 
     def _failures(self, slices: dict[SliceId, int], error: RayError | TransferBroken) -> list[ev.SliceFailed]:
-        """Whose fault was it? If nobody is found dead, all of them are taken out: their state is not known."""
+        """Which replicas made a command fail. If none is found dead, all count as failed: their state is unknown."""
         dead = self._replicas.dead(slices) or dict.fromkeys(slices, f"{type(error).__name__}: {error}")
         return [self._failed(slice_id, dead.get(slice_id, "its switch was cut short")) for slice_id in slices]
 

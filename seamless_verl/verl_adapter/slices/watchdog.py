@@ -1,4 +1,4 @@
-"""Notices that an actor of the run has died while the trainer waits for something that can no longer come.
+"""Notices that an actor of the run has died while the trainer waits, and ends the wait with its name.
 
 verl 0.9.1 waits without a limit for rows; an engine that dies meanwhile leaves it waiting for ever. The watchdog ends
 the wait, and with it the run, with the name of what died. Often a call that was under way or the groups that fail
@@ -55,7 +55,7 @@ class Watchdog:
         self._stop.set()
 
     def cause_of(self, error: BaseException) -> str | None:
-        """Which actor's death ended the run with ``error``, in a line; None if all live, or the user ended it.
+        """The dead actor behind ``error``, in a line; None if all live or the user ended the run.
 
         Whoever has not said so by itself is asked once more, which takes up to three seconds.
         """

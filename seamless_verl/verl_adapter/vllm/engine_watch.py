@@ -1,4 +1,4 @@
-"""vLLM's engine processes end with their server, also with one that is killed: what they hold of a GPU comes back.
+"""vLLM's engine processes end with their server, also when it is killed, so that their GPU memory is freed.
 
 vLLM's engine core waits for requests on a socket and does not notice that nobody can send any (0.24 and 0.27; its own
 workers notice when the core is gone). Remove when it does.
@@ -19,7 +19,7 @@ _POLL_S = 1.0
 
 
 def end_with_server() -> None:
-    """In a server's process: its engine's processes are told of it. In theirs: a thread ends them when it is gone."""
+    """In a server's process: tell its engine's processes its id. In theirs: a thread ends them when it has ended."""
     if not multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
         os.environ[SERVER] = str(os.getpid())
     elif SERVER in os.environ:
