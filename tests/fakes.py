@@ -329,7 +329,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """Start a proxy, stop it at the end; ``options`` go to :class:`ProxyDeps`. ``sees``: the model takes pictures."""
     if sees:
-        from seamless_verl.proxy.text.vision import ProcessorReader
+        from seamless_verl.proxy.text.pictures import ProcessorReader
         from tests.pictures import small_processor
 
         options["images"] = ProcessorReader(small_processor(), {}, max_pixels=1_000_000)

@@ -67,7 +67,7 @@ async def grammar(stage: Stage) -> list[Record]:
 
 
 async def pictures(stage: Stage, tolerance: float) -> list[Record]:
-    from seamless_verl.proxy.text.vision import open_image
+    from seamless_verl.proxy.text.pictures import open_image
     from tests.pictures import picture
 
     shown = [{"image_data": [open_image(picture((60 * n, 90, 200 - 40 * n)))]} for n in range(_PICTURES)]

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("torchvision", reason="needs torchvision, see the head of this file")
 
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.proxy.text.vision import open_image
+from seamless_verl.proxy.text.pictures import open_image
 from tests.fakes import small_tokenizer
 from tests.pictures import PLACEHOLDERS, VISION_CHATML, VISION_TOKENS, save_model
 from tests.standalone import Standalone

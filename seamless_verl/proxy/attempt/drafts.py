@@ -11,7 +11,8 @@ from seamless_verl.proxy.calls import ApiError, Token
 from seamless_verl.proxy.engine import Generation, TokenChunk
 from seamless_verl.proxy.session.flights import Progress
 from seamless_verl.proxy.text.chat_template import Codec
-from seamless_verl.proxy.text.settling import Settler, StopCutter, TextDecoder
+from seamless_verl.proxy.text.parsing import Settler, StopCutter
+from seamless_verl.proxy.text.tokenizer import TextDecoder
 from seamless_verl.trajectory.messages import Message
 
 

@@ -30,12 +30,12 @@ from seamless_verl.proxy.engines.vllm_wire import (
     BadAnswer,
     Completion,
     EventReader,
+    PromptTexts,
     Read,
     TokensAnswer,
     read_answer,
 )
 from seamless_verl.proxy.text.pictures import BadImage, ImageReader
-from seamless_verl.proxy.text.prompt_texts import PromptTexts
 from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, Decode
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}

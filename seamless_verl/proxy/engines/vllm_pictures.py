@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
 import msgspec
+from cachetools import LRUCache
 
 from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable
 from seamless_verl.proxy.engines.http_pool import HttpFailed, HttpPool
-from seamless_verl.proxy.text.pictures import BadImage
-from seamless_verl.proxy.text.vision import open_image
+from seamless_verl.proxy.text.pictures import BadImage, open_image
 from seamless_verl.trajectory.tokens import TokenPath
 
 RENDER_ROUTE = "/v1/chat/completions/render"
@@ -64,12 +64,14 @@ class _Seen:
     Attributes:
         prompt_ids: the server's own prompt of a chat that is this picture.
         data: JSON of its tensors, which only vLLM reads.
+        num_bytes: of the file and of ``data``.
     """
 
     digest: str
     num_tokens: int
     prompt_ids: Sequence[int]
     data: msgspec.Raw
+    num_bytes: int
 
 
 class VllmPictures:
@@ -92,8 +94,7 @@ class VllmPictures:
         self._model = model
         self._max_pixels = max_pixels
         self._decoder = msgspec.json.Decoder(_Rendered)
-        self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
-        self._num_bytes = 0
+        self._seen: LRUCache[bytes, _Seen] = LRUCache(_MAX_BYTES, getsizeof=lambda seen: seen.num_bytes)
 
     async def read(self, data: bytes) -> Sequence[int]:
         """See :class:`~seamless_verl.proxy.text.pictures.ImageReader`."""
@@ -152,21 +153,12 @@ class VllmPictures:
         found = self._seen.get(data)
         if found is None:
             picture = await asyncio.to_thread(_pixels, data, self._max_pixels)
-            found = self._kept(data, await self._render(picture))
-        else:
-            self._seen.move_to_end(data)
+            found = await self._render(picture, len(data))
+            with contextlib.suppress(ValueError):  # this one alone is larger than all may be
+                self._seen[data] = found
         return found
 
-    def _kept(self, data: bytes, seen: _Seen) -> _Seen:
-        if data not in self._seen:  # two sessions may have asked for it at once
-            self._seen[data] = seen
-            self._num_bytes += len(data) + len(seen.data)
-            while self._num_bytes > _MAX_BYTES:
-                oldest, gone = self._seen.popitem(last=False)
-                self._num_bytes -= len(oldest) + len(gone.data)
-        return seen
-
-    async def _render(self, picture: bytes) -> _Seen:
+    async def _render(self, picture: bytes, file_bytes: int) -> _Seen:
         url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}]
         body = {"model": self._model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
@@ -186,9 +178,9 @@ class VllmPictures:
         except msgspec.MsgspecError as error:
             raise NoPictures(f"{RENDER_ROUTE} answers no token ids ({error}); {NEEDS}") from error
         self.defaults = {name: value for name, value in rendered.sampling_params.items() if name in _DEFAULTS}
-        return self._read(rendered)
+        return self._read(rendered, file_bytes)
 
-    def _read(self, rendered: _Rendered) -> _Seen:
+    def _read(self, rendered: _Rendered, file_bytes: int) -> _Seen:
         features = rendered.features
         if features is None or features.kwargs_data is None:
             raise NoPictures(f"{RENDER_ROUTE} answers no tensors of a picture; {NEEDS}")
@@ -203,7 +195,11 @@ class VllmPictures:
             story = f"this model's pictures are not a run of its image token {self.placeholder} alone"
             raise NoPictures(f"{story}, and vLLM's {RENDER_ROUTE} tells no finer places")
         return _Seen(
-            digest=digest, num_tokens=place.length, prompt_ids=array("i", rendered.token_ids), data=data.copy()
+            digest=digest,
+            num_tokens=place.length,
+            prompt_ids=array("i", rendered.token_ids),
+            data=data.copy(),
+            num_bytes=file_bytes + len(data),
         )
 
 

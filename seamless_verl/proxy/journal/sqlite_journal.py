@@ -1,10 +1,12 @@
-"""A journal in one SQLite file (write-ahead log), written by one thread in groups.
+"""A journal in one SQLite file (write-ahead log), written by one thread in groups; how a turn is written down.
 
 Whatever is waiting when the thread comes back from the disk goes into its next transaction, so that the cost of a
 commit is shared by all turns that arrived meanwhile. Forgetting a session frees its pages for later ones.
 
 Survives the death of the process at any instant (``synchronous=NORMAL``); ``durable=True`` also survives the loss of
 power, at the price of an fsync per group.
+
+Invariant: ``unpack(pack(turn)) == turn``; a changed byte is a :class:`Damaged`, never another turn.
 """
 
 from __future__ import annotations
@@ -13,22 +15,31 @@ import asyncio
 import json
 import sqlite3
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import msgspec
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.journal.journal_format import VERSION, Damaged, pack, unpack
 from seamless_verl.proxy.session.flights import Served
 from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
 from seamless_verl.proxy.text.pictures import StoredImage
+from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.segments import TurnRecord
 from seamless_verl.trajectory.tokens import pack_ids
 
+VERSION = 2  # of the bytes of a turn
+_CHECKSUM_BYTES = 8
+_ARRAYS: Mapping[str, Literal["i", "d"]] = {"context_ids": "i", "token_ids": "i", "log_probs": "d"}
+_Kind = TypeVar("_Kind", TurnRecord, LedgerEntry)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT, state TEXT, rewards TEXT) WITHOUT ROWID;
@@ -272,3 +283,58 @@ def _restore(session: Session, bodies: Sequence[bytes]) -> None:
 
 def _rewards(session: Session) -> str:
     return json.dumps([session.reward, session.rewards])
+
+
+class Damaged(Exception):
+    """Bytes that are not what was written."""
+
+
+_NAMES = {kind: tuple(spec.name for spec in fields(kind)) for kind in (TurnRecord, LedgerEntry)}
+
+
+def _shape(kind: type[TurnRecord] | type[LedgerEntry]) -> Any:
+    """A record as it is written: its values in the order of its fields, arrays as their bytes."""
+    hints = get_type_hints(kind, localns={"array": {int: bytes, float: bytes}})  # Python 3.11 has no array[int]
+    shape: Any = tuple[tuple(hints[name] for name in _NAMES[kind])]  # type: ignore[misc]
+    return shape
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, array):
+        return value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} in a turn")
+
+
+def _read(kind: type[_Kind], values: Sequence[Any]) -> _Kind:
+    named = dict(zip(_NAMES[kind], values, strict=True))
+    arrays = {name: array(code, named[name]) for name, code in _ARRAYS.items() if name in named}
+    return kind(**{**named, **arrays})
+
+
+_record_values = attrgetter(*_NAMES[TurnRecord])
+_entry_values = attrgetter(*_NAMES[LedgerEntry])
+_encoder = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+_shapes: Any = (_shape(TurnRecord), _shape(LedgerEntry), Served)
+_decoder = msgspec.msgpack.Decoder(tuple[_shapes])
+
+
+def pack(record: TurnRecord, entry: LedgerEntry, served: Served) -> bytes:
+    """A turn as it is written down: its record, its ledger entry and its answer, with a checksum."""
+    body: bytes = _encoder.encode((_record_values(record), _entry_values(entry), served))
+    return blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body
+
+
+def unpack(data: bytes) -> tuple[TurnRecord, LedgerEntry, Served]:
+    """A turn as it was.
+
+    Raises:
+        Damaged: the bytes changed since, or were written by another version of this program.
+    """
+    body = data[_CHECKSUM_BYTES:]
+    if blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != data[:_CHECKSUM_BYTES]:
+        raise Damaged(f"its checksum differs ({len(data)} bytes)")
+    try:
+        record, entry, served = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"it has another form: {error}") from error
+    return _read(TurnRecord, record), _read(LedgerEntry, entry), served

@@ -16,14 +16,16 @@ the system message into the last question only (Mistral v0.3) would otherwise ha
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from seamless_verl.proxy.text.settling import open_ids_of
-from seamless_verl.proxy.text.text_cache import TextCache
-from seamless_verl.proxy.text.word_cache import WordCache
+from cachetools import LRUCache
+
+from seamless_verl.proxy.text.tokenizer import WordCache, open_ids_of
 from seamless_verl.trajectory.matching import Extension, ExtensionRefused
 from seamless_verl.trajectory.messages import Image, Message, Role
 
@@ -62,6 +64,46 @@ class Codec(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text completion's prompt, with the special tokens that the tokenizer puts around a text."""
         ...
+
+
+_Key = TypeVar("_Key", bound="str | tuple[str, ...]")
+_Value = TypeVar("_Value")
+_ENTRY_BYTES = 200  # of an entry beside its texts
+
+
+class TextCache(Generic[_Key, _Value]):
+    """The most recently used results of a function of texts. Threads may share one.
+
+    Invariant: ``num_bytes``, of keys and values, is at most ``max_bytes``: how long a text is, its sender decides.
+
+    Args:
+        make: the function.
+        factor: how many times the memory of its texts a result takes, at most.
+        max_bytes: of all; a result with more than a quarter of it is not kept.
+    """
+
+    def __init__(self, make: Callable[[_Key], _Value], *, factor: int, max_bytes: int) -> None:
+        self._make = make
+        self._factor = factor
+        self._entries: LRUCache[_Key, tuple[_Value, int]] = LRUCache(max_bytes, getsizeof=lambda entry: entry[1])
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._entries.currsize)
+
+    def get(self, key: _Key) -> _Value:
+        with self._lock:
+            known = self._entries.get(key)
+        if known is not None:
+            return known[0]
+        value = self._make(key)
+        texts = (key,) if isinstance(key, str) else key
+        size = _ENTRY_BYTES + (1 + self._factor) * sum(map(sys.getsizeof, texts))
+        if size <= self._entries.maxsize // 4:
+            with self._lock:
+                self._entries[key] = (value, size)
+        return value
 
 
 class TokenizerRenderer:

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
-from seamless_verl.proxy.text.settling import Settler
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -155,3 +155,124 @@ def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str]:
     """Where the first of the stop strings begins and which it is; the text's length and "" for none."""
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     return min(found) if found else (len(text), "")
+
+
+class StopCutter:
+    """Lets text out up to the first stop string, and keeps back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._pending = ""
+        self._stopped = False
+
+    def feed(self, text: str) -> str:
+        if self._stopped:
+            return ""
+        pending = self._pending + text
+        ends = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
+        # A stop string that began earlier may still end; what it takes is then more.
+        keep = max((overlap(pending, stop) for stop in self._stops), default=0)
+        settled = min([len(pending) - keep, *ends])
+        self._stopped = bool(ends)
+        self._pending = pending[settled:]
+        return pending[:settled]
+
+
+class _Phase(Enum):
+    START = "start"
+    THINKING = "thinking"
+    AFTER = "after"
+    CONTENT = "content"
+    HELD = "held"
+
+
+class Settler:
+    """Which part of an unfinished answer is settled, whatever comes next: that part may be streamed.
+
+    ::
+
+        START ──opening tag──▶ THINKING ──closing tag──▶ AFTER ──▶ CONTENT ──tool call begins──▶ HELD
+          └──────────────anything else─────────────────────────────▶ │
+
+    Held back are: text that may become a tag, white space that the end may strip, and everything from the first tool
+    call on. Each character is looked at a bounded number of times.
+
+    Args:
+        think_tags: opening and closing tag of reasoning; None for none.
+        thinking: the prompt already opened the reasoning.
+        tool_marker: how a tool call begins; None when calls are just text; "" when nobody knows, so that no content
+            can be settled before the end.
+        plain_start: whether text without an opening tag is surely content.
+    """
+
+    def __init__(
+        self,
+        *,
+        think_tags: tuple[str, str] | None,
+        thinking: bool,
+        tool_marker: str | None,
+        plain_start: bool = True,
+    ) -> None:
+        self._opening, self._closing = think_tags or ("", "")
+        self._marker = tool_marker
+        self._pending = ""
+        self._otherwise = _Phase.CONTENT if plain_start else _Phase.HELD
+        self._phase = _Phase.START if think_tags is not None else self._otherwise
+        self._thinking = thinking
+        self._said_reasoning = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Reasoning and content that this text settles."""
+        self._pending += text
+        reasoning = ""
+        if self._phase is _Phase.START:
+            self._begin()
+        if self._phase is _Phase.THINKING:
+            reasoning = self._think()
+        if self._phase is _Phase.AFTER:
+            self._pending = self._pending.lstrip("\n")
+            if self._pending:
+                self._phase = _Phase.CONTENT
+        return reasoning, self._say() if self._phase is _Phase.CONTENT else ""
+
+    def _begin(self) -> None:
+        head = self._pending.lstrip()
+        if head.startswith(self._opening):
+            self._pending, self._phase = head[len(self._opening) :], _Phase.THINKING
+        elif not self._opening.startswith(head):
+            self._phase = _Phase.THINKING if self._thinking else self._otherwise
+
+    def _think(self) -> str:
+        head, found, tail = self._pending.partition(self._closing)
+        if found:
+            self._pending, self._phase = tail, _Phase.AFTER
+            settled = head.rstrip()
+        else:
+            settled = head[: len(head) - overlap(head, self._closing)].rstrip()
+            self._pending = head[len(settled) :]
+        if not self._said_reasoning:
+            settled = settled.lstrip()
+            self._said_reasoning = bool(settled)
+        return settled
+
+    def _say(self) -> str:
+        if self._marker is None:
+            settled, self._pending = self._pending, ""
+            return settled
+        if not self._marker:
+            return ""
+        head, found, _ = self._pending.partition(self._marker)
+        if found:
+            self._phase, self._pending = _Phase.HELD, ""
+            return head.rstrip()
+        settled = head[: len(head) - overlap(head, self._marker)].rstrip()
+        self._pending = head[len(settled) :]
+        return settled
+
+
+def overlap(text: str, tag: str) -> int:
+    """Length of the longest end of ``text`` that begins ``tag`` without being all of it."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0

@@ -1,18 +1,15 @@
-"""A tokenizer and its chat template from a model's folder, without transformers and torch.
+"""Text to token ids and back: a model's tokenizer, a table that makes it faster, a decoder for answers that grow.
 
-What :class:`~seamless_verl.proxy.text.chat_template.TokenizerRenderer` asks of a Hugging Face tokenizer, read from
-``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``. It opens in milliseconds where importing
-transformers takes seconds.
-
-Invariant: texts and ids equal those of ``transformers.AutoTokenizer`` on the same folder (held by a test).
+Invariant: texts and ids equal those of ``transformers.AutoTokenizer`` on the same folder (held by tests).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +31,20 @@ _FILES = (
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _VIDEO_TOKENS = ("video_token_id", "video_token_index")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# `tokenizers`' ByteLevel(use_regex=True): the expression of GPT-2.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_MAX_WORDS = 1 << 16
+_PIECES = ("a", "B", "7", " ", "\n", "\r", "\t", "'", "'s", "'LL", "_", "<", "://", "  ", "\n\n")
+_CORE = ("ab", " ", "\n", "'s", "12", "-")
+_UNDECODED = "�"  # what a decoder writes for bytes that are no character yet
+_MAX_UNDECODED = 64
 
 
 class FolderTokenizer:
-    """The tokenizer of one model folder; the attributes carry transformers' names.
+    """The tokenizer and chat template of one model folder; the attributes carry transformers' names.
+
+    Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``, without transformers and torch: it
+    opens in milliseconds where importing transformers takes seconds.
 
     Raises:
         ConfigError: the folder lacks a file, or one of them cannot be read.
@@ -209,3 +216,155 @@ def _environment() -> Any:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+class WordCache:
+    """Token ids of ASCII text from a table of words, several times faster than the tokenizer that fills it.
+
+    A byte-level BPE tokenizer cuts text into words by a regular expression and merges inside words only, so that the
+    ids of a text are those of its words in a row::
+
+        text ──special tokens──▶ stretches ──regular expression──▶ words ──table──▶ ids
+                                                                     └─ not in it: ask the tokenizer, keep the answer
+
+    Text that is not printable ASCII (where two engines of regular expressions could disagree), tokenizers of another
+    build, and any that fail a comparison on short texts are left to the tokenizer. Made by :meth:`of`. Threads may
+    share one: entries never change.
+    """
+
+    def __init__(self, backend: Tokenizer, words: Any, special: Any, special_ids: dict[str, int]) -> None:
+        self._backend = backend
+        self._find_words = words.findall
+        self._split = special.split if special is not None else lambda text: [text]
+        self._special_ids = special_ids
+        self._ids: dict[str, list[int]] = {}
+
+    @classmethod
+    def of(cls, backend: Tokenizer) -> WordCache | None:
+        """A table for this tokenizer; None where it cannot be the same."""
+        try:
+            import regex  # comes with transformers
+        except ImportError:
+            return None
+        expression = _expression_of(backend)
+        added = backend.get_added_tokens_decoder()
+        if expression is None or any(
+            token.lstrip or token.rstrip or token.single_word or token.normalized for token in added.values()
+        ):
+            return None
+        try:
+            words = regex.compile(expression)
+        except regex.error:
+            return None
+        if words.groups:
+            return None
+        names = {token.content: number for number, token in added.items()}
+        # The longest of several special tokens that begin at the same place wins, as in the tokenizer.
+        ordered = sorted(names, key=len, reverse=True)
+        special = regex.compile(f"({'|'.join(map(regex.escape, ordered))})") if names else None
+        cache = cls(backend, words, special, names)
+        return cache if cache._agrees(ordered[:2]) else None
+
+    def encode(self, text: str) -> list[int] | None:
+        """Ids without added special tokens; None when this text is the tokenizer's business."""
+        if not text.isascii():
+            return None
+        ids: list[int] = []
+        known = self._ids
+        for stretch in self._split(text):
+            special = self._special_ids.get(stretch)
+            if special is not None:
+                ids.append(special)
+                continue
+            words = self._find_words(stretch)
+            if len("".join(words)) != len(stretch):
+                return None
+            for word in words:
+                found = known.get(word)
+                if found is None:
+                    found = self._learn(word)
+                    if found is None:
+                        return None
+                ids += found
+        return ids
+
+    def _learn(self, word: str) -> list[int] | None:
+        if not all(letter.isprintable() or letter in "\n\r\t" for letter in word):
+            return None
+        if len(self._ids) >= _MAX_WORDS:
+            self._ids.clear()
+        ids: list[int] = self._backend.encode(word, add_special_tokens=False).ids
+        self._ids[word] = ids
+        return ids
+
+    def _agrees(self, special: Iterable[str]) -> bool:
+        pieces = (*_PIECES, *special)
+        texts = ["".join(parts) for parts in (*product(pieces, pieces), *product(_CORE, repeat=3))]
+        theirs = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return all(self.encode(text) == found.ids for text, found in zip(texts, theirs, strict=True))
+
+
+def _expression_of(backend: Tokenizer) -> str | None:
+    """How the tokenizer cuts text into words; None when that is not one regular expression before byte-level BPE."""
+    if type(backend.model).__name__ != "BPE" or getattr(backend.model, "dropout", None):
+        return None
+    if backend.truncation is not None or backend.padding is not None or backend.pre_tokenizer is None:
+        return None
+    # On ASCII, Unicode's composed form changes nothing.
+    if backend.normalizer is not None and type(backend.normalizer).__name__ != "NFC":
+        return None
+    cut: dict[str, Any] = json.loads(backend.pre_tokenizer.__getstate__())
+    if cut["type"] == "Sequence" and len(cut["pretokenizers"]) == 2:
+        split, last = cut["pretokenizers"]
+        is_plain = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
+        expression = split.get("pattern", {}).get("Regex") if is_plain else None
+        return expression if last["type"] == "ByteLevel" and not last["use_regex"] and _bare(last) else None
+    return _GPT2 if cut["type"] == "ByteLevel" and cut["use_regex"] and _bare(cut) else None
+
+
+def _bare(byte_level: dict[str, Any]) -> bool:
+    return not byte_level["add_prefix_space"]
+
+
+class TextDecoder:
+    """Token ids to text, as they come; only whole characters leave.
+
+    Decodes a window of the last few tokens, so that an answer costs linear time. Bytes that do not become a character
+    within a few tokens end the early decoding; the whole answer is decoded at its end anyway.
+
+    Args:
+        open_ids: tokens that may still change what stands before them (:func:`open_ids_of`).
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], open_ids: frozenset[int] = frozenset()) -> None:
+        self._decode = decode
+        self._open_ids = open_ids
+        self._ids: list[int] = []
+        self._start = self._read = self._num_undecoded = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens settle."""
+        self._ids.extend(token_ids)
+        if self._num_undecoded > _MAX_UNDECODED or (self._ids and self._ids[-1] in self._open_ids):
+            return ""
+        known = self._decode(self._ids[self._start : self._read])
+        text = self._decode(self._ids[self._start :])
+        if len(text) <= len(known) or text.endswith(_UNDECODED):
+            self._num_undecoded += len(token_ids)
+            return ""
+        # The window starts with what was read last: some decoders treat the first token of a text in a special way.
+        self._start, self._read, self._num_undecoded = self._read, len(self._ids), 0
+        return text[len(known) :]
+
+
+def open_ids_of(backend: Tokenizer, *, skips_special: bool) -> frozenset[int]:
+    """Single bytes of a vocabulary that falls back to them (``<0xE2>``: Llama 2, Mistral, Gemma); others have none.
+
+    Their decoder reads a run of bytes as a whole: one cut character makes each byte of the run a replacement character,
+    also those of whole characters before it. Special tokens that are not shown do not end a run.
+    """
+    named = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    singles = frozenset(token for token in named if token is not None)
+    if not singles or not skips_special:
+        return singles
+    return singles | {token for token, added in backend.get_added_tokens_decoder().items() if added.special}

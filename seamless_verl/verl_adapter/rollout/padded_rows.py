@@ -12,7 +12,7 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils.model import compute_position_id_with_mask
 
-from seamless_verl.proxy.text.vision import open_image
+from seamless_verl.proxy.text.pictures import open_image
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.text.parsing import AnswerParser, Asked, TagParser, is_writable, split_reasoning
-from seamless_verl.proxy.text.settling import Settler
+from seamless_verl.proxy.text.parsing import AnswerParser, Asked, Settler, TagParser, is_writable, split_reasoning
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
 # How vLLM's tool parsers call the text that a tool call begins with; a parser without any of them settles nothing.

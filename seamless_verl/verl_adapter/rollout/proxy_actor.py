@@ -25,8 +25,7 @@ from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser
-from seamless_verl.proxy.text.pictures import ImageReader
-from seamless_verl.proxy.text.vision import ProcessorReader
+from seamless_verl.proxy.text.pictures import ImageReader, ProcessorReader
 from seamless_verl.verl_adapter.rollout.parsers import make_parser
 
 _CALLS_PER_ATTEMPT = 4

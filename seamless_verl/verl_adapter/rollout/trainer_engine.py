@@ -18,7 +18,7 @@ from seamless_verl.proxy.engine import (
     GenerationRequest,
     VersionSpan,
 )
-from seamless_verl.proxy.text.vision import open_image
+from seamless_verl.proxy.text.pictures import open_image
 from seamless_verl.trajectory.generation import Decode
 
 

@@ -15,8 +15,8 @@ from seamless_verl.proxy.attempt.drafts import Draft
 from seamless_verl.proxy.engine import TokenChunk
 from seamless_verl.proxy.session.flights import Progress
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.proxy.text.parsing import Asked, TagParser, find_stop
-from seamless_verl.proxy.text.settling import StopCutter, TextDecoder
+from seamless_verl.proxy.text.parsing import Asked, StopCutter, TagParser, find_stop
+from seamless_verl.proxy.text.tokenizer import TextDecoder
 from seamless_verl.trajectory.messages import Message, Role
 from tests.fakes import scripted_generation, small_tokenizer
 

@@ -23,8 +23,8 @@ from seamless_verl.proxy.deploy.standalone import Ready, StandaloneConfig, serve
 from seamless_verl.proxy.engine import TokenChunk
 from seamless_verl.proxy.engines.vllm_wire import BadAnswer, EventReader, TokensAnswer, read_answer
 from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.text.pictures import open_image
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
-from seamless_verl.proxy.text.vision import open_image
 from tests.picture_server import DEFAULTS, PictureServer, model_folder
 from tests.pictures import picture, small_processor
 from tests.standalone import KEY, save_tokenizer

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from seamless_verl.proxy.text.word_cache import WordCache
+from seamless_verl.proxy.text.tokenizer import WordCache
 
 # The expressions that these model families publish in their tokenizer.json.
 EXPRESSIONS = {
