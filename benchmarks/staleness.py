@@ -112,6 +112,48 @@ class Outcome:
     retries: int
 
 
+@dataclass(slots=True)
+class _Rollout:
+    """As many rollout slots as the bound admits; a group takes ``lengths`` seconds. ``now``: virtual seconds."""
+
+    protocol: StalenessProtocol
+    lengths: Callable[[random.Random], float]
+    rng: random.Random
+    now: float = 0.0
+    attempts: int = 0
+    ends: list[tuple[float, int, str]] = field(default_factory=list)
+    alive: dict[str, int] = field(default_factory=dict)
+
+    def start(self, group: str) -> None:
+        self.alive[group] = self.attempts
+        heapq.heappush(self.ends, (self.now + self.lengths(self.rng), self.attempts, group))
+        self.attempts += 1
+
+    def admit(self, version: int) -> None:
+        while self.protocol.reserve(f"g{self.attempts}", version) is not None:
+            self.start(f"g{self.attempts}")
+
+    def retry(self, group: str, version: int) -> None:
+        self.protocol.abort(group)
+        self.protocol.reserve(group, version)
+        self.start(group)
+
+    def next_end(self) -> float:
+        """Let the next attempt end (one that a retry has replaced ends unseen); returns the seconds until then."""
+        then, attempt, group = heapq.heappop(self.ends)
+        waited, self.now = then - self.now, then
+        if self.alive.get(group) == attempt:
+            self.protocol.occupy(group)
+            del self.alive[group]
+        return waited
+
+    def go_on(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.ends and self.ends[0][0] <= until:
+            self.next_end()
+        self.now = until
+
+
 def simulate(
     *,
     eta: int,
@@ -123,57 +165,36 @@ def simulate(
     treatment: Treatment = Treatment.WAIT,
     train: float = 1.0,
 ) -> Outcome:
-    """One trainer and as many rollout slots as the bound admits; a group takes ``lengths`` seconds, a step ``train``.
+    """One trainer, whose step takes ``train`` seconds, and `_Rollout`.
 
     Lengths belong to the prompts, in order, so runs that differ in one switch see the same work.
     """
-    rng, protocol = random.Random(seed), StalenessProtocol(eta=eta, batch_size=batch, repair=repair)
+    protocol = StalenessProtocol(eta=eta, batch_size=batch, repair=repair)
+    rollout = _Rollout(protocol, lengths, random.Random(seed))
     policy = StuckPolicy(treatment=treatment, patience_s=train)
-    now = stuck = idle = 0.0
-    number = retries = 0
-    ends: list[tuple[float, int, str]] = []
-    alive: dict[str, int] = {}
+    stuck = idle = 0.0
+    retries = 0
     order: list[str] = []
     lags: Counter[int] = Counter()
-
-    def start(group: str) -> None:
-        nonlocal number
-        alive[group] = number
-        heapq.heappush(ends, (now + lengths(rng), number, group))
-        number += 1
-
     for version in range(steps):
-        while protocol.reserve(f"g{number}", version) is not None:
-            start(f"g{number}")
-        waiting_since = now
+        rollout.admit(version)
+        waiting_since = rollout.now
         while protocol.num_available < batch:
             blocked = bool(protocol.stuck())
-            commands = policy.treat(protocol, now - waiting_since) if blocked else []
-            for command in commands:
+            for command in policy.treat(protocol, rollout.now - waiting_since) if blocked else []:
                 if isinstance(command, Retry):
-                    protocol.abort(command.group)
-                    protocol.reserve(command.group, version)
-                    start(command.group)
+                    rollout.retry(command.group, version)
                     retries += 1
             if protocol.num_available >= batch:
                 break
-            then, attempt, group = heapq.heappop(ends)
-            stuck += (then - now) if blocked else 0.0
-            idle += then - now
-            now = then
-            if alive.get(group) == attempt:
-                protocol.occupy(group)
-                del alive[group]
+            waited = rollout.next_end()
+            stuck += waited if blocked else 0.0
+            idle += waited
         for entry in protocol.consume(batch).groups:
             order.append(entry.group)
             lags[entry.staleness] += 1
-        now += train
-        while ends and ends[0][0] <= now:
-            _, attempt, group = heapq.heappop(ends)
-            if alive.get(group) == attempt:
-                protocol.occupy(group)
-                del alive[group]
-    return Outcome(now, stuck, idle, order, lags, retries)
+        rollout.go_on(train)
+    return Outcome(rollout.now, stuck, idle, order, lags, retries)
 
 
 def skewed(rng: random.Random) -> float:
