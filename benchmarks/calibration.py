@@ -24,7 +24,9 @@ import numpy as np
 from benchmarks import parts
 from benchmarks.records import Record, arguments
 from benchmarks.runs import Figures, Runs, conclude
-from seamless_verl.simulation.published import MODES, SWITCHING, Fitted, Measured, attention_efficiencies, scenario
+from benchmarks.settings import KV_BYTES_PUBLISHED
+from seamless_verl.simulation.published import H20, MODES, SWITCHING, Fitted, Measured, scenario
+from seamless_verl.staleness.cost_model import PUBLISHED
 
 _BAR = 0.10
 _NAMES = ("decode factor", "training", "attention efficiency", "sigma")
@@ -64,6 +66,12 @@ class Simulated:
 
     def step_s(self, run: Measured, fitted: Fitted) -> float:
         return self.figures(run, fitted)["step_s"]
+
+
+def attention_efficiencies() -> dict[str, float]:
+    """Share of an H20's bandwidth that the published attention terms imply."""
+    sizes = KV_BYTES_PUBLISHED.items()
+    return {name: size / PUBLISHED[name].attention_per_token_s / H20.bandwidth for name, size in sizes}
 
 
 def fit(runs: Sequence[Measured], simulated: Simulated, *, sigma: float | None) -> Fitted:

@@ -22,7 +22,7 @@ from benchmarks.runs import Figures, Runs, conclude, figures
 from benchmarks.settings import cell
 from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import Slice, SliceId
-from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.replica import EnginePhysics, slower
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.scenario import Scenario
 
@@ -46,16 +46,7 @@ class _Static(Roofline):
 
 
 def _slowed(engine: EnginePhysics) -> EnginePhysics:
-    cost = engine.decode
-    slow = replace(
-        cost,
-        floor_s=cost.floor_s * _SLOWER,
-        base_s=cost.base_s * _SLOWER,
-        per_request_s=cost.per_request_s * _SLOWER,
-        attention_base_s=cost.attention_base_s * _SLOWER,
-        attention_per_token_s=cost.attention_per_token_s * _SLOWER,
-    )
-    return replace(engine, decode=slow)
+    return replace(engine, decode=slower(engine.decode, _SLOWER))
 
 
 def mixed(system: str, work: str, *, seed: int, steps: int) -> Scenario:

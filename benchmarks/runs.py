@@ -16,19 +16,18 @@ import seamless_verl
 from benchmarks.parts import Parts
 from benchmarks.records import Record, report
 from seamless_verl.simulation.regimes import Regime
-from seamless_verl.simulation.run import simulate
-from seamless_verl.simulation.scenario import Result, Scenario
+from seamless_verl.simulation.run import Result, simulate
+from seamless_verl.simulation.scenario import Scenario
 
 Figures = dict[str, float]
 _NOT_IN_A_RUN = {
-    "command",
     "fluid",
-    "intervals",
     "options",
     "outcome",
+    "recorded_run",
     "recorded_work",
-    "replay",
     "search",
+    "simulate_command",
 }  # what only reads or writes around one
 
 

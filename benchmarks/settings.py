@@ -1,15 +1,18 @@
-"""The settings that the simulator's benchmarks share: calibrated hardware, five workloads, clusters and splits."""
+"""The settings that the simulator's benchmarks share: calibrated hardware, five workloads, clusters and splits,
+and the ground of StaleFlow's evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from seamless_verl.simulation.loop import TrainPhysics
-from seamless_verl.simulation.published import CALIBRATED, COSTS, engine
+from seamless_verl.simulation.published import CALIBRATED, COSTS, H20, engine
 from seamless_verl.simulation.regimes import regime
-from seamless_verl.simulation.scenario import Noise, Pool, Scenario
+from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario, TrainPhysics
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Workload
+from seamless_verl.staleness.cost_model import PUBLISHED
 
 WORKLOADS: Mapping[str, Workload] = {
     "constant": Constant(answer=12_700),
@@ -45,3 +48,41 @@ def cell(system: str, work: str, gpus: int = 32, trainers: float = 0.5, **change
         "noise": Noise(slowdown=0.03),
     }
     return Scenario(**{**values, **changes})
+
+
+# Bytes of a cached token on one device, of the published cost models: layers x KV heads x 128, K and V, two bytes, over
+# the tensor-parallel devices.
+KV_BYTES_PUBLISHED = {
+    "7b-tp1": 28 * 4 * 128 * 4,
+    "14b-tp1": 48 * 8 * 128 * 4,
+    "32b-tp2": 64 * 8 * 128 * 4 / 2,
+    "30b-a3b-tp1": 48 * 4 * 128 * 4,
+}
+
+
+def staleflow_ground(workload: Workload, *, gpus: int = 32, trainers: float = 0.75) -> Scenario:
+    """StaleFlow's evaluation in small: Qwen2.5-14B, one H20 per slice, 16 answers per prompt, as many prompts as GPUs.
+
+    Published are the decode cost, the card, the sizes of batch and group and the limit of 20,000 tokens (which
+    ``workload`` has to keep). Assumed: 40 % of the peak in training and prefill, old log-probs computed anew, and the
+    share of the GPUs that train.
+    """
+    parameters, utilisation = 14.8e9, 0.4
+    physics = EnginePhysics(
+        decode=PUBLISHED["14b-tp1"],
+        prefill_s_per_token=2 * parameters / (utilisation * H20.flops),
+        kv_tokens=int((0.85 * H20.memory - 2 * parameters) / KV_BYTES_PUBLISHED["14b-tp1"]),
+    )
+    training = Pool(name="trainers", slices=round(gpus * trainers), gpus=1, trains=True, engine=physics)
+    return Scenario(
+        system="staleflow",
+        pools=(training, replace(training, name="rollouts", slices=gpus - training.slices, trains=False)),
+        workload=workload,
+        train=TrainPhysics(
+            gpu_s_per_token=6 * parameters / (utilisation * H20.flops), old_log_prob=1 / 3, update_s=2.0
+        ),
+        costs=COSTS,
+        batch=gpus,
+        mini_batch=gpus // 4,
+        attempts=16,
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seamless_verl.observe import flight
+from seamless_verl.observe.intervals import overlap, union
 from seamless_verl.observe.lanes import Lane
 from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.prefill_estimate import with_first_tokens
@@ -84,20 +85,15 @@ class RunDigest:
 
     def idle_with_agents(self, pool: str) -> float:
         """Share of the pool's idle time in which some attempt of an agent was under way; 0 if it never idled."""
-        union = _union(self.sessions.spans)
-        starts = [start for start, _ in union]
-        idle = with_agents = 0.0
-        for lane in self.lanes:
-            for stretch in lane.stretches if lane.pool == pool else ():
-                if stretch.category not in IDLE:
-                    continue
-                idle += stretch.stop - stretch.start
-                index = max(0, bisect_right(starts, stretch.start) - 1)
-                while index < len(union) and union[index][0] < stretch.stop:
-                    start, stop = union[index]
-                    with_agents += max(0.0, min(stop, stretch.stop) - max(start, stretch.start))
-                    index += 1
-        return with_agents / idle if idle else 0.0
+        busy = union(self.sessions.spans)
+        idle = [
+            (stretch.start, stretch.stop)
+            for lane in self.lanes
+            for stretch in (lane.stretches if lane.pool == pool else ())
+            if stretch.category in IDLE
+        ]
+        total = sum(stop - start for start, stop in idle)
+        return sum(overlap(busy, start, stop) for start, stop in idle) / total if total else 0.0
 
     def pools_in_steps(self) -> dict[str, dict[Category, float]]:
         """Device-seconds inside of training steps; validation and what lies between steps is left out."""
@@ -185,14 +181,3 @@ def _by_step(spans: Sequence[tuple[int, float, float]], lanes: Sequence[Lane]) -
         StepSpan(step=step, start=start, stop=stop, pools=pools)
         for (step, start, stop), pools in zip(spans, sums, strict=True)
     )
-
-
-def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint intervals in order of time that cover the same."""
-    union: list[tuple[float, float]] = []
-    for start, stop in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], stop))
-        else:
-            union.append((start, stop))
-    return union

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
@@ -20,27 +19,7 @@ from seamless_verl.scheduling.slices import Slice, SliceId, SliceState
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock, Signal
 from seamless_verl.simulation.fleet import Fleet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchCosts:
-    """Seconds of each transition of a slice.
-
-    Attributes:
-        wake: the trainer's state leaves the device, the engine wakes up, weights go in, the router learns of it.
-        drain: requests are interrupted, the engine sleeps, the trainer's state comes back.
-        load: a serving replica takes newer weights.
-        push: the trainer hands its weights to whoever distributes them (the gang is busy).
-        repair: from a failure to the return of the slice.
-        spread: relative standard deviation of the first three.
-    """
-
-    wake: float
-    drain: float
-    load: float
-    push: float
-    repair: float = 300.0
-    spread: float = 0.0
+from seamless_verl.simulation.scenario import SwitchCosts
 
 
 class Driver:

@@ -6,8 +6,8 @@ consumed, weights were published) and for groups to train on.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.simulation.agents import Group
@@ -16,36 +16,46 @@ from seamless_verl.staleness.protocol import EntryState, StalenessProtocol
 Draw = Callable[[int], Group]  # a new group for the given weight version
 
 
-class Feed(Protocol):
+class Feed(ABC):
     """``version`` is the newest one that replicas generate with."""
 
-    def step_begins(self, version: int) -> list[Group]: ...
+    def step_begins(self, version: int) -> list[Group]:
+        return []
 
-    def published(self, version: int) -> list[Group]: ...
+    def published(self, version: int) -> list[Group]:
+        return []
 
+    @abstractmethod
     def finish(self, group: Group) -> None: ...
 
+    @abstractmethod
     def take(self, count: int) -> tuple[list[Group], list[Group]]:
         """``count`` finished groups, and groups that are nobody's any more (to be stopped)."""
 
     def to_discard(self, version: int) -> list[Group]:
         """Groups that the system gives up for their age, running or finished."""
+        return []
 
     def awaited(self) -> frozenset[str]:
         """Unfinished groups that the batch being filled cannot do without."""
+        return frozenset()
 
     @property
-    def available(self) -> int: ...
+    def available(self) -> int:
+        """Finished groups that may be taken."""
+        return self.finished
 
     @property
+    @abstractmethod
     def finished(self) -> int:
         """Groups that are whole, whether they may be taken yet or not (verl's ``get_sampleable_count``)."""
 
     @property
+    @abstractmethod
     def in_flight(self) -> int: ...
 
 
-class _Counting:
+class _Counting(Feed):
     """What the published systems share: finished groups in the order of their prompts, a number on the way."""
 
     def __init__(self, draw: Draw, batch: int) -> None:
@@ -53,10 +63,6 @@ class _Counting:
         self.batch = batch
         self.running: dict[str, Group] = {}
         self.ready: list[Group] = []
-
-    @property
-    def available(self) -> int:
-        return len(self.ready)
 
     @property
     def finished(self) -> int:
@@ -71,12 +77,6 @@ class _Counting:
         self.running.update((group.name, group) for group in groups)
         return groups
 
-    def step_begins(self, version: int) -> list[Group]:
-        return []
-
-    def published(self, version: int) -> list[Group]:
-        return []
-
     def finish(self, group: Group) -> None:
         del self.running[group.name]
         self.ready.append(group)
@@ -85,12 +85,6 @@ class _Counting:
         self.ready.sort(key=lambda group: group.reserved)  # verl: ordered by the step of the prompt; stable
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken, []
-
-    def to_discard(self, version: int) -> list[Group]:
-        return []
-
-    def awaited(self) -> frozenset[str]:
-        return frozenset()
 
 
 class BatchPerStep(_Counting):
@@ -164,7 +158,7 @@ class Bucket(_Counting):
         return old + stale
 
 
-class Bounded:
+class Bounded(Feed):
     """Ours and StaleFlow's: the reserve / occupy / consume protocol, the object of the live run."""
 
     def __init__(self, draw: Draw, protocol: StalenessProtocol) -> None:
@@ -173,19 +167,12 @@ class Bounded:
         self._groups: dict[str, Group] = {}
 
     @property
-    def available(self) -> int:
-        return self.protocol.num_available
-
-    @property
     def finished(self) -> int:
         return self.protocol.num_available
 
     @property
     def in_flight(self) -> int:
         return sum(self.protocol.state_of(name) is EntryState.RESERVED for name in self._groups)
-
-    def step_begins(self, version: int) -> list[Group]:
-        return []
 
     def published(self, version: int) -> list[Group]:
         groups = []
@@ -204,9 +191,6 @@ class Bounded:
         consumption = self.protocol.consume(count)
         surplus = [self._groups.pop(name) for name in consumption.surplus]
         return [self._groups.pop(consumed.group) for consumed in consumption.groups], surplus
-
-    def to_discard(self, version: int) -> list[Group]:
-        return []
 
     def awaited(self) -> frozenset[str]:
         return frozenset(self.protocol.awaited())

@@ -116,11 +116,10 @@ def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
     bound = rules.bound(scenario.eta)
     scenario = scenario if bound is None else replace(scenario, eta=bound)
     work = sample(scenario)
-    gang = [pool for pool in scenario.pools if pool.trains]
-    standing = [pool for pool in scenario.pools if not pool.trains]
-    lendable = [pool for pool in gang if pool.rolls_out and (rules.lends or rules.colocated)]
-    everybody = lendable + standing
-    train_s = _train_s(scenario, gang, work)
+    standing = scenario.standing
+    lendable = [pool for pool in scenario.gang if pool.rolls_out and (rules.lends or rules.colocated)]
+    everybody = [*lendable, *standing]
+    train_s = _train_s(scenario, work)
     trajectories = scenario.batch * scenario.attempts
     in_flight = trajectories * (scenario.eta + 1)
     tokens = float(work.generated.mean()) * trajectories
@@ -138,8 +137,8 @@ def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
         return any(_fits(scenario, work, engine, window, step_s, ends) for window in windows)
 
     costs = scenario.costs
-    push_s = 0.0 if rules.stop_the_world or not standing else costs.push
-    mini = scenario.mini_batch if rules.streaming else scenario.batch
+    push_s = scenario.push_s(rules)
+    mini = rules.update(scenario.batch, scenario.mini_batch)
     trained = [
         (float(work.longest[ready - 1]), train_s * (scenario.batch - ready + mini) / scenario.batch + push_s)
         for ready in range(mini, scenario.batch + 1, mini)
@@ -257,7 +256,7 @@ def _step_s(engine: EnginePhysics, seated: Any, context: Any, work: WorkSample) 
     return step + seated * work.prefilled_share * engine.prefill_s_per_token
 
 
-def _rate(pools: list[Pool], in_flight: float, work: WorkSample) -> float:
+def _rate(pools: Sequence[Pool], in_flight: float, work: WorkSample) -> float:
     """Tokens per second with ``in_flight`` trajectories spread evenly; those that have seats decode."""
     slices = sum(pool.slices for pool in pools)
     if not slices:
@@ -269,8 +268,8 @@ def _rate(pools: list[Pool], in_flight: float, work: WorkSample) -> float:
     return found
 
 
-def _train_s(scenario: Scenario, gang: list[Pool], work: WorkSample) -> float:
-    gpus = sum(pool.slices * pool.gpus for pool in gang)
-    mini_batches = scenario.batch // scenario.mini_batch if regime(scenario.system).streaming else 1
+def _train_s(scenario: Scenario, work: WorkSample) -> float:
+    gpus = sum(pool.slices * pool.gpus for pool in scenario.gang)
+    mini_batches = scenario.batch // regime(scenario.system).update(scenario.batch, scenario.mini_batch)
     tokens = work.trained * scenario.batch * scenario.attempts
     return scenario.train.update_s * (mini_batches - 1) + scenario.train.seconds(round(tokens), gpus)

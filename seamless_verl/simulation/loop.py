@@ -22,48 +22,8 @@ from seamless_verl.simulation.clock import Clock, Process, Signal
 from seamless_verl.simulation.driver import Driver
 from seamless_verl.simulation.feeds import Feed
 from seamless_verl.simulation.fleet import Fleet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainPhysics:
-    """Training time by tokens.
-
-    Attributes:
-        gpu_s_per_token: GPU-seconds of forward and backward per trained token, prompts included.
-        old_log_prob: the extra forward pass, as a share of that; 0 where the rollout's log-probs are used.
-        update_s: seconds per mini-batch that do not depend on its tokens.
-        awaits_load: a recorded run whose trainer waited until every replica had loaded the weights (`LoopRules`).
-    """
-
-    gpu_s_per_token: float
-    old_log_prob: float = 0.0
-    update_s: float = 1.0
-    awaits_load: bool = False
-
-    def seconds(self, tokens: int, gpus: float) -> float:
-        return self.update_s + tokens * self.gpu_s_per_token * (1.0 + self.old_log_prob) / gpus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopRules:
-    """Attributes:
-    batch: groups per step.
-    mini_batch: groups that are trained as soon as they are there; equal to ``batch`` where a system waits for all.
-    release_when_starving: the gang is given back (and may be lent) when the next mini-batch is not there.
-    stop_the_world: all replicas load weights before the step ends.
-    awaits_load: the next step begins, and new groups are admitted, only when every replica has loaded the last one's
-        weights; the gang's slices are free meanwhile.
-    barrier: weights are published when the next batch is complete and nothing generates (one-step-off).
-    poll_s: the trainer looks for data only this often; 0: it is woken.
-    """
-
-    batch: int
-    mini_batch: int
-    release_when_starving: bool
-    stop_the_world: bool
-    awaits_load: bool
-    barrier: bool = False
-    poll_s: float = 0.0
+from seamless_verl.simulation.regimes import Regime
+from seamless_verl.simulation.scenario import Scenario
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,44 +43,37 @@ class StepRecord:
 
 class TrainLoop:
     """Args:
-    gang: slices that train together.
-    gang_gpus: their devices.
     lends_next: whether the gang is lent as soon as it is given back, known since the end of the step: the router is
         told before weights are published, and the next step begins when the gang is awake (verl's ``on_step_end``).
     """
 
     def __init__(
         self,
+        scenario: Scenario,
+        rules: Regime,
         clock: Clock,
         driver: Driver,
         fleet: Fleet,
         agents: Agents,
         feed: Feed,
-        physics: TrainPhysics,
-        rules: LoopRules,
         *,
-        gang: int,
-        gang_gpus: float,
-        steps: int,
-        push_s: float,
         on_step: Callable[[StepRecord], None],
         lends_next: Callable[[], bool],
         record: Callable[[flight.FlightEvent], None] | None,
     ) -> None:
         self.version = 0
         self.done = False
-        self.ready = Signal(clock)
+        self._ready = Signal(clock)
+        self._scenario = scenario
+        self._rules = rules
+        self._update = rules.update(scenario.batch, scenario.mini_batch)
+        self._push_s = scenario.push_s(rules)
+        self._awaits_load = rules.awaits_load or scenario.train.awaits_load
         self._clock = clock
         self._driver = driver
         self._fleet = fleet
         self._agents = agents
         self._feed = feed
-        self._physics = physics
-        self._rules = rules
-        self._gang = gang
-        self._gang_gpus = gang_gpus
-        self._steps = steps
-        self._push_s = push_s
         self._on_step = on_step
         self._lends_next = lends_next
         self._record_event = record
@@ -136,7 +89,7 @@ class TrainLoop:
     def group_finished(self, group: Group) -> None:
         self._feed.finish(group)
         self._tell_ready()
-        self.ready.fire()
+        self._ready.fire()
 
     def _tell_ready(self) -> None:
         ready = min(self._feed.available, self._missing)
@@ -148,19 +101,19 @@ class TrainLoop:
 
     def run(self) -> Process:
         self._admit(self._feed.published(0))
-        for step in range(1, self._steps + 1):
+        for step in range(1, self._scenario.steps + 1):
             began, self._step = self._clock.now, step
             self._say(flight.StepBegan(at=began, step=step))
             self._waited_s = self._starved_s = self._trained_s = 0.0
             self._waited_groups = self._starved_groups = 0
-            self._missing = self._rules.batch
+            self._missing = self._scenario.batch
             if not self._rules.barrier or step == 1:
                 self._admit(self._feed.step_begins(self.version))
             self._tell_ready()
             groups: list[Group] = []
             while self._missing:
                 yield from self._hold_gang()
-                batch = yield from self._next_batch(self._rules.batch if self._rules.barrier else None)
+                batch = yield from self._next_batch(self._scenario.batch if self._rules.barrier else None)
                 if self._rules.barrier:
                     yield from self._synchronize(step)
                 yield from self._train(batch)
@@ -174,13 +127,12 @@ class TrainLoop:
             return
         self._requests += 1
         name = f"train/{self._requests}"
-        mini = min(self._rules.mini_batch, self._missing)
+        mini = min(self._update, self._missing)
         asked, lending = self._clock.now, self._driver.lending()
         missing = max(0, mini - self._feed.finished)
+        gang = sum(pool.slices for pool in self._scenario.gang)
         self._driver.tell(
-            ev.AcquireRequested(
-                at=self._clock.now, request=name, tag=Tag.TRAIN, count=self._gang, minimum=mini, batch=self._missing
-            )
+            ev.AcquireRequested(at=asked, request=name, tag=Tag.TRAIN, count=gang, minimum=mini, batch=self._missing)
         )
         while self._driver.granted(name) is None:
             yield self._driver.changed
@@ -190,13 +142,13 @@ class TrainLoop:
         self._holding = name
 
     def _next_batch(self, wanted: int | None) -> Process:
-        mini = wanted or min(self._rules.mini_batch, self._missing)
+        mini = wanted or min(self._update, self._missing)
         waits_from = self._clock.now
         self._phase(Phase.WAIT_FOR_BATCH)
         if self._feed.available < mini:
             self._waited_groups += max(0, mini - self._feed.finished)
             while self._feed.available < mini:
-                yield self.ready
+                yield self._ready
         if self._rules.poll_s:
             waited = self._clock.now - waits_from
             yield math.ceil(waited / self._rules.poll_s) * self._rules.poll_s - waited
@@ -210,20 +162,21 @@ class TrainLoop:
         return taken
 
     def _train(self, batch: list[Group]) -> Process:
-        seconds = self._physics.seconds(sum(group.tokens for group in batch), self._gang_gpus)
+        gpus = sum(pool.slices * pool.gpus for pool in self._scenario.gang)
+        seconds = self._scenario.train.seconds(sum(group.tokens for group in batch), gpus)
         self._use_gang(Use.TRAIN)
         self._trained_s += seconds
         self._phase(Phase.UPDATE_ACTOR)
         yield seconds
         self._phase(Phase.UPDATE_ACTOR, ends=True)
         self._use_gang(Use.WAIT_DATA)
-        mini = min(self._rules.mini_batch, self._missing)
-        if self._missing and self._rules.release_when_starving and self._feed.available < mini:
+        mini = min(self._update, self._missing)
+        if self._missing and self._rules.releases and self._feed.available < mini:
             self._release()
 
     def _end_step(self, step: int) -> Process:
-        last = step == self._steps
-        self._missing = 0 if last else self._rules.batch
+        last = step == self._scenario.steps
+        self._missing = 0 if last else self._scenario.batch
         self._tell_ready()  # before the end of the step: what then decides must know what the next one finds
         self._driver.tell(ev.BatchOpened(at=self._clock.now, awaited=self._feed.awaited()))
         self._driver.tell(
@@ -243,7 +196,7 @@ class TrainLoop:
         self._release()
         while self._driver.waking(gang):
             yield self._driver.changed
-        if self._rules.awaits_load:
+        if self._awaits_load:
             while self._driver.loading():
                 yield self._driver.changed
             self._admit(self._feed.published(self.version))
@@ -252,7 +205,7 @@ class TrainLoop:
         """One-step-off: the batch is complete, so nothing generates; weights go over, then the next batch starts."""
         if step > 1:
             yield from self._publish(())
-        if step < self._steps:
+        if step < self._scenario.steps:
             self._admit(self._feed.step_begins(self.version))
 
     def _publish(self, joining: Sequence[str]) -> Process:
@@ -272,7 +225,7 @@ class TrainLoop:
             self._driver.tell(ev.WeightsPublished(at=self._clock.now, version=self.version))
         for group in self._feed.to_discard(self.version):
             self._agents.stop(group)
-        if not self._rules.awaits_load:
+        if not self._awaits_load:
             self._admit(self._feed.published(self.version))
         self._phase(Phase.SYNC_WEIGHTS, ends=True)
         self._use_gang(Use.WAIT_DATA)

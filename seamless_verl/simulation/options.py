@@ -12,10 +12,10 @@ import yaml
 
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Tag
-from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, engine, scenario
 from seamless_verl.simulation.regimes import LIVE_NAMES
-from seamless_verl.simulation.scenario import Noise, Pool, Scenario, divisor
+from seamless_verl.simulation.replica import slower
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, divisor
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
 
 PRESETS: Mapping[str, Callable[[], Scenario]] = {
@@ -133,7 +133,9 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         if not 0.001 <= factor <= 1000:
             raise ConfigError(key, text, "is no factor between 0.001 and 1000", f"write e.g. {key}=1.2")
         pools = changes.get("pools", base.pools)
-        changes["pools"] = tuple(replace(pool, engine=_slower(pool, factor)) for pool in pools)
+        changes["pools"] = tuple(
+            replace(pool, engine=replace(pool.engine, decode=slower(pool.engine.decode, factor))) for pool in pools
+        )
     elif key in KEYS:
         group, _, field = key.partition(".")
         before = changes.get(group, getattr(base, group))
@@ -259,8 +261,3 @@ def _check_figure(name: str, value: object, *, whole: bool) -> None:
             raise ValueError(f"{name}: {value} is no share, it must lie between 0 and 1")
     elif not 0 <= value < 1e12 or (value == 0 and name not in _MAY_BE_ZERO):
         raise ValueError(f"{name}: {value} must be positive")
-
-
-def _slower(pool: Pool, factor: float) -> Any:
-    cost = pool.engine.decode
-    return replace(pool.engine, decode=replace(cost, **{f.name: getattr(cost, f.name) * factor for f in fields(cost)}))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.fluid import best_limit
-from seamless_verl.simulation.scenario import Result, Scenario
+from seamless_verl.simulation.run import Result
+from seamless_verl.simulation.scenario import Scenario
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from seamless_verl.scheduling.slices import Hardware
-from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.replica import EnginePhysics
-from seamless_verl.simulation.scenario import Noise, Pool, Scenario
-from seamless_verl.simulation.workload import LogNormal, Workload
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics
+from seamless_verl.simulation.workload import LogNormal
 from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost
 
 
@@ -26,8 +24,8 @@ class Fitted:
         decode: factor on what a decode step takes however many requests it serves: reading the weights, launches,
             all-reduces, the inefficiency of many small experts.
         train_gpu_s_per_token: forward and backward.
-        attention: share of the memory bandwidth that attention reaches; the four published cost models imply 0.34 to
-            0.52 (`attention_efficiencies`).
+        attention: share of the memory bandwidth that attention reaches: the four published cost models imply 0.34 to
+            0.52.
         sigma: standard deviation of the logarithm of the lengths, before they are cut at the limit.
     """
 
@@ -132,7 +130,7 @@ SWITCHING = (
 # The published cost model is that of Qwen3-30B-A3B on one H20. Each of its terms is carried over to Qwen3.5-35B-A3B on
 # four H100 by what bounds it: weights, state and cache by bytes over bandwidth, the work per request by FLOPs.
 _TENSOR_PARALLEL = 4
-_H20 = Hardware(flops=148e12, bandwidth=4.0e12, memory=96e9)
+H20 = Hardware(flops=148e12, bandwidth=4.0e12, memory=96e9)
 _H100 = Hardware(flops=989e12, bandwidth=3.35e12, memory=80e9)
 _WEIGHTS, _WEIGHTS_PUBLISHED = 35e9 * 2, 30.5e9 * 2
 # 10 of 40 layers keep a cache: 2 heads of 256, K and V, two bytes.
@@ -144,22 +142,6 @@ _ACTIVE_PARAMETERS = 3e9
 _PREFILL_UTILISATION = 0.15  # of the peak; mixture of experts with tensor parallelism
 
 
-# Bytes of a cached token on one device, of the published cost models: layers x KV heads x 128, K and V, two bytes, over
-# the tensor-parallel devices.
-_KV_BYTES_PUBLISHED = {
-    "7b-tp1": 28 * 4 * 128 * 4,
-    "14b-tp1": 48 * 8 * 128 * 4,
-    "32b-tp2": 64 * 8 * 128 * 4 / 2,
-    "30b-a3b-tp1": 48 * 4 * 128 * 4,
-}
-
-
-def attention_efficiencies() -> dict[str, float]:
-    """Share of an H20's bandwidth that the published attention terms imply."""
-    sizes = _KV_BYTES_PUBLISHED.items()
-    return {name: size / PUBLISHED[name].attention_per_token_s / _H20.bandwidth for name, size in sizes}
-
-
 def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhysics:
     """So many H100 with vLLM and Qwen3.5-35B-A3B; at least two, since one has no room for the weights.
 
@@ -168,12 +150,12 @@ def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhy
     """
     published = PUBLISHED["30b-a3b-tp1"]
     bandwidth, flops = tensor_parallel * _H100.bandwidth, tensor_parallel * _H100.flops
-    reading = (_WEIGHTS / bandwidth) / (_WEIGHTS_PUBLISHED / _H20.bandwidth)
+    reading = (_WEIGHTS / bandwidth) / (_WEIGHTS_PUBLISHED / H20.bandwidth)
     fixed = (fitted.decode - 1.0) * reading * tensor_parallel / _TENSOR_PARALLEL
     weights = reading + fixed
     # Two KV heads on four devices: each device keeps one, so the cache is there twice.
     kv_bytes = _KV_BYTES * max(1.0, tensor_parallel / _KV_HEADS)
-    per_request = published.per_request_s * _H20.flops / flops + _STATE_BYTES / bandwidth
+    per_request = published.per_request_s * H20.flops / flops + _STATE_BYTES / bandwidth
     return EnginePhysics(
         decode=DecodeCost(
             floor_s=published.floor_s * weights,
@@ -215,32 +197,4 @@ def scenario(run: Measured, fitted: Fitted, *, steps: int = 40, seed: int = 0) -
         warm=min(5, steps // 4),
         seed=seed,
         noise=Noise(slowdown=0.03),
-    )
-
-
-def staleflow_ground(workload: Workload, *, gpus: int = 32, trainers: float = 0.75) -> Scenario:
-    """StaleFlow's evaluation in small: Qwen2.5-14B, one H20 per slice, 16 answers per prompt, as many prompts as GPUs.
-
-    Published are the decode cost, the card, the sizes of batch and group and the limit of 20,000 tokens (which
-    ``workload`` has to keep). Assumed: 40 % of the peak in training and prefill, old log-probs computed anew, and the
-    share of the GPUs that train.
-    """
-    parameters, utilisation = 14.8e9, 0.4
-    physics = EnginePhysics(
-        decode=PUBLISHED["14b-tp1"],
-        prefill_s_per_token=2 * parameters / (utilisation * _H20.flops),
-        kv_tokens=int((0.85 * _H20.memory - 2 * parameters) / _KV_BYTES_PUBLISHED["14b-tp1"]),
-    )
-    training = Pool(name="trainers", slices=round(gpus * trainers), gpus=1, trains=True, engine=physics)
-    return Scenario(
-        system="staleflow",
-        pools=(training, replace(training, name="rollouts", slices=gpus - training.slices, trains=False)),
-        workload=workload,
-        train=TrainPhysics(
-            gpu_s_per_token=6 * parameters / (utilisation * _H20.flops), old_log_prob=1 / 3, update_s=2.0
-        ),
-        costs=COSTS,
-        batch=gpus,
-        mini_batch=gpus // 4,
-        attempts=16,
     )

@@ -19,25 +19,23 @@ import yaml
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
+from seamless_verl.observe.intervals import Intervals, overlap, union
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.run_folder import CONFIG, load_recording
 from seamless_verl.scheduling.slices import Tag
-from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.intervals import Intervals, overlap, union
-from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.recorded_work import (
     Request,
     fit_decode,
+    fitted,
     requests_of,
     served,
     serving_of,
-    slower,
     spans_of,
     work_of,
 )
 from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, regime
 from seamless_verl.simulation.replica import EnginePhysics
-from seamless_verl.simulation.scenario import Pool, Scenario
+from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, TrainPhysics
 from seamless_verl.simulation.workload import Replay
 
 _TO_ROLLOUT, _TO_TRAIN = 1.5, 1.0  # a switch that was never seen, in loads of weights; as `published.COSTS`
@@ -253,7 +251,7 @@ def _pools(
     for name, members in pools.items():
         first = next(iter(members.values()))
         servers = {added.address or added.slice for added in members.values()}
-        own = slower(cost, [request for request in decoded if request.slice in servers])
+        own = fitted(cost, [request for request in decoded if request.slice in servers])
         engine = EnginePhysics(
             decode=own, prefill_s_per_token=0.0, kv_tokens=max(10**6, 64 * longest), max_running=max_running
         )

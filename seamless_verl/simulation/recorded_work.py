@@ -11,13 +11,14 @@ import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import SliceState
+from seamless_verl.observe.intervals import Intervals, overlap, union, within
 from seamless_verl.observe.recording import Recording
-from seamless_verl.simulation.intervals import Intervals, overlap, union, within
+from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.workload import Trajectory, Turn
 from seamless_verl.staleness.cost_model import DecodeCost, DecodeCostFit
 
@@ -250,13 +251,10 @@ def fit_decode(requests: Sequence[Served]) -> DecodeCost:
     return cost
 
 
-def slower(cost: DecodeCost, requests: Sequence[Served]) -> DecodeCost:
+def fitted(cost: DecodeCost, requests: Sequence[Served]) -> DecodeCost:
     """As much slower (or faster) as these requests were than the model says; the model where there are none."""
     predicted = sum(request.tokens * cost.step_s(request.beside, request.kv_tokens) for request in requests)
-    if not predicted:
-        return cost
-    factor = sum(request.seconds for request in requests) / predicted
-    return DecodeCost(**{field.name: factor * getattr(cost, field.name) for field in fields(DecodeCost)})
+    return slower(cost, sum(request.seconds for request in requests) / predicted) if predicted else cost
 
 
 def _admitted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from seamless_verl.errors import ConfigError, meant
@@ -21,8 +21,8 @@ def _eta(eta: int) -> int:
     return eta
 
 
-def _unbounded(eta: int) -> None:
-    return None
+def _none(eta: int) -> None:
+    """No bound on staleness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,128 +70,60 @@ class Regime:
         """Whether it admits by the reserve / occupy / consume protocol, which can be told how many batches."""
         return self.feed is _bounded
 
+    def update(self, batch: int, mini_batch: int) -> int:
+        """Groups that are trained as soon as they are there."""
+        return mini_batch if self.streaming else batch
+
 
 def _bounded(draw: Draw, batch: int, eta: int) -> Feed:
     return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch))
 
 
-def _colocated(batch: int, mini: int) -> Policy:
-    return Colocated()
+def _verl_gate(batch: int, mini_batch: int) -> Policy:
+    return VerlGate(batch=batch, mini_batch=mini_batch)
 
 
-def _disaggregated(batch: int, mini: int) -> Policy:
-    return Disaggregated()
+def _verl(*, warmup: bool = True, waits: bool = False) -> Callable[[Draw, int, int], Feed]:
+    """Admission of verl's modes: ``warmup``: eta batches in advance; ``waits``: for whatever is eta versions old."""
+
+    def feed(draw: Draw, batch: int, eta: int) -> Feed:
+        return BatchPerStep(draw, batch, warmup=eta if warmup else 0, oldest=eta + 1 if waits else None)
+
+    return feed
 
 
-def _greedy(batch: int, mini: int) -> Policy:
-    return Greedy()
-
-
-def _predictive(batch: int, mini: int) -> Policy:
-    return Predictive(PredictiveConfig(migration=True))
-
-
-def _gate(batch: int, mini: int) -> Policy:
-    return VerlGate(batch=batch, mini_batch=mini)
-
-
-_VERL_POLL_S = 2.0
+_APART = Regime(policy=lambda batch, mini_batch: Disaggregated(), feed=_bounded)
+_IN_TURN = Regime(colocated=True, policy=lambda batch, mini_batch: Colocated(), feed=_bounded)
+_VERL_SYNC = replace(_IN_TURN, feed=_verl(warmup=False), bound=lambda eta: 0, poll_s=2.0)
+_VERL_SEPARATE = replace(_APART, feed=_verl(), bound=_none, streaming=True, poll_s=2.0)
+_VERL_SWITCH = replace(_VERL_SEPARATE, lends=True, needs_standing=True, policy=_verl_gate)
+_OURS = replace(_APART, streaming=True, stop_the_world=False, awaits_load=True, oldest_first=True)
+_GREEDY = replace(_OURS, lends=True, policy=lambda batch, mini_batch: Greedy(), releases=True, rebalances=True)
 
 REGIMES: Mapping[str, Regime] = MappingProxyType(
     {
-        "verl_sync": Regime(
-            colocated=True,
-            bound=lambda eta: 0,
-            policy=_colocated,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=0),
-            poll_s=_VERL_POLL_S,
-        ),
-        "verl_colocate_async": Regime(
-            colocated=True,
-            bound=_unbounded,
-            policy=_colocated,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
-            poll_s=_VERL_POLL_S,
-        ),
-        "verl_colocate_async_wait": Regime(
-            colocated=True,
-            policy=_colocated,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
-            poll_s=_VERL_POLL_S,
-        ),
-        "verl_one_step_off": Regime(
-            bound=lambda eta: 1,
-            policy=_disaggregated,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=0),
-            barrier=True,
-        ),
-        "verl_separate_async": Regime(
-            bound=_unbounded,
-            policy=_disaggregated,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
-            streaming=True,
-            poll_s=_VERL_POLL_S,
-        ),
-        "verl_separate_async_wait": Regime(
-            policy=_disaggregated,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
-            streaming=True,
-            poll_s=_VERL_POLL_S,
-        ),
-        "verl_enable_switch_wait": Regime(
+        "verl_sync": _VERL_SYNC,
+        "verl_colocate_async": replace(_VERL_SYNC, feed=_verl(), bound=_none),
+        "verl_colocate_async_wait": replace(_VERL_SYNC, feed=_verl(waits=True), bound=_eta),
+        "verl_one_step_off": replace(_APART, feed=_verl(warmup=False), bound=lambda eta: 1, barrier=True),
+        "verl_separate_async": _VERL_SEPARATE,
+        "verl_separate_async_wait": replace(_VERL_SEPARATE, feed=_verl(waits=True), bound=_eta),
+        "verl_enable_switch_wait": replace(_VERL_SWITCH, feed=_verl(waits=True), bound=_eta),
+        "verl_enable_switch": _VERL_SWITCH,
+        "areal": replace(_APART, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta), bound=_none),
+        "roll": replace(_APART, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
+        "staleflow": replace(_APART, stop_the_world=False, router="marginal_gain"),
+        "seamlessflow": replace(
+            _APART,
             lends=True,
-            needs_standing=True,
-            policy=_gate,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta, oldest=eta + 1),
-            streaming=True,
-            poll_s=_VERL_POLL_S,
-        ),
-        "verl_enable_switch": Regime(
-            lends=True,
-            needs_standing=True,
-            bound=_unbounded,
-            policy=_gate,
-            feed=lambda draw, batch, eta: BatchPerStep(draw, batch, warmup=eta),
-            streaming=True,
-            poll_s=_VERL_POLL_S,
-        ),
-        "areal": Regime(
-            policy=_disaggregated, bound=_unbounded, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta)
-        ),
-        "roll": Regime(policy=_disaggregated, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
-        "staleflow": Regime(policy=_disaggregated, feed=_bounded, stop_the_world=False, router="marginal_gain"),
-        "seamlessflow": Regime(lends=True, policy=_greedy, feed=_bounded, stop_the_world=False, rebalances=True),
-        "greedy": Regime(
-            lends=True,
-            policy=_greedy,
-            feed=_bounded,
-            streaming=True,
-            releases=True,
+            policy=lambda batch, mini_batch: Greedy(),
             stop_the_world=False,
-            awaits_load=True,
             rebalances=True,
-            oldest_first=True,
         ),
-        "predictive": Regime(
-            lends=True,
-            policy=_predictive,
-            feed=_bounded,
-            streaming=True,
-            releases=True,
-            stop_the_world=False,
-            awaits_load=True,
-            rebalances=True,
-            oldest_first=True,
-        ),
-        "disaggregated": Regime(
-            policy=_disaggregated,
-            feed=_bounded,
-            streaming=True,
-            stop_the_world=False,
-            awaits_load=True,
-            oldest_first=True,
-        ),
-        "colocated": Regime(colocated=True, policy=_colocated, feed=_bounded, rebalances=True, oldest_first=True),
+        "greedy": _GREEDY,
+        "predictive": replace(_GREEDY, policy=lambda batch, mini_batch: Predictive(PredictiveConfig(migration=True))),
+        "disaggregated": _OURS,
+        "colocated": replace(_IN_TURN, rebalances=True, oldest_first=True),
     }
 )
 

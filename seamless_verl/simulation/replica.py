@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import sqrt
 
 from seamless_verl.simulation.books import Account, Use
@@ -38,6 +38,11 @@ class EnginePhysics:
     prefill_s_per_token: float
     kv_tokens: int
     max_running: int = 1024
+
+
+def slower(cost: DecodeCost, factor: float) -> DecodeCost:
+    """Every decode step takes ``factor`` times as long."""
+    return DecodeCost(**{spec.name: factor * getattr(cost, spec.name) for spec in fields(DecodeCost)})
 
 
 class Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe import flight
@@ -16,17 +16,49 @@ from seamless_verl.scheduling.policies.verl_gate import VerlGate
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, Tag
 from seamless_verl.simulation.agents import Agents, Attempt
-from seamless_verl.simulation.books import Account, ledger, snapshot
+from seamless_verl.simulation.books import Account, Ledger, ledger, snapshot
 from seamless_verl.simulation.clock import Clock, Process
 from seamless_verl.simulation.driver import Driver
 from seamless_verl.simulation.feeds import Bounded
 from seamless_verl.simulation.fleet import Fleet
-from seamless_verl.simulation.loop import LoopRules, StepRecord, TrainLoop
+from seamless_verl.simulation.loop import StepRecord, TrainLoop
 from seamless_verl.simulation.regimes import Regime, regime
 from seamless_verl.simulation.replica import Request
-from seamless_verl.simulation.scenario import Result, Scenario
+from seamless_verl.simulation.scenario import Scenario
 from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule, RoutingPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Figures of the steps after the warm ones. ``events``: callbacks of the whole run."""
+
+    scenario: Scenario
+    steps: tuple[StepRecord, ...]
+    books: Ledger
+    events: int
+    lends: int
+    preemptions: int
+    migrated: int
+    stalls: int
+
+    @property
+    def step_s(self) -> float:
+        return self.books.wall_s / len(self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens, prompts included, per second (as verl counts them)."""
+        return sum(step.tokens for step in self.steps) / self.books.wall_s
+
+    @property
+    def max_staleness(self) -> int:
+        return max(max(step.staleness) for step in self.steps)
+
+    @property
+    def mean_staleness(self) -> float:
+        values = [value for step in self.steps for value in step.staleness]
+        return sum(values) / len(values)
 
 
 class Simulation:
@@ -57,10 +89,9 @@ class Simulation:
         self._requests = 0
         rng = random.Random(scenario.seed)
         self._noise_rng = random.Random(rng.random())
-        self._mini_batch = scenario.mini_batch if rules.streaming else scenario.batch
         self.clock = Clock()
         self.fleet = self._make_fleet()
-        self._policy = rules.policy(scenario.batch, self._mini_batch)
+        self._policy = rules.policy(scenario.batch, rules.update(scenario.batch, scenario.mini_batch))
         self.scheduler = Scheduler(self._policy, _patience(scenario))
         recorded = RecordedScheduler(self.scheduler, record, policy=scenario.system) if record else self.scheduler
         self.driver = Driver(
@@ -104,29 +135,15 @@ class Simulation:
 
     def _make_loop(self) -> TrainLoop:
         scenario, rules = self._scenario, self._regime
-        gang = [pool for pool in scenario.pools if pool.trains]
-        standing = len(gang) < len(scenario.pools)  # else nobody waits for weights: slices take them when they wake
         gate = self._policy
         return TrainLoop(
+            scenario,
+            rules,
             self.clock,
             self.driver,
             self.fleet,
             self.agents,
             self.feed,
-            scenario.train,
-            LoopRules(
-                batch=scenario.batch,
-                mini_batch=self._mini_batch,
-                release_when_starving=rules.releases,
-                stop_the_world=rules.stop_the_world,
-                awaits_load=rules.awaits_load or scenario.train.awaits_load,
-                barrier=rules.barrier,
-                poll_s=rules.poll_s,
-            ),
-            gang=sum(pool.slices for pool in gang),
-            gang_gpus=sum(pool.slices * pool.gpus for pool in gang),
-            steps=scenario.steps,
-            push_s=0.0 if rules.stop_the_world or not standing else scenario.costs.push,
             on_step=self._step_ended,
             lends_next=lambda: isinstance(gate, VerlGate) and gate.lends_next,
             record=self._record,

@@ -1,4 +1,4 @@
-"""A cluster, its work and one system, as data; and what a run of it tells."""
+"""A cluster, its work and one system, as data: everything that a run depends on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 
 from seamless_verl.checked import check_bound
 from seamless_verl.errors import ConfigError
-from seamless_verl.simulation.books import Ledger
-from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.loop import StepRecord, TrainPhysics
-from seamless_verl.simulation.regimes import regime
+from seamless_verl.simulation.regimes import Regime, regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.workload import Workload
 
@@ -30,6 +27,47 @@ class Pool:
     trains: bool
     rolls_out: bool = True
     engine: EnginePhysics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPhysics:
+    """Training time by tokens.
+
+    Attributes:
+        gpu_s_per_token: GPU-seconds of forward and backward per trained token, prompts included.
+        old_log_prob: the extra forward pass, as a share of that; 0 where the rollout's log-probs are used.
+        update_s: seconds per mini-batch that do not depend on its tokens.
+        awaits_load: a recorded run whose trainer waited until every replica had loaded the weights (`Regime`).
+    """
+
+    gpu_s_per_token: float
+    old_log_prob: float = 0.0
+    update_s: float = 1.0
+    awaits_load: bool = False
+
+    def seconds(self, tokens: int, gpus: float) -> float:
+        return self.update_s + tokens * self.gpu_s_per_token * (1.0 + self.old_log_prob) / gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchCosts:
+    """Seconds of each transition of a slice.
+
+    Attributes:
+        wake: the trainer's state leaves the device, the engine wakes up, weights go in, the router learns of it.
+        drain: requests are interrupted, the engine sleeps, the trainer's state comes back.
+        load: a serving replica takes newer weights.
+        push: the trainer hands its weights to whoever distributes them (the gang is busy).
+        repair: from a failure to the return of the slice.
+        spread: relative standard deviation of the first three.
+    """
+
+    wake: float
+    drain: float
+    load: float
+    push: float
+    repair: float = 300.0
+    spread: float = 0.0
 
 
 def divisor(whole: int, wanted: int) -> int:
@@ -98,15 +136,14 @@ class Scenario:
     def _check_tags(self) -> None:
         rules, told = regime(self.system), ", ".join(pool.name for pool in self.pools)
         both = [pool for pool in self.pools if pool.trains and pool.rolls_out]
-        if not any(pool.trains for pool in self.pools):
+        if not self.gang:
             raise ConfigError("resources", told, "no pool can train", "write capabilities: [train, rollout] for one")
         if rules.colocated and len(both) < len(self.pools):
             fix = (
                 f"write resources=[{{name: all, nodes: 1, gpus_per_node: {self.gpus}, capabilities: [train, rollout]}}]"
             )
             raise ConfigError("scheduler.policy", self.system, "needs pools that all train and roll out", fix)
-        standing = any(not pool.trains for pool in self.pools)
-        if not standing and not (both and (rules.lends or rules.colocated) and not rules.needs_standing):
+        if not self.standing and not (both and (rules.lends or rules.colocated) and not rules.needs_standing):
             fix = "add a pool with capabilities: [rollout]"
             raise ConfigError("scheduler.policy", self.system, "needs slices that only generate", fix)
 
@@ -114,34 +151,16 @@ class Scenario:
     def gpus(self) -> int:
         return sum(pool.slices * pool.gpus for pool in self.pools)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Figures of the steps after the warm ones. ``events``: callbacks of the whole run."""
-
-    scenario: Scenario
-    steps: tuple[StepRecord, ...]
-    books: Ledger
-    events: int
-    lends: int
-    preemptions: int
-    migrated: int
-    stalls: int
+    @property
+    def gang(self) -> tuple[Pool, ...]:
+        """Pools that train."""
+        return tuple(pool for pool in self.pools if pool.trains)
 
     @property
-    def step_s(self) -> float:
-        return self.books.wall_s / len(self.steps)
+    def standing(self) -> tuple[Pool, ...]:
+        """Pools that only generate."""
+        return tuple(pool for pool in self.pools if not pool.trains)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Trained tokens, prompts included, per second (as verl counts them)."""
-        return sum(step.tokens for step in self.steps) / self.books.wall_s
-
-    @property
-    def max_staleness(self) -> int:
-        return max(max(step.staleness) for step in self.steps)
-
-    @property
-    def mean_staleness(self) -> float:
-        values = [value for step in self.steps for value in step.staleness]
-        return sum(values) / len(values)
+    def push_s(self, rules: Regime) -> float:
+        """Seconds in which the gang hands its weights over: where nobody stands by, slices take them when they wake."""
+        return 0.0 if rules.stop_the_world or not self.standing else self.costs.push

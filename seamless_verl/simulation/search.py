@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.options import alike, apply
 from seamless_verl.simulation.regimes import regime
-from seamless_verl.simulation.run import simulate
-from seamless_verl.simulation.scenario import Result, Scenario
+from seamless_verl.simulation.run import Result, simulate
+from seamless_verl.simulation.scenario import Scenario
 
 # What is least certain in a prediction, each moved by this factor.
 UNCERTAIN = {

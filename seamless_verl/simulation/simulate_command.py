@@ -28,8 +28,8 @@ from seamless_verl.simulation.options import KEYS, PRESETS, apply, preset
 from seamless_verl.simulation.outcome import LEGEND, Outcome, described, outcome, table, write_json, write_parquet
 from seamless_verl.simulation.recorded_run import from_run
 from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES
-from seamless_verl.simulation.run import Simulation
-from seamless_verl.simulation.scenario import Result, Scenario
+from seamless_verl.simulation.run import Result, Simulation
+from seamless_verl.simulation.scenario import Scenario
 from seamless_verl.simulation.search import UNCERTAIN, Sensitivity, candidates, rank, sensitivity
 from seamless_verl.simulation.workload import Replay
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from seamless_verl.simulation.driver import SwitchCosts
-from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics
-from seamless_verl.simulation.scenario import Pool, Scenario
+from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, TrainPhysics
 from seamless_verl.simulation.workload import LogNormal
 from seamless_verl.staleness.cost_model import DecodeCost
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.options import apply, preset
+from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.scenario import Pool
 from seamless_verl.simulation.search import candidates
-from seamless_verl.staleness.cost_model import DecodeCost
 from tests.kernel.simulation.build import scenario
 
 
 def _slower(pool: Pool, factor: float) -> Pool:
-    cost = pool.engine.decode
-    slow = DecodeCost(**{spec.name: factor * getattr(cost, spec.name) for spec in fields(cost)})
-    return replace(pool, engine=replace(pool.engine, decode=slow))
+    return replace(pool, engine=replace(pool.engine, decode=slower(pool.engine.decode, factor)))
 
 
 def test_the_order_of_assignments_does_not_matter() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,15 +13,13 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.observe import flight
 from seamless_verl.scheduling.policies.verl_gate import GateRule
 from seamless_verl.simulation.books import Use
-from seamless_verl.simulation.driver import SwitchCosts
 from seamless_verl.simulation.fluid import best_limit, fluid_limit
-from seamless_verl.simulation.loop import TrainPhysics
 from seamless_verl.simulation.published import CALIBRATED, COSTS
 from seamless_verl.simulation.published import engine as engine_of_four_h100
 from seamless_verl.simulation.regimes import REGIMES
-from seamless_verl.simulation.replica import EnginePhysics
+from seamless_verl.simulation.replica import EnginePhysics, slower
 from seamless_verl.simulation.run import Simulation, simulate
-from seamless_verl.simulation.scenario import Noise, Pool, Scenario
+from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics
 from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
 from seamless_verl.staleness.cost_model import DecodeCost
 from tests.kernel.simulation.build import ENGINE, scenario
@@ -107,11 +105,9 @@ def test_slow_trainers_are_lent_without_loss() -> None:
     def step_s(system: str) -> float:
         base = of_published_hardware(system, 2, 2, steps=8)
         trainers, rollouts = base.pools
-        decode = trainers.engine.decode
-        slow = DecodeCost(**{field.name: 4.0 * getattr(decode, field.name) for field in fields(decode)})
         half = replace(trainers, slices=trainers.slices // 2)
-        slower = replace(half, name="slow", engine=replace(trainers.engine, decode=slow))
-        return simulate(replace(base, pools=(slower, half, rollouts))).step_s
+        slow = replace(half, name="slow", engine=replace(trainers.engine, decode=slower(trainers.engine.decode, 4.0)))
+        return simulate(replace(base, pools=(slow, half, rollouts))).step_s
 
     assert step_s("predictive") <= 1.02 * step_s("disaggregated")
 

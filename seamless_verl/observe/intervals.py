@@ -1,7 +1,8 @@
-"""Stretches of time: what a recording's states and phases come to."""
+"""Sets of moments, as intervals: when a run was in some state or phase."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 Intervals = Sequence[tuple[float, float]]  # seconds, disjoint and ascending
@@ -13,7 +14,9 @@ def within(intervals: Intervals, at: float) -> bool:
 
 def overlap(intervals: Intervals, low: float, high: float) -> float:
     """Seconds that ``low`` to ``high`` shares with the intervals."""
-    return sum(max(0.0, min(high, end) - max(low, begin)) for begin, end in intervals)
+    first = max(0, bisect_right(intervals, low, key=lambda interval: interval[0]) - 1)
+    last = bisect_left(intervals, high, key=lambda interval: interval[0])
+    return sum(max(0.0, min(high, end) - max(low, begin)) for begin, end in intervals[first:last])
 
 
 def union(intervals: Sequence[tuple[float, float]]) -> Intervals:
