@@ -10,7 +10,6 @@ from typing import Any
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.intervals import overlap, union
-from seamless_verl.observe.lanes import Lane
 from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.prefill_estimate import with_first_tokens
 from seamless_verl.observe.recording import Recording
@@ -18,6 +17,22 @@ from seamless_verl.observe.tallies import DecisionRow, Requests, Rows, Sessions,
 from seamless_verl.observe.time_ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
 
 Seconds = Mapping[Category, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One slice.
+
+    Attributes:
+        stretches: in order of time, disjoint; gaps are times in which the slice did not exist.
+        load: ``(time, requests out on it from then on)``, in order of time.
+    """
+
+    slice: str
+    pool: str
+    devices: int
+    stretches: tuple[Stretch, ...]
+    load: tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from seamless_verl.memory.book import Ended, Entry, Held, MemoryBook
@@ -124,25 +124,3 @@ class MemoryLevels:
         if levels and levels[-1][0] == at:
             levels.pop()
         levels.append((at, parts))
-
-
-def thinned(
-    levels: Sequence[tuple[float, Mapping[Part, int]]], stop: float, most: int
-) -> list[tuple[float, Mapping[Part, int]]]:
-    """About ``most`` levels: of each stretch of time the fullest, and the one that it ends with."""
-    if len(levels) <= most:
-        return list(levels)
-    grain = 2 * (stop - levels[0][0]) / most
-    kept: list[tuple[float, Mapping[Part, int]]] = []
-    index = 0
-    while index < len(levels):
-        start, fullest = levels[index]
-        last = fullest
-        while index < len(levels) and levels[index][0] < start + grain:
-            last = levels[index][1]
-            fullest = max(fullest, last, key=lambda parts: sum(parts.values()))
-            index += 1
-        kept.append((start, fullest))
-        if last != fullest:
-            kept.append((start + grain / 2, last))
-    return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -45,4 +46,4 @@ def quantile(values: Sequence[float], q: float) -> float:
     if not values:
         raise ValueError("no values, no quantile")
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-q * len(ordered) // 1) - 1))]
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]

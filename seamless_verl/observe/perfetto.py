@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.observe import flight
-from seamless_verl.observe.digest import digest
-from seamless_verl.observe.lanes import Lane
+from seamless_verl.observe.digest import Lane, digest
 from seamless_verl.observe.recording import Recording
 
 _TRAINER, _SCHEDULER, _FIRST_POOL = 1, 2, 10

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from seamless_verl.observe.flight import FirstToken, FlightEvent, RequestEnded, RequestStarted
 
 # Fewer requests say nothing about two costs.
@@ -54,19 +56,12 @@ def fit(requests: Iterable[tuple[int, int, float]]) -> TokenCosts | None:
     Returns:
         ``None`` if there are too few requests, all alike, or explained best by a cost that is not positive.
     """
-    count = 0
-    uu = ut = tt = us = ts = 0.0
-    for uncached, tokens, seconds in requests:
-        count += 1
-        uu += uncached * uncached
-        ut += uncached * tokens
-        tt += tokens * tokens
-        us += uncached * seconds
-        ts += tokens * seconds
-    determinant = uu * tt - ut * ut
-    if count < _LEAST or determinant <= 1e-9 * uu * tt:
+    measured = np.array(list(requests), dtype=float).reshape(-1, 3)
+    counts, seconds = measured[:, :2], measured[:, 2]
+    normal = counts.T @ counts
+    if len(measured) < _LEAST or np.linalg.det(normal) <= 1e-9 * normal[0, 0] * normal[1, 1]:
         return None
-    prefill_s, decode_s = (us * tt - ts * ut) / determinant, (ts * uu - us * ut) / determinant
+    prefill_s, decode_s = map(float, np.linalg.solve(normal, counts.T @ seconds))
     return TokenCosts(prefill_s=prefill_s, decode_s=decode_s) if prefill_s > 0 and decode_s > 0 else None
 
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from seamless_verl.observe.flight import EventsLost, FlightEvent
-from seamless_verl.observe.flight_codec import FlightHeader, encode_event, encode_header
-from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.observe.recording import FLIGHT, FlightHeader, encode_event, encode_header
 
 _PERIOD_S = 0.2
 _MOST_WAITING = 200_000

@@ -1,7 +1,11 @@
 """Recordings on disk: ``RUN/flight/*.jsonl``, one append-only file per process, read as one stream in order of time.
 
-A process that was killed leaves a last line cut short: it is left out and counted. A broken line elsewhere is an
-error. A file that holds no complete header yet is left out.
+    {"format": "seamless_verl.flight", "version": 1, "writer": "trainer-1234", "clock_s": …}      the header
+    {"event": "PhaseBegan", "at": 12.345678, "phase": "update_actor", "step": 3}                  one line per event
+
+A reader of version 1 leaves out kinds and fields that it does not know: a later 1.x writer may add some. A process that
+was killed leaves a last line cut short: it is left out and counted. A broken line elsewhere is an error. A file that
+holds no complete header yet is left out.
 """
 
 from __future__ import annotations
@@ -9,20 +13,105 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent
-from seamless_verl.observe.flight_codec import (
-    FlightFormatError,
-    FlightHeader,
-    decode_event,
-    decode_header,
-    encode_event,
-    encode_header,
-)
 
 FLIGHT = "flight"
+FORMAT, VERSION = "seamless_verl.flight", 1
+KINDS: dict[str, type[FlightEvent]] = {
+    name: kind for name, kind in vars(flight).items() if isinstance(kind, type) and issubclass(kind, FlightEvent)
+}
+_FIELDS = {kind: [spec.name for spec in fields(kind) if spec.name != "at"] for kind in KINDS.values()}
+
+
+class FlightFormatError(SeamlessError):
+    """A line is not what the format says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightHeader:
+    """First line of a recording.
+
+    Attributes:
+        writer: process that wrote it; one file has one writer.
+        clock_s: reading of the clock that stamps ``at``, taken together with ``wall_s``.
+        wall_s: seconds since 1970.
+        clock_domain: clocks of the same domain agree (the boot id of a machine); empty: compare by ``wall_s``.
+        virtual: time was simulated.
+    """
+
+    writer: str
+    clock_s: float
+    wall_s: float
+    clock_domain: str = ""
+    virtual: bool = False
+
+
+def encode_header(header: FlightHeader) -> str:
+    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(header)})
+
+
+def decode_header(line: str) -> FlightHeader:
+    """Raises:
+    FlightFormatError: not a recording, or of a later version.
+    """
+    try:
+        plain = json.loads(line)
+    except json.JSONDecodeError:
+        plain = None
+    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+        raise FlightFormatError("is not a flight recording: its first line is no header")
+    if plain.get("version") != VERSION:
+        raise FlightFormatError(f"is of version {plain.get('version')}; this installation reads version {VERSION}")
+    try:
+        header: FlightHeader = msgspec.convert(plain, FlightHeader)
+    except msgspec.ValidationError as error:
+        raise FlightFormatError(f"has a broken header: {error}") from error
+    return header
+
+
+def encode_event(event: FlightEvent) -> str:
+    """One line without its end. Times are kept to the microsecond; numbers that are not finite are refused."""
+    kind = type(event)
+    plain = {"event": kind.__name__, "at": round(event.at, 6)}
+    return _ENCODE(plain | {name: getattr(event, name) for name in _FIELDS[kind]})
+
+
+def decode_event(line: str) -> FlightEvent | str:
+    """The event, or the name of a kind that is not known here.
+
+    Raises:
+        json.JSONDecodeError: the line was cut.
+        FlightFormatError: a known kind without a field that it needs, or with an impossible value.
+    """
+    plain = json.loads(line)
+    name = plain.get("event") if isinstance(plain, dict) else None
+    if not isinstance(name, str):
+        raise FlightFormatError(f"no event: {line[:80]}")
+    if name not in KINDS:
+        return name
+    try:
+        event: FlightEvent = msgspec.convert(plain, KINDS[name])
+    except msgspec.ValidationError as error:
+        raise FlightFormatError(f"{name}: {error}: {line[:80]}") from error
+    return event
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} has no place in a recording")
+
+
+_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=_plain).encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.observe.report import EpochReport, StepReport, ValidationReport, as_record, finite
-from seamless_verl.observe.terminal import epoch_line, step_line, validation_line
 
 STEPS, METRICS, VALIDATION, EPOCHS = "steps.jsonl", "metrics.jsonl", "validation.jsonl", "curriculum.jsonl"
+_BAR = 20  # characters of the progress bar
 
 
 class Reporter:
@@ -90,3 +90,96 @@ def _is_number(value: Any) -> bool:
 def _number(value: Any) -> float | int | None:
     plain = value.item() if hasattr(value, "item") else value
     return finite(plain)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- lines for people
+
+
+def step_line(report: StepReport, remaining_s: float | None) -> str:
+    """``step  3/25 ███…  reward 0.42 …``: everything that tells whether the run is healthy, in one line."""
+    done = round(_BAR * report.step / max(1, report.total_steps))
+    width = len(str(report.total_steps))
+    parts = [
+        f"step {report.step:>{width}}/{report.total_steps} {'█' * done}{'░' * (_BAR - done)}",
+        f"reward {report.reward:.3f}",
+        *([f"pass {report.pass_rate:.0%}"] if report.pass_rate is not None else []),
+        f"{_si(report.tokens_per_s)} tok/s",
+        f"staleness {report.staleness_mean:.2f} (max {report.staleness_max})",
+        f"rows/rollout {report.rows_per_rollout:.2f}",
+        *([f"{pool.stage}: pool {pool.pool} ({pool.left} left)"] if (pool := report.curriculum) is not None else []),
+        "idle " + " ".join(f"{pool} {_share(share)}" for pool, share in report.idle_share.items()),
+        f"{report.step_s:.1f} s",
+        *([f"{_duration(remaining_s)} left"] if remaining_s is not None else []),
+    ]
+    line = "  ".join(parts)
+    if report.audit_violations:
+        line += f"  AUDIT: {report.audit_violations} of {report.rows} rows are not what the engine returned"
+    return line
+
+
+def validation_line(report: ValidationReport) -> str:
+    label = "pass rate" if report.metric == "passed" else report.metric
+    return (
+        f"validation after step {report.step}: {report.name} {label} {report.mean:.3f} "
+        f"[{report.low:.3f}, {report.high:.3f}] ({report.tasks} tasks, {report.rollouts} rollouts)"
+    )
+
+
+def epoch_line(report: EpochReport) -> str:
+    silent = report.all_correct + report.all_wrong
+    lost = f"{report.failed} given up (failed or surplus, twice); " if report.failed else ""
+    return (
+        f"curriculum: epoch {report.epoch} of stage {report.stage} ended: {report.groups} groups, "
+        f"{silent / report.groups if report.groups else 0:.0%} without advantage; {lost}"
+        f"{len(report.removed)} prompts left the pool, {len(report.readmitted)} came back, {report.pool} remain"
+    )
+
+
+def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequence[str]) -> list[str]:
+    """What a run ends with: before and after, where the files are, what to look at next."""
+    lines = [""]
+    for name in summary.get("validation_sets", []):
+        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+        gain, (low, high) = summary[f"{name}_gain"], summary[f"{name}_gain_ci"]
+        label = name.replace("_", " ")
+        lines.append(f"{label}: {before:.3f} before, {after:.3f} after ({gain:+.3f}, {_interval(low, high)})")
+    if (pool := summary["curriculum"]) is not None:
+        lines.append(
+            f"curriculum: {pool['epochs_ended']} epochs ended, now stage {pool['stage']} with {pool['pool']} prompts; "
+            f"{pool['left']} solved prompts have left the pool (which ones: curriculum.jsonl)"
+        )
+    idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
+    lines += [
+        f"{summary['steps']} steps, {summary['rows']} rows, {summary['rows_audited']} audited, "
+        f"{summary['audit_violations']} violations; idle share: {idle}",
+        f"wall time {_duration(summary['wall_s'])}, of which {_duration(summary['time_to_first_step_s'])} "
+        "until the first training step began",
+    ]
+    lines += notes
+    if run_dir is not None:
+        lines += [
+            f"files: {run_dir}",
+            "  summary.json  these figures     metrics.jsonl  every metric of every step",
+            "  config.yaml   what was run      rows/          the trained rows, a file per step",
+            "  logs/         a log per process checkpoints/   to resume or to export",
+            f"look next at: seamless-verl report {run_dir} --open    (where the time went, on one page)",
+            f"then at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
+        ]
+    return lines
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "no interval" if low is None or high is None else f"95 % interval {low:+.3f} … {high:+.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0%}"
+
+
+def _si(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

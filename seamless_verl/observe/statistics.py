@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 _Z95 = 1.959964
 
@@ -28,10 +29,10 @@ def clustered_mean(values_by_task: Mapping[str, Sequence[float]]) -> Estimate:
     """
     if not values_by_task or any(not values for values in values_by_task.values()):
         raise ValueError("a mean needs at least one task, and each task at least one value")
-    task_means = [sum(values) / len(values) for values in values_by_task.values()]
+    task_means = [fmean(values) for values in values_by_task.values()]
     low, high = _interval(task_means)
     return Estimate(
-        mean=sum(task_means) / len(task_means),
+        mean=fmean(task_means),
         low=low,
         high=high,
         tasks=len(task_means),
@@ -46,9 +47,7 @@ def paired_difference(before: Mapping[str, float], after: Mapping[str, float]) -
         raise ValueError("no task is in both measurements")
     differences = [after[task] - before[task] for task in shared]
     low, high = _interval(differences)
-    return Estimate(
-        mean=sum(differences) / len(differences), low=low, high=high, tasks=len(shared), rollouts=len(shared)
-    )
+    return Estimate(mean=fmean(differences), low=low, high=high, tasks=len(shared), rollouts=len(shared))
 
 
 def difference(before: Estimate, after: Estimate) -> Estimate:
@@ -65,10 +64,7 @@ def difference(before: Estimate, after: Estimate) -> Estimate:
 
 
 def _interval(means: Sequence[float]) -> tuple[float, float]:
-    count = len(means)
-    center = sum(means) / count
-    if count < 2:
+    if len(means) < 2:
         return -math.inf, math.inf
-    variance = sum((mean - center) ** 2 for mean in means) / (count - 1)
-    half = _Z95 * math.sqrt(variance / count)
+    center, half = fmean(means), _Z95 * stdev(means) / math.sqrt(len(means))
     return center - half, center + half

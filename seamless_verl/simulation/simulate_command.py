@@ -21,8 +21,7 @@ from statistics import mean, median
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
-from seamless_verl.observe.flight_codec import FlightHeader
-from seamless_verl.observe.recording import FLIGHT, write_recording
+from seamless_verl.observe.recording import FLIGHT, FlightHeader, write_recording
 from seamless_verl.observe.run_folder import write_report
 from seamless_verl.simulation.options import KEYS, PRESETS, apply, preset
 from seamless_verl.simulation.outcome import LEGEND, Outcome, described, outcome, table, write_json, write_parquet

@@ -244,9 +244,8 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
 
 
 def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> None:
-    from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
+    from seamless_verl.observe.reporter import STEPS, VALIDATION, closing_lines, read_records
     from seamless_verl.observe.summary import summarize
-    from seamless_verl.observe.terminal import closing_lines
 
     summary = summarize(
         read_records(run_dir / STEPS),

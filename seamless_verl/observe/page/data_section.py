@@ -9,8 +9,7 @@ from typing import Any
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.numbers import duration, quantile, share, si
 from seamless_verl.observe.page import charts
-from seamless_verl.observe.page.blocks import facts, figure
-from seamless_verl.observe.page.labels import DRIFT
+from seamless_verl.observe.page.blocks import DRIFT, facts, figure
 from seamless_verl.trajectory.segments import DriftReason
 
 

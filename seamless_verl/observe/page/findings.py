@@ -12,7 +12,7 @@ from enum import Enum
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.numbers import duration, quantile, share
-from seamless_verl.observe.page.labels import LABELS, REALIGNED
+from seamless_verl.observe.page.blocks import LABELS, REALIGNED
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.trajectory.segments import DriftReason
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from seamless_verl.memory.book import size
 from seamless_verl.observe.digest import RunDigest
-from seamless_verl.observe.memory import Part, SliceMemory, thinned
+from seamless_verl.observe.memory import Part, SliceMemory
 from seamless_verl.observe.page import charts
 from seamless_verl.observe.page.blocks import absent, figure
+from seamless_verl.observe.page.lane_data import peaks
 
 LEAD = (
     "A slice that trains and generates has one memory for both: the trainer's state leaves while the slice is lent, "
@@ -68,3 +69,13 @@ def _place(part: Part) -> int:
 
 def _name(part: Part) -> str:
     return _NAMES.get(part, f"{part[0]}: {part[1]}")
+
+
+def thinned(
+    levels: Sequence[tuple[float, Mapping[Part, int]]], stop: float, most: int
+) -> list[tuple[float, Mapping[Part, int]]]:
+    """About ``most`` levels: of each stretch of time the fullest, and the one that it ends with."""
+    if len(levels) <= most:
+        return list(levels)
+    grain = 2 * (stop - levels[0][0]) / most
+    return peaks(levels, grain, lambda parts: sum(parts.values()), grain / 2)

@@ -10,8 +10,7 @@ from itertools import pairwise
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.numbers import duration, share, si
 from seamless_verl.observe.page import charts
-from seamless_verl.observe.page.blocks import absent, facts, figure, validation_sets
-from seamless_verl.observe.page.labels import LABELS, style_of
+from seamless_verl.observe.page.blocks import LABELS, absent, facts, figure, style_of, validation_sets
 from seamless_verl.observe.tallies import DecisionRow
 from seamless_verl.observe.time_ledger import Category
 from seamless_verl.scheduling.slices import ACTIVE_TAG

@@ -9,7 +9,7 @@ import pytest
 
 from seamless_verl.config import CurriculumConfig, StageConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.observe.terminal import epoch_line
+from seamless_verl.observe.reporter import epoch_line
 from tests.fakes import ScriptedTransferQueue
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]

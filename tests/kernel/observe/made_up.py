@@ -8,8 +8,7 @@ from pathlib import Path
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
-from seamless_verl.observe.flight_codec import FlightHeader
-from seamless_verl.observe.recording import FLIGHT, write_recording
+from seamless_verl.observe.recording import FLIGHT, FlightHeader, write_recording
 
 HEADER = FlightHeader(writer="made-up", clock_s=0.0, wall_s=1.7e9, virtual=True)
 

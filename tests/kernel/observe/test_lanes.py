@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seamless_verl.observe.digest import Lane
 from seamless_verl.observe.flight import SliceState
-from seamless_verl.observe.lanes import Lane, thin
+from seamless_verl.observe.page.lane_data import thin
 from seamless_verl.observe.time_ledger import Category, Stretch
 
 LENGTHS = st.lists(

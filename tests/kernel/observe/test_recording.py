@@ -3,8 +3,15 @@
 import pytest
 
 from seamless_verl.observe.flight import StepBegan, StepEnded, WeightsPublished
-from seamless_verl.observe.flight_codec import FlightFormatError, FlightHeader, encode_event, encode_header
-from seamless_verl.observe.recording import Recording, read_recording, write_recording
+from seamless_verl.observe.recording import (
+    FlightFormatError,
+    FlightHeader,
+    Recording,
+    encode_event,
+    encode_header,
+    read_recording,
+    write_recording,
+)
 
 
 def header(writer: str, clock_s: float, wall_s: float, domain: str = "") -> FlightHeader:

@@ -1,7 +1,7 @@
 """A recorded scheduler says what it was told, what it wants and why; the slices' moves make a ledger that adds up."""
 
 from seamless_verl.observe import flight
-from seamless_verl.observe.flight_codec import decode_event, encode_event
+from seamless_verl.observe.recording import decode_event, encode_event
 from seamless_verl.observe.scheduler_flight import RecordedScheduler, plain_fields
 from seamless_verl.observe.time_ledger import Category, Ledger
 from seamless_verl.scheduling import commands as cmd
