@@ -129,11 +129,6 @@ class Learner:
         return [has_no_signal(group.scores) for group in self.roll_out(prompts)]
 
 
-def has_no_signal(scores: Sequence[float]) -> bool:
-    """Whether every rollout earned the same, so that all advantages of the group are zero: what DAPO filters out."""
-    return max(scores) == min(scores)
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
     """Attributes:
