@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from seamless_verl.agents import confinement
 from seamless_verl.errors import SeamlessError
 
 _MARK = "SEAMLESS_RUN_ID"  # a run's processes are found by it on nodes where the supervisor is not
@@ -30,7 +30,6 @@ ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUA
 _MAX_LINE_BYTES = 64 << 20
 _STDERR_LINES = 20
 _START_ATTEMPTS = 3
-_PR_SET_PDEATHSIG = 1
 _OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
 
 # What a worker's script gives to `serve`: the job's payload and an event that is set when nobody waits any more.
@@ -296,6 +295,7 @@ def _die_with_owner() -> None:
     owner = os.environ.pop(_OWNER, None)
     if owner is None or sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != int(owner):
+    try:
+        confinement.die_with_parent(int(owner))
+    except confinement.ConfinementError:
         os._exit(1)

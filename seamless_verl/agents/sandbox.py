@@ -117,9 +117,9 @@ class Sandbox:
         if missing is not None:
             raise MachineError("sandbox for code written by the model", missing, "run on a Linux with seccomp filters")
         self.limits = limits or Limits()
-        self._idle: queue.LifoQueue[_Zygote | None] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[_Zygote] = queue.LifoQueue()
         for _ in range(zygotes):
-            self._idle.put(None)
+            self._idle.put(_Zygote())
         self._zygotes = zygotes
         self._lock = threading.Lock()
         self._closed = False
@@ -135,13 +135,13 @@ class Sandbox:
         for name in (source_file, test_file):
             if not name.removesuffix(".py").isidentifier() or not name.endswith(".py"):
                 raise ValueError(f"{name!r} is no plain name of a Python file")
-        with self._borrowed() as slot, self._folder() as folder:
+        with self._borrowed() as zygote, self._folder() as folder:
             (Path(folder) / source_file).write_text(source, encoding="utf-8", errors="backslashreplace")
             request = {
                 "folder": folder, "source_file": source_file, "source": source, "test_file": test_file,
                 "tests": tests, "limits": asdict(self.limits),
             }  # fmt: skip
-            return _verdict(slot.ask(request))
+            return _verdict(zygote.ask(request, self.limits.wall_s + _REPLY_GRACE_S))
 
     def close(self) -> None:
         """End every zygote, after the runs in progress; idempotent."""
@@ -150,10 +150,8 @@ class Sandbox:
                 return
             self._closed = True
         for _ in range(self._zygotes):
-            zygote = self._idle.get()
-            if zygote is not None:
-                zygote.close()
-        self._idle.put(None)  # wakes whoever still waits, to be told that the sandbox is closed
+            self._idle.get().close()
+        self._idle.put(_Zygote())  # wakes whoever still waits, to be told that the sandbox is closed
         shutil.rmtree(self.root, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -165,85 +163,70 @@ class Sandbox:
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[_Slot]:
-        slot = _Slot(self._idle.get(), self.limits.wall_s)
+    def _borrowed(self) -> Iterator[_Zygote]:
+        zygote = self._idle.get()
         try:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
-            yield slot
+            yield zygote
         finally:
-            self._idle.put(slot.zygote)
+            self._idle.put(zygote)
 
 
-class _Slot:
-    """A place for one zygote, which may be empty: not yet started, or lost."""
+class _Zygote:
+    """The parent's side of one server process, which is started when it is asked and not there."""
 
-    def __init__(self, zygote: _Zygote | None, wall_s: float) -> None:
-        self.zygote = zygote
-        self._wall_s = wall_s
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send the request; when the zygote is lost, once more to a fresh one."""
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """One request, one reply; when the process is lost or silent, once more from a fresh one."""
         for last in (False, True):
-            if self.zygote is None:
-                self.zygote = _Zygote()
+            self._process = self._process or _started()
             try:
-                return self.zygote.ask(request, self._wall_s + _REPLY_GRACE_S)
+                return _asked(self._process, request, time.monotonic() + timeout_s)
             except (OSError, EOFError) as error:
-                self.zygote.close()
-                self.zygote = None
+                self.close()
                 if last:
                     raise SandboxError(f"two zygotes were lost during one run: {error}") from error
         raise AssertionError("unreachable")
 
-
-class _Zygote:
-    """The parent's side of one server process."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", "-B", "-c", _START, _ROOT]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, cwd="/"
-        )
-        self._rest = b""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One request, one reply. Raises ``OSError`` or ``EOFError`` when the zygote is lost or silent."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        reply: dict[str, Any] = json.loads(self._read_line(time.monotonic() + timeout_s))
-        return reply
-
-    def _read_line(self, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        pieces = []
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                raise TimeoutError("the zygote does not answer")
-            data = os.read(fd, 1 << 16)
-            if not data:
-                raise EOFError(f"the zygote ended with status {self._process.wait()}")
-            pieces.append(data)
-            if data.endswith(b"\n"):
-                return b"".join(pieces)
-
     def close(self) -> None:
         """Kill the process, its forks with it (they are tied to it), and wait for it."""
+        if self._process is None:
+            return
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
+        self._process = None
+
+
+def _started() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", "-B", "-c", _START, _ROOT]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env={}, cwd="/")
+
+
+def _asked(process: subprocess.Popen[bytes], request: dict[str, Any], deadline: float) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    process.stdin.flush()
+    fd, pieces = process.stdout.fileno(), [b""]
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while not pieces[-1].endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError("the zygote does not answer")
+        pieces.append(os.read(fd, 1 << 16))
+        if not pieces[-1]:
+            raise EOFError(f"the zygote ended with status {process.wait()}")
+    reply: dict[str, Any] = json.loads(b"".join(pieces))
+    return reply
 
 
 def _verdict(reply: dict[str, Any]) -> TestRun:
