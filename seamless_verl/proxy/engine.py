@@ -51,12 +51,12 @@ class GenerationRequest:
     Attributes:
         request_id: unique; also the generation's id in rows and audits.
         session_id: requests of one session share a prefix, so a router may want to keep them together.
-        prompt_ids: the exact prompt; from a session a :class:`~seamless_verl.trajectory.paths.TokenPath`, which tells
+        prompt_ids: the exact prompt; from a session a :class:`~seamless_verl.trajectory.tokens.TokenPath`, which tells
             what is new since the last prompt (``list()`` it where that does not matter).
         sampling: ``max_tokens`` always; ``temperature``, ``top_p``, ``top_k``, ``seed`` and ``stop`` (list of texts)
             where asked for; ``structured_outputs`` (vLLM's: ``{"json": …}`` or ``{"structural_tag": …}``) and
             ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`;
-            ``extra_args`` as :class:`~seamless_verl.trajectory.partial.PartialGeneration` writes them.
+            ``extra_args`` as :class:`~seamless_verl.trajectory.generation.PartialGeneration` writes them.
         deadline: Unix time after which nobody waits for the answer.
         images: pictures in the prompt, in its order, as the files that were sent; none to an engine that takes none.
         on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never
@@ -112,7 +112,7 @@ class Ledger:
         """Call the engine and write down both sides of the call.
 
         Args:
-            prompt_ids: as the tree has them, pictures told apart (:mod:`seamless_verl.trajectory.images`).
+            prompt_ids: as the tree has them, pictures told apart (:mod:`seamless_verl.trajectory.tokens`).
         """
         digest = prompt_ids.digest()
         generation = await engine.generate(request)

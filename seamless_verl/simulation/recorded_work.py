@@ -20,7 +20,7 @@ from seamless_verl.observe.intervals import Intervals, overlap, union, within
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.workload import Trajectory, Turn
-from seamless_verl.staleness.cost_model import DecodeCost, DecodeCostFit
+from seamless_verl.staleness.cost_model import DecodeCost, fit_decode_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,10 +241,12 @@ def served(
 
 def fit_decode(requests: Sequence[Served]) -> DecodeCost:
     """The cost model fitted to requests, each token a measurement: seconds, against how many ran beside it."""
-    fit = DecodeCostFit(memory=1.0)
-    for request in requests:
-        fit.observe(request.beside, request.kv_tokens, request.seconds / request.tokens, steps=request.tokens)
-    cost = fit.fit()
+    cost = fit_decode_cost(
+        [request.beside for request in requests],
+        [request.kv_tokens for request in requests],
+        [request.seconds / request.tokens for request in requests],
+        [request.tokens for request in requests],
+    )
     if cost is None:
         mean = sum(request.seconds for request in requests) / sum(request.tokens for request in requests)
         return DecodeCost(floor_s=mean, base_s=mean, per_request_s=0.0, attention_base_s=0.0, attention_per_token_s=0.0)

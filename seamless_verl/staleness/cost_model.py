@@ -7,11 +7,13 @@ with n running requests over kv cached tokens; an instance then yields n / t tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from seamless_verl.errors import ConfigError
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,122 +76,63 @@ PUBLISHED: Mapping[str, DecodeCost] = MappingProxyType(
 )
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Weighted sums of the measurements with one number of running requests."""
-
-    weight: float = 0.0
-    kv: float = 0.0
-    kv2: float = 0.0
-    t: float = 0.0
-    kvt: float = 0.0
-    t2: float = 0.0
-
-
-class DecodeCostFit:
-    """Fits `DecodeCost` to measured decode steps by least squares, in memory that does not grow with their number.
+def fit_decode_cost(
+    running: Sequence[int], kv_tokens: Sequence[int], step_s: Sequence[float], steps: Sequence[int]
+) -> DecodeCost | None:
+    """The coefficients that explain measured decode steps best by least squares, none negative.
 
     Given the number of requests n0 at which the linear part leaves the floor, the model is linear in 1, kv and
-    max(0, n - n0). Sums per n suffice to solve that for every n0, and the best one wins. The floor and the attention's
-    base cannot be told apart from step times; their sum is reported as ``floor_s``.
+    max(0, n - n0); of all n0 that were measured the best one wins. The floor and the attention's base cannot be told
+    apart from step times; their sum is reported as ``floor_s``.
 
     Args:
-        memory: weight that a measurement keeps when another one arrives, in (0, 1]; 1 weighs all alike.
+        running: of each measurement, the requests that ran.
+        kv_tokens: the cached tokens they had.
+        step_s: seconds that a step took.
+        steps: how many steps were measured so.
+
+    Returns:
+        None where all measurements have the same number of requests.
     """
-
-    def __init__(self, *, memory: float = 0.999) -> None:
-        if not 0 < memory <= 1:
-            raise ConfigError("seamless.router.fit_memory", memory, "must be in (0, 1]", "write 0.999")
-        self._memory = memory
-        self._scale = 1.0  # newest weight; grows instead of shrinking all the others
-        self._sums: dict[int, _Sums] = {}
-
-    def observe(self, running: int, kv_tokens: int, step_s: float, *, steps: int = 1) -> None:
-        """Add one measurement: so many decode steps that took ``step_s`` each."""
-        self._scale /= self._memory
-        if self._scale > 1e100:
-            self._rescale()
-        sums = self._sums.setdefault(running, _Sums())
-        weight = self._scale * steps
-        sums.weight += weight
-        sums.kv += weight * kv_tokens
-        sums.kv2 += weight * kv_tokens * kv_tokens
-        sums.t += weight * step_s
-        sums.kvt += weight * kv_tokens * step_s
-        sums.t2 += weight * step_s * step_s
-
-    def fit(self) -> DecodeCost | None:
-        """The coefficients that explain the measurements best, none negative; ``None`` before the second load level."""
-        if len(self._sums) < 2:
-            return None
-        levels = sorted(self._sums)
-        best: tuple[float, int, Sequence[float]] | None = None
-        for knee in levels[:-1]:
-            error, coefficients = self._solve(knee)
-            if best is None or error < best[0]:
-                best = (error, knee, coefficients)
-        assert best is not None
-        _, knee, (constant, per_token, per_request) = best
-        return DecodeCost(
-            floor_s=constant,
-            base_s=constant - per_request * knee,
-            per_request_s=per_request,
-            attention_base_s=0.0,
-            attention_per_token_s=per_token,
-        )
-
-    def _rescale(self) -> None:
-        for sums in self._sums.values():
-            for name in _Sums.__slots__:
-                setattr(sums, name, getattr(sums, name) / self._scale)
-        self._scale = 1.0
-
-    def _solve(self, knee: int) -> tuple[float, Sequence[float]]:
-        """Squared error and (constant, per token, per request) for one knee, by dropping what would be negative."""
-        gram = [[0.0] * 3 for _ in range(3)]
-        right = [0.0] * 3
-        total = 0.0
-        for running, sums in self._sums.items():
-            weight = 1.0 / self._scale
-            rise = weight * max(0, running - knee)
-            gram[0][0] += weight * sums.weight
-            gram[0][1] += weight * sums.kv
-            gram[0][2] += rise * sums.weight
-            gram[1][1] += weight * sums.kv2
-            gram[1][2] += rise * sums.kv
-            gram[2][2] += rise * sums.weight * max(0, running - knee)
-            right[0] += weight * sums.t
-            right[1] += weight * sums.kvt
-            right[2] += rise * sums.t
-            total += weight * sums.t2
-        gram[1][0], gram[2][0], gram[2][1] = gram[0][1], gram[0][2], gram[1][2]
-        used = [0, 1, 2]
-        while True:
-            solution = _least_squares(gram, right, used)
-            negative = [index for index in used[1:] if solution[index] < 0]
-            if not negative:
-                break
-            used.remove(min(negative, key=lambda index: solution[index] * gram[index][index] ** 0.5))
-        error = total - 2 * sum(a * b for a, b in zip(solution, right, strict=True))
-        error += sum(solution[i] * solution[j] * gram[i][j] for i in range(3) for j in range(3))
-        return max(0.0, error), solution
+    n, kv, seconds = np.array(running), np.array(kv_tokens, float), np.array(step_s)
+    levels = sorted(set(running))
+    if len(levels) < 2:
+        return None
+    root = np.sqrt(np.array(steps, float))  # the error of a measurement counts once for each of its steps
+    best, error, knee = np.zeros(3), math.inf, 0
+    for candidate in levels[:-1]:
+        features = np.column_stack([np.ones(len(n)), kv, np.maximum(0, n - candidate)])
+        coefficients = _least_squares(features * root[:, None], seconds * root)
+        residual = (features @ coefficients - seconds) * root
+        if residual @ residual < error:
+            best, error, knee = coefficients, residual @ residual, candidate
+    constant, per_token, per_request = map(float, best)
+    return DecodeCost(
+        floor_s=constant,
+        base_s=constant - per_request * knee,
+        per_request_s=per_request,
+        attention_base_s=0.0,
+        attention_per_token_s=per_token,
+    )
 
 
-def _least_squares(gram: Sequence[Sequence[float]], right: Sequence[float], used: Sequence[int]) -> list[float]:
-    """Normal equations over the features ``used`` by Gaussian elimination; a feature that says nothing gets 0."""
-    scale = {i: (gram[i][i] or 1.0) ** 0.5 for i in used}
-    rows = {i: [gram[i][j] / (scale[i] * scale[j]) for j in used] + [right[i] / scale[i]] for i in used}
-    pivots: list[int] = []
-    for position, i in enumerate(used):
-        if abs(rows[i][position]) < 1e-9:
-            continue
-        pivots.append(i)
-        for j in used:
-            if j != i:
-                factor = rows[j][position] / rows[i][position]
-                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    solution = [0.0] * len(gram)
-    for position, i in enumerate(used):
-        if i in pivots:
-            solution[i] = rows[i][-1] / rows[i][position] / scale[i]
-    return solution
+def _least_squares(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients of the features; the second and third are left out where they would be negative.
+
+    A feature that follows from those before it gets 0, too.
+    """
+    scale = np.linalg.norm(features, axis=0)
+    scale[scale == 0] = 1.0
+    used = [0, 1, 2]
+    while True:
+        kept: list[int] = []
+        for index in used:
+            if np.linalg.matrix_rank(features[:, [*kept, index]] / scale[[*kept, index]], tol=1e-5) > len(kept):
+                kept.append(index)
+        solution = np.zeros(3)
+        solution[kept] = np.linalg.lstsq(features[:, kept] / scale[kept], target, rcond=None)[0]
+        negative = [index for index in kept if index and solution[index] < 0]
+        if not negative:
+            solution /= scale
+            return solution
+        used.remove(min(negative, key=lambda index: solution[index]))

@@ -7,7 +7,7 @@
     POST /resume {"version": 8} waiting requests go on, their tokens are stamped with version 8
 
 An attempt that the engine aborts meanwhile (vLLM's ``/pause``, a restart) is continued behind the gate with the tokens
-that it has (:mod:`seamless_verl.trajectory.partial`). Everything is an event; a session's deadline bounds the wait.
+that it has (:mod:`seamless_verl.trajectory.generation`). Everything is an event; a session's deadline bounds the wait.
 """
 
 from __future__ import annotations

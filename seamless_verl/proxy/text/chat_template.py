@@ -186,7 +186,7 @@ class TokenizerRenderer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> Sequence[int]:
-        """See :class:`seamless_verl.trajectory.renderer.Renderer`."""
+        """See :class:`seamless_verl.trajectory.matching.Renderer`."""
         return self._with_images(self._prompts.get(self._text(messages, tools, add_generation_prompt=True)), messages)
 
     def _encode_prompt(self, text: str) -> array[int]:
@@ -199,7 +199,7 @@ class TokenizerRenderer:
         tools: Sequence[str],
         known_ids: Sequence[int],
     ) -> Extension:
-        """See :class:`seamless_verl.trajectory.renderer.Renderer`."""
+        """See :class:`seamless_verl.trajectory.matching.Renderer`."""
         stub = _stub(previous_messages)
         system = [stub[0].content] if stub[0].role is Role.SYSTEM else []
         try:

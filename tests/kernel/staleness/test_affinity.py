@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from seamless_verl.staleness.affinity import MovePrice, Newcomers, evening
 from seamless_verl.staleness.cost_model import PUBLISHED
@@ -85,3 +89,128 @@ def test_what_waits_goes_to_a_newcomer_until_loads_are_level_and_what_runs_if_th
     assert evening([load("a", 20), load("b", 20), load("c", 0)], ["c"], cheap) == {"a": 7, "b": 6}
     assert evening([load("a", 20), load("b", 20)], ["c"], cheap) == {}
     assert evening([load("c", 0)], ["c"], cheap) == {}
+
+
+def test_of_two_newcomers_the_one_with_fewer_conversations_is_taken() -> None:
+    newcomers = Newcomers()
+    newcomers.joined(["c", "d"])
+    for n in range(40):
+        newcomers.placed(n, "a")
+    newcomers.placed("elsewhere", "c")
+    busy = {"a": 40, "c": 1, "d": 0}
+    assert newcomers.place_of("a", 100, busy) == "d"
+    newcomers.placed(0, "d"), newcomers.placed(1, "d")
+    assert newcomers.place_of("a", 100, busy) == "c"
+    assert newcomers.place_of("c", 100, busy) == "c", "a newcomer keeps what it has"
+
+
+def test_a_replica_that_left_and_joined_again_is_empty() -> None:
+    newcomers = Newcomers()
+    newcomers.joined(["c", "d"])
+    for n in range(40):
+        newcomers.placed(n, "c")
+    newcomers.left(["c"])
+    newcomers.joined(["c"])
+    for n in range(40, 60):
+        newcomers.placed(n, "a")
+    newcomers.placed(60, "d")
+    assert newcomers.place_of("a", 100, {"a": 20, "c": 0, "d": 1}) == "c"
+    newcomers.left(["c", "d"])
+    assert not newcomers
+    newcomers.joined(["d"])
+    assert newcomers.place_of("a", 100, {"a": 20, "d": 0}) == "a", "who is where counts from the last join"
+
+
+class AnyFleet(RuleBasedStateMachine):
+    """Replicas join and leave, weights are published, conversations ask: where do they go?"""
+
+    @initialize(short=st.booleans())
+    def start(self, short: bool) -> None:
+        self.context = 10.0 if short else 1e6
+        self.newcomers = Newcomers(H100)
+        self.serving, self.joined = {"r0", "r1"}, set[str]()
+        self.homes: dict[int, str] = {}
+        self.moves: dict[int, int] = {}
+        self.joins = self.numbers = 0
+
+    def anew(self, conversation: int) -> None:
+        counts = {name: list(self.homes.values()).count(name) for name in self.serving}
+        self.homes[conversation] = min(sorted(counts), key=lambda name: counts[name])
+
+    @rule()
+    def join(self) -> None:
+        name = f"n{self.joins}"
+        self.joins += 1
+        self.serving.add(name), self.joined.add(name)
+        self.newcomers.joined([name])
+
+    @precondition(lambda self: len(self.serving) > 1)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.serving)))
+        self.serving.discard(name), self.joined.discard(name)
+        self.newcomers.left([name])
+        for conversation in [one for one, home in self.homes.items() if home == name]:
+            self.anew(conversation)
+
+    @rule()
+    def publish(self) -> None:
+        self.newcomers.caches_lost()
+        self.joined.clear()
+        for conversation in self.homes:
+            self.anew(conversation)
+
+    @rule(conversation=st.integers(0, 8), generating=st.sampled_from([0.0, 1.0]))
+    def ask(self, conversation: int, generating: float) -> None:
+        if conversation not in self.homes:
+            self.anew(conversation)
+        home = self.homes[conversation]
+        in_flight = {name: round(generating * list(self.homes.values()).count(name)) for name in self.serving}
+        place = self.newcomers.place_of(home, self.context, in_flight)
+        assert place in self.serving
+        assert place == home or (place in self.joined and home not in self.joined)
+        if self.context == 1e6:
+            assert place == home, "nothing outweighs a million tokens prefilled twice"
+        self.moves[conversation] = self.moves.get(conversation, 0) + (place != home)
+        assert self.moves[conversation] <= self.joins, "at most once for each replica that joins"
+        assert bool(self.newcomers) == bool(self.joined)
+        self.newcomers.placed(conversation, place)
+        self.homes[conversation] = place
+
+    def teardown(self) -> None:
+        """Liveness: among conversations that cost nothing to move, a newcomer gets as many as an old replica keeps."""
+        if not hasattr(self, "newcomers") or self.context == 1e6:
+            return
+        self.join()
+        for _ in range(3):
+            for conversation in range(60):
+                self.ask(conversation, 1.0)
+        counts = {name: list(self.homes.values()).count(name) for name in self.serving}
+        old = [count for name, count in counts.items() if name not in self.joined]
+        assert not old or max(old) <= min(counts[name] for name in self.joined) + 1
+
+
+AnyFleet.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestAnyFleet = AnyFleet.TestCase
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=6),
+    st.sampled_from([1.0, 2000.0, 1e9]),
+)
+def test_nobody_gives_more_than_it_has_or_becomes_emptier_than_who_takes(
+    fleet: list[tuple[int, int, bool]], steps: float
+) -> None:
+    new = {f"r{n}" for n, (_, _, is_new) in enumerate(fleet) if is_new}
+    loads = [
+        load(f"r{n}", *((0, 0) if is_new else (running, waits))) for n, (running, waits, is_new) in enumerate(fleet)
+    ]
+    given_away = evening(loads, new, MovePrice(prefill_steps=steps))
+    assert not new & set(given_away)
+    had = {one.replica: one.running + one.waiting for one in loads}
+    for name, count in given_away.items():
+        assert 0 < count <= had[name]
+        assert had[name] - count >= math.ceil(sum(given_away.values()) / len(new)), "as many as any newcomer has then"
+    if steps == 1e9:
+        waiting = {one.replica: one.waiting for one in loads}
+        assert all(count <= waiting[name] for name, count in given_away.items()), "prefill is too dear: only queues go"

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.errors import ConfigError
-from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost, DecodeCostFit
+from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost, fit_decode_cost
 
 COST = PUBLISHED["7b-tp1"]
 # 10 ms up to 8 requests, 1 ms for each further one, 1 us per cached token.
@@ -37,27 +36,27 @@ def test_the_gain_of_one_more_request_by_hand() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_fit_to_noisy_measurements_predicts_within_a_few_percent(name: str) -> None:
-    truth, rng, fit = PUBLISHED[name], random.Random(7), DecodeCostFit()
-    for _ in range(3000):
-        running = rng.randint(1, 200)
-        kv_tokens = running * rng.randint(200, 8000)
-        fit.observe(running, kv_tokens, truth.step_s(running, kv_tokens) * rng.gauss(1, 0.03))
-    model = fit.fit()
+    truth, rng = PUBLISHED[name], random.Random(7)
+    running = [rng.randint(1, 200) for _ in range(3000)]
+    kv_tokens = [n * rng.randint(200, 8000) for n in running]
+    step_s = [truth.step_s(n, kv) * rng.gauss(1, 0.03) for n, kv in zip(running, kv_tokens, strict=True)]
+    model = fit_decode_cost(running, kv_tokens, step_s, [1] * 3000)
     assert model is not None
-    for running, kv_tokens in ((1, 500), (16, 60_000), (100, 100_000), (190, 1_200_000)):
-        assert model.step_s(running, kv_tokens) == pytest.approx(truth.step_s(running, kv_tokens), rel=0.03)
+    for n, kv in ((1, 500), (16, 60_000), (100, 100_000), (190, 1_200_000)):
+        assert model.step_s(n, kv) == pytest.approx(truth.step_s(n, kv), rel=0.03)
 
 
-def measured(fit: DecodeCostFit, cost: DecodeCost = KNEE) -> DecodeCost:
-    for running, kv_tokens in product((1, 4, 8, 12, 20), (1000, 5000, 20_000)):
-        fit.observe(running, kv_tokens, cost.step_s(running, kv_tokens))
-    model = fit.fit()
+def fit(*measured: tuple[int, int, float, int]) -> DecodeCost:
+    """Measurements are (running, cached tokens, seconds, steps)."""
+    model = fit_decode_cost(*map(list, zip(*measured, strict=True)))  # type: ignore[arg-type]
     assert model is not None
     return model
 
 
 def test_a_fit_to_exact_measurements_finds_the_coefficients() -> None:
-    model = measured(DecodeCostFit(memory=1.0))
+    model = fit(
+        *((n, kv, KNEE.step_s(n, kv), 1) for n, kv in product((1, 4, 8, 12, 20), (1000, 5000, 20_000))),
+    )
     assert model.floor_s == pytest.approx(0.010)
     assert model.base_s == pytest.approx(0.002)
     assert model.per_request_s == pytest.approx(0.001)
@@ -65,79 +64,45 @@ def test_a_fit_to_exact_measurements_finds_the_coefficients() -> None:
     assert model.attention_base_s == 0, "it cannot be told from the floor and is in there"
 
 
-def test_steps_of_one_measurement_weigh_as_many() -> None:
-    once, often = DecodeCostFit(memory=1.0), DecodeCostFit(memory=1.0)
-    for running, seconds, steps in ((2, 0.010, 3), (2, 0.030, 1), (6, 0.020, 2)):
-        once.observe(running, 0, seconds, steps=steps)
-        for _ in range(steps):
-            often.observe(running, 0, seconds)
-    one, other = once.fit(), often.fit()
-    assert one is not None
-    assert other is not None
-    assert one.step_s(2, 0) == pytest.approx(0.015), "(3 * 10 + 30) / 4 ms"
-    assert other.step_s(2, 0) == pytest.approx(0.015)
-    assert one.step_s(6, 0) == pytest.approx(0.020)
+def test_a_measurement_of_many_steps_weighs_as_many() -> None:
+    measured = ((2, 0, 0.010, 3), (2, 0, 0.030, 1), (6, 0, 0.020, 2))
+    model = fit(*measured)
+    assert model.step_s(2, 0) == pytest.approx(0.015), "(3 * 10 + 30) / 4 ms"
+    assert model.step_s(6, 0) == pytest.approx(0.020)
+    apart = fit(*((n, kv, seconds, 1) for n, kv, seconds, steps in measured for _ in range(steps)))
+    assert apart.step_s(4, 0) == pytest.approx(model.step_s(4, 0))
 
 
-def test_the_newest_measurement_of_a_level_outweighs_the_older_ones() -> None:
-    fit = DecodeCostFit(memory=0.5)
-    fit.observe(1, 0, 0.010)
-    for seconds in (0.040, 0.010):  # with weights 1 and 2 of three: 20 ms
-        fit.observe(4, 0, seconds)
-    model = fit.fit()
-    assert model is not None
-    assert model.step_s(4, 0) == pytest.approx(0.020)
+def test_cached_tokens_that_grow_with_the_requests_are_not_told_from_them() -> None:
+    """Each request has 1,000 tokens: seconds per token explain all, and nothing is left for the requests."""
+    model = fit(*((n, 1000 * n, 0.005 + 0.001 * n, 1) for n in (1, 2, 4, 8)))
+    assert (model.attention_per_token_s, model.per_request_s) == (pytest.approx(1e-6), 0)
+    assert model.step_s(16, 16_000) == pytest.approx(0.021)
 
 
-def test_weights_that_grow_beyond_all_numbers_do_not_show() -> None:
-    """A memory of a tenth grows tenfold with each measurement: 1e400 after 400 of them."""
-    fit = DecodeCostFit(memory=0.1)
-    for _ in range(400):
-        fit.observe(1, 0, 0.5)
-    model = measured(fit)
-    assert model.step_s(20, 20_000) == pytest.approx(KNEE.step_s(20, 20_000), rel=0.01)
+def test_steps_that_get_shorter_with_load_are_taken_as_constant() -> None:
+    model = fit((1, 0, 0.030, 1), (2, 0, 0.020, 1), (3, 0, 0.010, 1))
+    assert (model.per_request_s, model.attention_per_token_s) == (0, 0)
+    assert [model.step_s(running, 0) for running in (1, 3)] == pytest.approx([0.020, 0.020])
 
 
-def test_a_fit_forgets_the_machine_it_no_longer_runs_on() -> None:
-    fit, rng = DecodeCostFit(memory=0.99), random.Random(1)
-    for name in ("32b-tp2", "7b-tp1"):
-        for _ in range(2000):
-            running = rng.randint(1, 100)
-            fit.observe(running, running * 1000, PUBLISHED[name].step_s(running, running * 1000))
-    model = fit.fit()
-    assert model is not None
-    assert model.step_s(50, 50_000) == pytest.approx(COST.step_s(50, 50_000), rel=0.02)
+def test_steps_that_get_shorter_with_cached_tokens_only_keep_what_a_request_costs() -> None:
+    model = fit(*((n, kv, 0.010 + 0.002 * n - 1e-7 * kv, 1) for n, kv in product((1, 2, 3), (0, 1000))))
+    assert model.attention_per_token_s == 0
+    assert model.per_request_s == pytest.approx(0.002)
+    assert model.step_s(2, 500) == pytest.approx(0.014 - 5e-5), "the mean over both lengths"
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 10**6), st.floats(1e-4, 1.0)), max_size=30))
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 10**6), st.floats(1e-4, 1.0)), min_size=1, max_size=30))
 def test_a_fit_to_anything_has_no_negative_time(measured: list[tuple[int, int, float]]) -> None:
-    fit = DecodeCostFit()
-    for running, kv_tokens, seconds in measured:
-        fit.observe(running, kv_tokens, seconds)
-    model = fit.fit()
-    assert (model is None) == (len({running for running, _, _ in measured}) < 2)
+    running, kv_tokens, step_s = map(list, zip(*measured, strict=True))
+    model = fit_decode_cost(running, kv_tokens, step_s, [1] * len(measured))
+    assert (model is None) == (len(set(running)) < 2)
     if model is not None:
         assert model.per_request_s >= 0
         assert model.attention_per_token_s >= 0
 
 
-def test_steps_that_get_shorter_with_load_are_taken_as_constant() -> None:
-    fit = DecodeCostFit(memory=1.0)
-    for running, seconds in ((1, 0.030), (2, 0.020), (3, 0.010)):
-        fit.observe(running, 0, seconds)
-    model = fit.fit()
-    assert model is not None
-    assert (model.per_request_s, model.attention_per_token_s) == (0, 0)
-    assert [model.step_s(running, 0) for running in (1, 3)] == pytest.approx([0.020, 0.020])
-
-
 def test_one_load_level_says_nothing_yet() -> None:
-    fit = DecodeCostFit()
-    fit.observe(4, 1000, 0.01)
-    assert fit.fit() is None
-
-
-@pytest.mark.parametrize("memory", [0.0, -1.0, 1.001, float("nan")])
-def test_a_memory_that_cannot_be_is_refused(memory: float) -> None:
-    with pytest.raises(ConfigError, match=r"fit_memory.*0\.999"):
-        DecodeCostFit(memory=memory)
+    assert fit_decode_cost([4, 4], [1000, 2000], [0.01, 0.02], [1, 1]) is None
+    assert fit_decode_cost([], [], [], []) is None
