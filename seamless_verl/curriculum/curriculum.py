@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from seamless_verl.config import CurriculumConfig, StageConfig
 from seamless_verl.curriculum.prompt_pool import Change, Outcome, Pool, Resampling
-from seamless_verl.curriculum.stages import Stage, StageProgress
+from seamless_verl.curriculum.stages import Plateau, Stage, StageProgress
 from seamless_verl.errors import ConfigError, SeamlessError
 
 STATE_VERSION = 1
@@ -328,3 +329,30 @@ def _same(what: str, key: str, found: object, expected: object, fix: str) -> Non
 def _shuffle_key(seed: int | None, epoch: int, prompt: int) -> bytes:
     """A number that only these three decide: the order needs no random state that could be lost."""
     return hashlib.blake2b(f"{seed}/{epoch}/{prompt}".encode(), digest_size=8).digest()
+
+
+def configured(
+    config: CurriculumConfig, *, sources: Sequence[str], train_batch_size: int, seed: int | None, dataset: str = ""
+) -> Curriculum:
+    """The curriculum that ``seamless.curriculum`` describes; ``sources`` is the data's ``data_source`` column.
+
+    Raises:
+        ConfigError: the section does not fit the data.
+    """
+    resampling = None
+    if config.history_resampling:
+        floor = min(train_batch_size, len(sources)) if config.pool_floor is None else config.pool_floor
+        resampling = Resampling(floor=floor, readmit_after=config.readmit_after_epochs)
+    stages = [_stage(stage) for stage in config.stages]
+    return Curriculum(sources=sources, stages=stages, resampling=resampling, seed=seed, dataset=dataset)
+
+
+def _stage(config: StageConfig) -> Stage:
+    rule = config.until_plateau
+    return Stage(
+        name=config.name,
+        sources=config.sources,
+        until_step=config.until_step,
+        until_epoch=config.until_epoch,
+        until_plateau=Plateau(epochs=rule.epochs, min_gain=rule.min_gain) if rule is not None else None,
+    )

@@ -184,7 +184,7 @@ def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pendi
         return
     import pyarrow.parquet as parquet
 
-    from seamless_verl.curriculum.configured import configured
+    from seamless_verl.curriculum.curriculum import configured
 
     sources: list[str] = []
     for file in files:

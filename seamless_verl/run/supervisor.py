@@ -97,17 +97,21 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         code = _wait(trainer, interrupts)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
-        if swept.survivors:
-            _say(f"could not be ended and still run: {_named(swept.survivors)}")
-        _collect_logs(ray_dir, run_dir / "logs")
-        shutil.rmtree(ray_dir, ignore_errors=True)
-        _remove_shared_memory(swept.shared, started)
+        _tidy_up(swept, ray_dir, run_dir, started)
         if joined := environment.get(_CLUSTER):
             _sweep_other_nodes(run_id, started, joined, interrupts)
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
     return code if not swept.survivors or 0 < code < 128 else _LEFT_BEHIND
+
+
+def _tidy_up(swept: Swept, ray_dir: Path, run_dir: Path, since: float) -> None:
+    if swept.survivors:
+        _say(f"could not be ended and still run: {_named(swept.survivors)}")
+    _collect_logs(ray_dir, run_dir / "logs")
+    shutil.rmtree(ray_dir, ignore_errors=True)
+    _remove_shared_memory(swept.shared, since)
 
 
 def identity(pid: int) -> str:

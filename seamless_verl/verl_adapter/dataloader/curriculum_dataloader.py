@@ -11,8 +11,7 @@ import transfer_queue as tq
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from seamless_verl.config import CurriculumConfig
-from seamless_verl.curriculum.configured import configured
-from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered
+from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered, configured
 from seamless_verl.curriculum.prompt_pool import Outcome
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe.report import EpochReport, PoolStanding
