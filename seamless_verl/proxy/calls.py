@@ -103,7 +103,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer, ready to be written in any dialect.
+    """One answer, in the words of no dialect.
 
     Attributes:
         id: the generation's id; dialects put their own prefix before it.
@@ -111,6 +111,11 @@ class Answer:
         stop_text: the stop string that ended it, "" for none.
         cached_tokens: tokens of the prompt that the session already held.
         tokens: without the stop token; only where asked for.
+        digest: names the request, and which of its answers this is.
+        match: how the request fitted the tree (``clean``, ``realign`` or ``fork``), "" as long as nobody knows.
+        overrides: ``name=value`` of what the trainer decided against the agent's wish.
+
+    One that is still generated has its head only: ``id``, ``created``, the tokens of the prompt, and ``overrides``.
     """
 
     id: str
@@ -122,16 +127,9 @@ class Answer:
     cached_tokens: int
     tokens: tuple[Token, ...] = ()
     stop_text: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamHead:
-    """What is known of an answer before its first token."""
-
-    id: str
-    created: int
-    prompt_tokens: int
-    cached_tokens: int
+    digest: bytes = b""
+    match: str = ""
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +145,9 @@ class Delta:
 class EventWriter(Protocol):
     """Writes one stream in a dialect. ``start`` comes first, then deltas, then ``end`` or ``fail``, once."""
 
-    def start(self, head: StreamHead) -> bytes: ...
+    def start(self, head: Answer) -> bytes:
+        """``head`` is what is known of the first answer before its first token."""
+        ...
 
     def delta(self, delta: Delta) -> bytes: ...
 

@@ -41,13 +41,13 @@ class Counters:
     refusals: Counter[str] = field(default_factory=Counter)
     busy_since: float | None = None
 
-    def generation_started(self, now: float) -> None:
+    def generations_started(self, num: int, now: float) -> None:
         if self.in_flight == 0:
             self.busy_since = now
-        self.in_flight += 1
+        self.in_flight += num
 
-    def generation_ended(self, now: float) -> None:
-        self.in_flight -= 1
+    def generations_ended(self, num: int, now: float) -> None:
+        self.in_flight -= num
         if self.in_flight == 0 and self.busy_since is not None:
             self.busy_s += now - self.busy_since
             self.busy_since = None

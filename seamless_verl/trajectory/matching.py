@@ -1,4 +1,4 @@
-"""What a request continues, and whether it repeats an earlier one.
+"""What a request continues.
 
 Messages decide what is continued. The history of every committed answer is known by a chained digest, so the deepest
 known prefix of a request is found by one dictionary look-up per assistant message, longest prefix first.
@@ -8,11 +8,6 @@ spelling, then the answer whose tokens compare lowest, then the earliest commit.
 arrive decides only between candidates whose tokens are equal; there it is meant to: what comes later moves nothing.
 
 What is new is rendered by a chat template behind :class:`Renderer`: it gets messages and gives token ids.
-
-A request that says exactly what an earlier one said is either a retry or a second sample (:func:`recognise`). Client
-libraries repeat a request after a timeout or a broken connection and say so in a header; an agent may also ask the same
-thing twice on purpose. A retry must not be generated again: the first answer would stay in the tree as a branch that no
-agent ever saw.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from seamless_verl.trajectory.messages import Message, MessageKey, Role, Transcript
@@ -236,39 +230,3 @@ def _difference(known: MessageKey, sent: MessageKey) -> set[DriftReason] | None:
         (DriftReason.REASONING_DROPPED, known.reasoning, sent.reasoning),
     )
     return {reason for reason, ours, theirs in pairs if ours != theirs}
-
-
-class Verdict(Enum):
-    NEW = "new"
-    JOIN = "join"
-    REPLAY = "replay"
-
-
-class Earlier(Enum):
-    """What became of the last identical request."""
-
-    NONE = "none"
-    IN_FLIGHT = "in_flight"
-    ORPHANED = "orphaned"  # still generated, but its client went away
-    DELIVERED = "delivered"
-    UNDELIVERED = "undelivered"  # answered, but its client went away
-
-
-_TABLE: dict[Earlier, tuple[Verdict, Verdict, Verdict]] = {
-    # what became of it      says nothing     "not a retry"    "a retry"
-    Earlier.NONE: (Verdict.NEW, Verdict.NEW, Verdict.NEW),
-    Earlier.IN_FLIGHT: (Verdict.JOIN, Verdict.NEW, Verdict.JOIN),
-    Earlier.ORPHANED: (Verdict.JOIN, Verdict.JOIN, Verdict.JOIN),
-    Earlier.DELIVERED: (Verdict.NEW, Verdict.NEW, Verdict.REPLAY),
-    Earlier.UNDELIVERED: (Verdict.REPLAY, Verdict.REPLAY, Verdict.REPLAY),
-}
-
-
-def recognise(earlier: Earlier, retry_count: int | None) -> Verdict:
-    """What to do with a repeated request.
-
-    Args:
-        retry_count: number the client put into its retry header; None when it sent none.
-    """
-    column = 0 if retry_count is None else min(retry_count, 1) + 1
-    return _TABLE[earlier][column]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, StreamHead, ToolChoice, bad_request, encoded
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, ToolChoice, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
     Strict,
     chat_content,
@@ -279,7 +279,7 @@ def _message(answer_id: str, call: Call) -> dict[str, Any]:
     return {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": call.model}
 
 
-def _usage(seen: Answer | StreamHead, num_generated: int) -> dict[str, int]:
+def _usage(seen: Answer, num_generated: int) -> dict[str, int]:
     return {
         "input_tokens": seen.prompt_tokens - seen.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -332,7 +332,7 @@ class MessagesWriter:
         self._open = ""
         self._num_blocks = 0
 
-    def start(self, head: StreamHead) -> bytes:
+    def start(self, head: Answer) -> bytes:
         self._answer_id = head.id
         message = {
             **_message(head.id, self._call),

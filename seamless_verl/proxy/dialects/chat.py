@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, bad_request, encoded
+from seamless_verl.proxy.calls import Answer, Call, Delta, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
     NO_PENALTIES,
     ChunkWriter,
@@ -293,7 +293,7 @@ def _logprobs(said: Answer | Delta) -> dict[str, Any]:
 class ChatWriter(ChunkWriter):
     """Per answer: role, text, tool calls, finish."""
 
-    def start(self, head: StreamHead) -> bytes:
+    def start(self, head: Answer) -> bytes:
         self._head = head
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk([_choice(number, role)]) for number in range(self._call.n))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from seamless_verl.proxy.calls import Answer, Call, Delta, StreamHead, Token, bad_request, encoded
+from seamless_verl.proxy.calls import Answer, Call, Delta, Token, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
     NO_PENALTIES,
     ChunkWriter,
@@ -136,7 +136,7 @@ class CompletionWriter(ChunkWriter):
         super().__init__(call, "cmpl", "text_completion", include_usage=include_usage)
         self._offsets = [0] * call.n
 
-    def start(self, head: StreamHead) -> bytes:
+    def start(self, head: Answer) -> bytes:
         self._head = head
         return b""
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, StreamHead, Token, bad_request, encoded
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, Token, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
     KEEP_ALIVE,
     Strict,
@@ -271,7 +271,7 @@ class ResponsesExchange:
             },
         }
 
-    def frame(self, seen: Answer | StreamHead, status: str) -> dict[str, Any]:
+    def frame(self, seen: Answer, status: str) -> dict[str, Any]:
         """A response object without any output."""
         known = {"id": f"resp_{seen.id}", "object": "response", "created_at": seen.created, "status": status}
         nothing: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
@@ -321,7 +321,7 @@ class ResponsesWriter:
         self._text = ""
         self._tokens: list[Token] = []
 
-    def start(self, head: StreamHead) -> bytes:
+    def start(self, head: Answer) -> bytes:
         self._id, self._response = head.id, self._exchange.frame(head, "in_progress")
         created = self._event("created", response=self._response)
         return created + self._event("in_progress", response=self._response)

@@ -14,7 +14,6 @@ from seamless_verl.proxy.calls import (
     Answer,
     ApiError,
     Call,
-    StreamHead,
     Token,
     ToolChoice,
     bad_request,
@@ -170,7 +169,7 @@ class ChunkWriter:
         self._prefix = prefix
         self._kind = kind
         self._include_usage = include_usage
-        self._head: StreamHead | None = None
+        self._head: Answer | None = None
 
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE
@@ -189,6 +188,6 @@ class ChunkWriter:
         return (self._chunk([], usage_of(answers)) if self._include_usage else b"") + DONE
 
 
-def frame(seen: Answer | StreamHead, call: Call, prefix: str, kind: str) -> dict[str, Any]:
+def frame(seen: Answer, call: Call, prefix: str, kind: str) -> dict[str, Any]:
     """What chat and text completions, and their chunks, begin with."""
     return {"id": f"{prefix}-{seen.id}", "object": kind, "created": seen.created, "model": call.model}

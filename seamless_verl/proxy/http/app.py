@@ -22,17 +22,17 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
-from seamless_verl.proxy.attempt.generating import Generator
-from seamless_verl.proxy.attempt.turns import TurnService
+from seamless_verl.proxy.attempt.generator import Generator
+from seamless_verl.proxy.attempt.service import AttemptService
 from seamless_verl.proxy.calls import ApiError, Call, Exchange, encoded
 from seamless_verl.proxy.dialects.anthropic import parse_count, parse_messages
 from seamless_verl.proxy.dialects.chat import parse_chat
@@ -42,7 +42,7 @@ from seamless_verl.proxy.dialects.shared import validated
 from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.engines.gate import Gate, GatedEngine
 from seamless_verl.proxy.http.openapi import describe
-from seamless_verl.proxy.http.replying import Reply, Running, StreamTiming
+from seamless_verl.proxy.http.replying import Reply, StreamTiming
 from seamless_verl.proxy.http.requests import (
     BodyIntake,
     ClientGone,
@@ -55,6 +55,7 @@ from seamless_verl.proxy.http.requests import (
 )
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
+from seamless_verl.proxy.session.attempts import Attempt, State
 from seamless_verl.proxy.session.handover import HandOver, RowSink
 from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.session.sessions import Session
@@ -143,7 +144,7 @@ class Proxy:
             limits=deps.limits,
             counters=deps.counters,
         )
-        self._turns = TurnService(generator=generator, limits=deps.limits, counters=deps.counters)
+        self._attempts = AttemptService(generator=generator, limits=deps.limits, counters=deps.counters)
         self._intake = BodyIntake(deps.limits)
         self._images = ImageIntake(deps.images, deps.limits, deps.blind)
 
@@ -199,15 +200,22 @@ class Proxy:
         session = self._session_of(request)
         exchange = parse(await self._intake.read(request, session))
         refuse_unable(exchange.call, self._deps.parser, self._deps.abilities)
+        return Reply(
+            request,
+            exchange,
+            self._begun(session, exchange.call, retry_count_of(request)),
+            timing=self._deps.timing,
+            orphan_grace_s=self._deps.limits.orphan_grace_s,
+            delivered=lambda attempt: session.board.record(attempt, State.DELIVERED),
+            failed=self.count_refusal,
+        )
 
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            async with self._residency.hold(session):
-                call = await self._with_images(session, exchange.call)
-                ask = self._turns.begin(session, call, retry_count=retry_count_of(request))
-                reply = Reply(request, exchange, ask, timing=self._deps.timing, on_failure=self.count_refusal)
-                await reply.send(scope, receive, send)
-
-        return Running(run)
+    @asynccontextmanager
+    async def _begun(self, session: Session, call: Call, retry_count: int | None) -> AsyncIterator[Attempt]:
+        """The attempt at a request; its session stays in memory until the block ends."""
+        async with self._residency.hold(session):
+            call = await self._with_images(session, call)
+            yield self._attempts.begin(session, call, retry_count=retry_count)
 
     async def _body(self, model: type[_Body], request: Request) -> _Body:
         """A control body; none at all stands for one without fields."""
@@ -230,7 +238,7 @@ class Proxy:
         call = parse_count(await self._intake.read(request, session))
         async with self._residency.hold(session):
             call = await self._with_images(session, call)
-            return _json({"input_tokens": await self._turns.count_prompt(session, call)})
+            return _json({"input_tokens": await self._attempts.count_prompt(session, call)})
 
     async def models(self, request: Request) -> Response:
         """The one model, in the words of the SDK that asks; by its name, also that one alone."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from fastapi import Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from seamless_verl.proxy.attempt.turns import Ask
-from seamless_verl.proxy.calls import Answer, ApiError, Delta, EventWriter, Exchange, StreamHead
+from seamless_verl.proxy.calls import Answer, ApiError, Delta, EventWriter, Exchange, Token
 from seamless_verl.proxy.http.requests import ClientGone, client_left
-from seamless_verl.proxy.session.flights import Flight, Progress, Served
+from seamless_verl.proxy.session.attempts import Attempt
 
 _log = logging.getLogger(__name__)
 
@@ -36,144 +36,138 @@ class StreamTiming:
     write_timeout_s: float = 30.0
 
 
-class Running(Response):
-    """A response that writes itself."""
-
-    def __init__(self, run: ASGIApp) -> None:
-        super().__init__()
-        self._run = run
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._run(scope, receive, send)
-
-
-class Reply:
-    """The response to one request; it lives as long as its client waits, and takes part in the flights' fate.
+class Reply(Response):
+    """The response to one request; it lives as long as its client waits, and has its part in the attempt's fate.
 
     Args:
-        on_failure: told of a refusal that could no longer become an HTTP status.
+        begun: the attempt; begins it when entered.
+        delivered: told of an attempt whose answers its client has.
+        failed: told of a refusal that could no longer become an HTTP status.
     """
 
     def __init__(
         self,
         request: Request,
         exchange: Exchange,
-        ask: Ask,
+        begun: AbstractAsyncContextManager[Attempt],
         *,
         timing: StreamTiming,
-        on_failure: Callable[[ApiError], None],
+        orphan_grace_s: float,
+        delivered: Callable[[Attempt], None],
+        failed: Callable[[ApiError], None],
     ) -> None:
+        super().__init__()
         self._request = request
         self._exchange = exchange
-        self._ask = ask
+        self._begun = begun
         self._timing = timing
-        self._on_failure = on_failure
+        self._orphan_grace_s = orphan_grace_s
+        self._delivered = delivered
+        self._failed = failed
+        self._news = asyncio.Event()
 
-    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the answer and write it.
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the answers and write them.
 
         Raises:
             ApiError: nothing has been sent.
             ClientGone: the client left before anything was sent.
         """
-        left = asyncio.ensure_future(client_left(self._request))
-        landing = asyncio.ensure_future(self._ask.landed())
-        for task in (left, landing):
-            task.add_done_callback(lambda _: self._ask.news.set())
-        try:
-            with self._ask.attended():
-                await self._first_sign(landing, left)
-                if landing.done():
-                    await self._send_whole(landing.result(), left, scope, receive, send)
-                elif left.done():
-                    raise ClientGone
-                else:
-                    await self._send_stream(landing, left, send)
-        finally:
-            left.cancel()
-            landing.cancel()
-
-    async def _first_sign(self, landing: asyncio.Future[list[Served]], left: asyncio.Future[None]) -> None:
-        """Returns when all answers are there, the client is gone, or a stream should begin."""
-        if not self._exchange.call.stream:
-            while not landing.done() and not left.done():
-                self._ask.news.clear()
-                await self._ask.news.wait()
-            return
-        progresses = [flight.progress for flight in self._ask.flights]
-        while not landing.done() and not left.done():
-            is_known = all(progress.head is not None for progress in progresses)
-            if is_known and any(progress.has_text for progress in progresses):
-                return
-            self._ask.news.clear()
+        async with self._begun as attempt:
+            left = asyncio.ensure_future(client_left(self._request))
+            landing = asyncio.ensure_future(attempt.landed())
+            for task in (left, landing):
+                task.add_done_callback(lambda _: self._news.set())
             try:
-                await asyncio.wait_for(self._ask.news.wait(), self._timing.keep_alive_s if is_known else None)
+                with attempt.attended(self._news, orphan_grace_s=self._orphan_grace_s):
+                    await self._first_sign(attempt, landing, left)
+                    if left.done():
+                        raise ClientGone
+                    if not landing.done():
+                        await self._send_stream(attempt, landing, left, send)
+                    else:
+                        await self._whole(landing.result())(scope, receive, send)
+                        self._delivered(attempt)
+            finally:
+                left.cancel()
+                landing.cancel()
+
+    async def _first_sign(
+        self, attempt: Attempt, landing: asyncio.Future[Sequence[Answer]], left: asyncio.Future[None]
+    ) -> None:
+        """Returns when all answers are there, the client is gone, or a stream should begin."""
+        is_stream = self._exchange.call.stream
+        while not landing.done() and not left.done():
+            if is_stream and attempt.deltas:
+                return
+            self._news.clear()
+            try:
+                # A stream may be silent once its prompt is known to be one that the model can answer.
+                patience_s = self._timing.keep_alive_s if is_stream and attempt.answers else None
+                await asyncio.wait_for(self._news.wait(), patience_s)
             except asyncio.TimeoutError:
                 return
 
-    async def _send_whole(
-        self, answers: list[Served], left: asyncio.Future[None], scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        if left.done():
-            raise ClientGone
-        headers = _headers([name for served in answers for name in served.overrides])
-        headers["x-seamless-match"] = ", ".join(dict.fromkeys(served.match for served in answers))
-        said = [served.answer for served in answers]
-        if self._exchange.call.stream:
-            writer = self._exchange.writer()
-            content = writer.start(_head_of(said[0])) + _rest(writer, said, [_Sent() for _ in said]) + writer.end(said)
-            media_type = "text/event-stream"
-            headers["cache-control"] = "no-cache"
-        else:
-            content, media_type = self._exchange.body(said), "application/json"
-        await Response(content, headers=headers, media_type=media_type)(scope, receive, send)
-        self._ask.delivered(answers)
+    def _whole(self, answers: Sequence[Answer]) -> Response:
+        headers = _headers(answers)
+        headers["x-seamless-match"] = ", ".join(dict.fromkeys(answer.match for answer in answers))
+        if not self._exchange.call.stream:
+            return Response(self._exchange.body(answers), headers=headers, media_type="application/json")
+        writer = self._exchange.writer()
+        content = writer.start(answers[0])
+        content += _written(writer, _Sent(len(answers)).rest(answers)) + writer.end(answers)
+        headers["cache-control"] = "no-cache"
+        return Response(content, headers=headers, media_type="text/event-stream")
 
-    async def _send_stream(self, landing: asyncio.Future[list[Served]], left: asyncio.Future[None], send: Send) -> None:
-        heads = [_seen(part)[0] for part in self._ask.parts]
-        assert heads[0] is not None
-        headers = _headers([name for part in self._ask.parts for name in _overrides(part)])
+    async def _send_stream(
+        self,
+        attempt: Attempt,
+        landing: asyncio.Future[Sequence[Answer]],
+        left: asyncio.Future[None],
+        send: Send,
+    ) -> None:
+        headers = _headers(attempt.answers)
         headers |= {"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8"}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        writer, sent = self._exchange.writer(), _Sent(attempt.num_answers)
+        data = writer.start(attempt.answers[0])
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        writer = self._exchange.writer()
-        sent = [_Sent() for _ in self._ask.parts]
-        data = writer.start(heads[0])
         while not left.done():
-            self._ask.news.clear()
+            self._news.clear()
             if landing.done():
-                await self._send_end(landing, writer, sent, data, send)
+                if await self._send_end(landing, writer, sent, data, send):
+                    self._delivered(attempt)
                 return
-            data += b"".join(
-                writer.delta(delta)
-                for number, part in enumerate(self._ask.parts)
-                if (delta := sent[number].more(number, _seen(part)[1])) is not None
-            )
+            data += _written(writer, sent.more(attempt.deltas))
             if data and not await self._write(data, send):
                 return
             data = b""
             try:
-                await asyncio.wait_for(self._ask.news.wait(), self._timing.keep_alive_s)
+                await asyncio.wait_for(self._news.wait(), self._timing.keep_alive_s)
             except asyncio.TimeoutError:
                 data = writer.keep_alive()
 
     async def _send_end(
-        self, landing: asyncio.Future[list[Served]], writer: EventWriter, sent: list[_Sent], data: bytes, send: Send
-    ) -> None:
+        self,
+        landing: asyncio.Future[Sequence[Answer]],
+        writer: EventWriter,
+        sent: _Sent,
+        data: bytes,
+        send: Send,
+    ) -> bool:
+        """Whether the client has all of the answers."""
         error = landing.exception()
         if error is None:
             answers = landing.result()
-            said = [served.answer for served in answers]
-            data += _rest(writer, said, sent) + writer.end(said)
-            if await self._write(data, send) and await self._write(b"", send, is_last=True):
-                self._ask.delivered(answers)
-            return
-        if not isinstance(error, ApiError):
-            _log.error("%s failed in mid-stream", self._request.url.path, exc_info=error)
-            error = ApiError(500, "internal_error", f"{type(error).__name__} inside the proxy.")
-        self._on_failure(error)
-        await self._write(data + writer.fail(error), send)
-        await self._write(b"", send, is_last=True)
+            data += _written(writer, sent.rest(answers)) + writer.end(answers)
+        else:
+            if not isinstance(error, ApiError):
+                _log.error("%s failed in mid-stream", self._request.url.path, exc_info=error)
+                error = ApiError(500, "internal_error", f"{type(error).__name__} inside the proxy.")
+            self._failed(error)
+            data += writer.fail(error)
+        is_sent = await self._write(data, send) and await self._write(b"", send, is_last=True)
+        return is_sent and error is None
 
     async def _write(self, data: bytes, send: Send, *, is_last: bool = False) -> bool:
         """Whether the client took what was written before; servers only wait in front of a write."""
@@ -186,50 +180,50 @@ class Reply:
 
 
 class _Sent:
-    """What of one answer a client has got."""
+    """What a client has got of the answers: how many deltas, and of each answer how much in all."""
 
-    def __init__(self) -> None:
-        self._reasoning = self._content = self._tokens = 0
+    def __init__(self, num_answers: int) -> None:
+        self._num_deltas = 0
+        self._reasoning, self._content, self._tokens = ([0] * num_answers for _ in range(3))
 
-    def more(self, index: int, seen: Progress | Answer) -> Delta | None:
-        """What it has not; None for nothing."""
-        if isinstance(seen, Answer):
-            reasoning, content = seen.message.reasoning, seen.message.content
-        else:
-            reasoning, content = seen.reasoning, seen.content
-        delta = Delta(
-            index=index,
-            reasoning=reasoning[self._reasoning :],
-            content=content[self._content :],
-            tokens=tuple(seen.tokens[self._tokens :]),
-        )
-        self._reasoning, self._content, self._tokens = len(reasoning), len(content), len(seen.tokens)
-        return delta if delta.reasoning or delta.content or delta.tokens else None
+    def more(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """What came since the last call, as one delta of each answer."""
+        new = deltas[self._num_deltas :]
+        self._num_deltas += len(new)
+        return [
+            self._counted(
+                index,
+                "".join(delta.reasoning for delta in new if delta.index == index),
+                "".join(delta.content for delta in new if delta.index == index),
+                tuple(token for delta in new if delta.index == index for token in delta.tokens),
+            )
+            for index in sorted({delta.index for delta in new})
+        ]
 
+    def rest(self, answers: Sequence[Answer]) -> list[Delta]:
+        """What deltas did not carry of the whole answers."""
+        rest = [
+            self._counted(
+                index,
+                answer.message.reasoning[self._reasoning[index] :],
+                answer.message.content[self._content[index] :],
+                answer.tokens[self._tokens[index] :],
+            )
+            for index, answer in enumerate(answers)
+        ]
+        return [delta for delta in rest if delta.reasoning or delta.content or delta.tokens]
 
-def _rest(writer: EventWriter, answers: list[Answer], sent: list[_Sent]) -> bytes:
-    deltas = (sent[number].more(number, answer) for number, answer in enumerate(answers))
-    return b"".join(writer.delta(delta) for delta in deltas if delta is not None)
-
-
-def _seen(part: Flight | Served) -> tuple[StreamHead | None, Progress | Answer]:
-    if isinstance(part, Flight):
-        return part.progress.head, part.progress
-    return _head_of(part.answer), part.answer
-
-
-def _overrides(part: Flight | Served) -> tuple[str, ...]:
-    return part.progress.overrides if isinstance(part, Flight) else part.overrides
-
-
-def _head_of(answer: Answer) -> StreamHead:
-    return StreamHead(
-        id=answer.id,
-        created=answer.created,
-        prompt_tokens=answer.prompt_tokens,
-        cached_tokens=answer.cached_tokens,
-    )
+    def _counted(self, index: int, reasoning: str, content: str, tokens: tuple[Token, ...]) -> Delta:
+        self._reasoning[index] += len(reasoning)
+        self._content[index] += len(content)
+        self._tokens[index] += len(tokens)
+        return Delta(index=index, reasoning=reasoning, content=content, tokens=tokens)
 
 
-def _headers(overrides: list[str]) -> dict[str, str]:
-    return {"x-seamless-overrides": ", ".join(dict.fromkeys(overrides))} if overrides else {}
+def _written(writer: EventWriter, deltas: Iterable[Delta]) -> bytes:
+    return b"".join(writer.delta(delta) for delta in deltas)
+
+
+def _headers(answers: Sequence[Answer]) -> dict[str, str]:
+    overrides = dict.fromkeys(name for answer in answers for name in answer.overrides)
+    return {"x-seamless-overrides": ", ".join(overrides)} if overrides else {}

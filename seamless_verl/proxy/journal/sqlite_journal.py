@@ -17,7 +17,7 @@ import sqlite3
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import msgspec
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.session.flights import Served
+from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
@@ -266,19 +266,19 @@ def _read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredIma
 
 def _restore(session: Session, bodies: Sequence[bytes]) -> None:
     """Commit turns to an empty session, up to the first that is damaged."""
-    replies: list[Served] = []
+    answers: list[Answer] = []
     for number, body in enumerate(bodies):
         try:
-            record, entry, served = unpack(body)
+            record, entry, answer = unpack(body)
             turn = session.tree.commit(record)
         except (Damaged, TrajectoryError) as error:
             session.damage = f"turn {number} of {len(bodies)} in the journal cannot be read: {error}"
             break
         session.ledger.restore(entry)
-        replies.append(served.matched(turn.kind.value))
+        answers.append(replace(answer, match=turn.kind.value))
     # An answer that was never continued may have died with the process: the next identical request gets it.
-    answers = zip(replies, session.tree.answers, strict=True)
-    session.loaded([(served, not answer.is_leaf) for served, answer in answers])
+    continued = {said.turn.generation_id for said in session.tree.answers if said.turn and not said.is_leaf}
+    session.loaded(answers, continued)
 
 
 def _rewards(session: Session) -> str:
@@ -314,17 +314,27 @@ def _read(kind: type[_Kind], values: Sequence[Any]) -> _Kind:
 _record_values = attrgetter(*_NAMES[TurnRecord])
 _entry_values = attrgetter(*_NAMES[LedgerEntry])
 _encoder = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
-_shapes: Any = (_shape(TurnRecord), _shape(LedgerEntry), Served)
+
+# An answer is a map of maps: what its response says beside it stands around it.
+_BESIDE = {"digest": bytes, "match": str, "overrides": tuple[str, ...]}
+_SAID = {name: kind for name, kind in get_type_hints(Answer).items() if name not in _BESIDE}
+_Said: Any = msgspec.defstruct("_Said", list(_SAID.items()))
+_Served: Any = msgspec.defstruct(
+    "_Served", [("digest", bytes), ("answer", _Said), ("match", str), ("overrides", tuple[str, ...])]
+)
+_said_values = attrgetter(*_SAID)
+_shapes: Any = (_shape(TurnRecord), _shape(LedgerEntry), _Served)
 _decoder = msgspec.msgpack.Decoder(tuple[_shapes])
 
 
-def pack(record: TurnRecord, entry: LedgerEntry, served: Served) -> bytes:
+def pack(record: TurnRecord, entry: LedgerEntry, answer: Answer) -> bytes:
     """A turn as it is written down: its record, its ledger entry and its answer, with a checksum."""
+    served = _Served(answer.digest, _Said(*_said_values(answer)), answer.match, answer.overrides)
     body: bytes = _encoder.encode((_record_values(record), _entry_values(entry), served))
     return blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body
 
 
-def unpack(data: bytes) -> tuple[TurnRecord, LedgerEntry, Served]:
+def unpack(data: bytes) -> tuple[TurnRecord, LedgerEntry, Answer]:
     """A turn as it was.
 
     Raises:
@@ -337,4 +347,6 @@ def unpack(data: bytes) -> tuple[TurnRecord, LedgerEntry, Served]:
         record, entry, served = _decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise Damaged(f"it has another form: {error}") from error
-    return _read(TurnRecord, record), _read(LedgerEntry, entry), served
+    said = {name: getattr(served.answer, name) for name in _SAID}
+    answer = Answer(**said, **{name: getattr(served, name) for name in _BESIDE})
+    return _read(TurnRecord, record), _read(LedgerEntry, entry), answer

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from seamless_verl.proxy.session.flights import Served
+from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.pictures import StoredImage
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.segments import TurnRecord
 
-AnsweredTurn = tuple[TurnRecord, LedgerEntry, Served]
+AnsweredTurn = tuple[TurnRecord, LedgerEntry, Answer]
 
 
 class JournalFailed(Exception):

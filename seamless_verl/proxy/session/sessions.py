@@ -11,14 +11,14 @@ A session that nobody uses may let its turns go (:meth:`Session.unload`); the jo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from seamless_verl.proxy.calls import ApiError, bad_request
+from seamless_verl.proxy.calls import Answer, ApiError, bad_request
 from seamless_verl.proxy.engine import Ledger
-from seamless_verl.proxy.session.flights import Arrival, FlightBoard, Served
+from seamless_verl.proxy.session.attempts import Attempt, AttemptBoard, State, answer_digest
 from seamless_verl.proxy.text.pictures import ImageTable
 from seamless_verl.trajectory.messages import Message, Transcript
 from seamless_verl.trajectory.tree import SessionTree
@@ -94,7 +94,7 @@ class Session:
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
         self.recent = RecentTranscripts()
-        self.board = FlightBoard(spec.max_parallel)
+        self.board = AttemptBoard(spec.max_parallel)
         self._released = asyncio.Event()
 
         self.is_resident = is_resident
@@ -102,7 +102,7 @@ class Session:
         self.num_users = 0
         self.num_arriving = 0
         self.damage = ""
-        self._unknown: frozenset[bytes] | None = None
+        self._undelivered: frozenset[bytes] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -117,18 +117,33 @@ class Session:
 
     def unload(self) -> None:
         """Let the turns go; who may not have been answered is remembered: a retry and a second sample stay apart."""
-        self._unknown = self.board.unknown()
+        self._undelivered = self.board.undelivered()
         self.tree, self.ledger, self.images = SessionTree(), Ledger(), ImageTable()
-        self.recent, self.board = RecentTranscripts(), FlightBoard(self.spec.max_parallel)
+        self.recent, self.board = RecentTranscripts(), AttemptBoard(self.spec.max_parallel)
         self.is_resident = False
 
-    def loaded(self, answers: Iterable[tuple[Served, bool]]) -> None:
-        """Its turns are back; ``answers`` say of each whether a later request shows that it was delivered."""
-        for served, is_continued in answers:
-            # After an unload it is known who was answered. What an earlier process left may have died with it.
-            is_unknown = self._unknown is None or served.digest in self._unknown
-            arrival = Arrival.CONTINUED if is_continued else Arrival.UNKNOWN if is_unknown else Arrival.DELIVERED
-            self.board.record(served, arrival)
+    def loaded(self, answers: Iterable[Answer], continued: Container[str]) -> None:
+        """Its turns are back.
+
+        Args:
+            answers: in the order in which they were recorded; those of one request follow each other.
+            continued: ids of those that a later request goes on from, so that they were delivered.
+        """
+        requests: list[list[Answer]] = []
+        for answer in answers:
+            last = requests[-1] if requests else []
+            if last and answer.digest == answer_digest(last[0].digest, len(last)):
+                last.append(answer)
+            else:
+                requests.append([answer])
+        for request in requests:
+            state = State.DELIVERED
+            if any(answer.id in continued for answer in request):
+                state = State.CONTINUED
+            elif self._undelivered is None or request[0].digest in self._undelivered:
+                # After an unload it is known who was answered. What an earlier process left may have died with it.
+                state = State.ANSWERED
+            self.board.restore(request, state)
         self.num_generated = sum(len(answer.tokens) for answer in self.tree.answers)
         self.num_started = max(self.num_started, self.tree.num_turns)
         self.is_resident = True
@@ -170,29 +185,31 @@ class Session:
             story = f"Session {self.id} has {self.num_in_flight} requests in flight; {spec.max_parallel} are its limit."
             raise ApiError(429, "too_many_requests", story, retry_after_s=1.0)
 
-    def reserve(self, wanted: int, num: int) -> int:
-        """Set up to ``wanted`` tokens of the budget aside for each of ``num`` answers; returns how many for each.
+    async def reserve(self, attempt: Attempt, wanted: int) -> int:
+        """Set up to ``wanted`` tokens of the budget aside for each answer of an attempt; returns how many for each.
 
-        Answers in flight cannot overshoot the budget that way. 0: others hold what is left; they rarely use all of it,
-        so that :meth:`released` is worth waiting for.
+        Answers in flight cannot overshoot the budget that way. All of a request get theirs in one go, so that none
+        holds tokens while it waits for another. While others hold what is left, it waits: they rarely use all of it.
 
         Raises:
             ApiError: 429, there is not enough left and nobody to wait for.
         """
-        left = (self.spec.max_tokens - self.num_generated - self.num_reserved) // num
-        if left <= 0 and not self.num_reserved:
-            raise self._out_of_tokens()
-        granted = max(0, min(wanted, left))
-        self.num_reserved += granted * num
+        while True:
+            left = (self.spec.max_tokens - self.num_generated - self.num_reserved) // attempt.num_answers
+            if left > 0:
+                break
+            if not self.num_reserved:
+                raise self._out_of_tokens()
+            await self._released.wait()
+        granted = min(wanted, left)
+        attempt.num_reserved = granted * attempt.num_answers
+        self.num_reserved += attempt.num_reserved
         return granted
 
-    async def released(self) -> None:
-        """Returns when somebody has given back what :meth:`reserve` granted."""
-        await self._released.wait()
-
-    def release(self, granted: int) -> None:
-        """Give back what :meth:`reserve` granted to one answer; what was used of it counts as generated by then."""
-        self.num_reserved -= granted
+    def release(self, attempt: Attempt) -> None:
+        """Take back what :meth:`reserve` granted; what was used of it counts as generated by then."""
+        self.num_reserved -= attempt.num_reserved
+        attempt.num_reserved = 0
         self._released.set()
         self._released = asyncio.Event()
 

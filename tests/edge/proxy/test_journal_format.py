@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from seamless_verl.proxy.calls import Answer, Token
 from seamless_verl.proxy.journal.sqlite_journal import Damaged, pack, unpack
-from seamless_verl.proxy.session.flights import Served
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import FinishReason, VersionSpan
 from seamless_verl.trajectory.messages import Message, MessageKey, Role, ToolCall
@@ -54,17 +53,17 @@ _RECORD = _one(
 )
 _MESSAGE = _one(Message, role=st.sampled_from(Role), parts=st.just(()), tool_calls=_some(_one(ToolCall)))
 _TOKEN = _one(Token, alternatives=_some(st.tuples(_ANY[str], _ANY[float])))
-_SERVED = _one(Served, answer=_one(Answer, message=_MESSAGE, tokens=_some(_TOKEN)), overrides=_some(_ANY[str]))
+_ANSWER = _one(Answer, message=_MESSAGE, tokens=_some(_TOKEN), overrides=_some(_ANY[str]))
 
 
-@given(_RECORD, _ENTRY, _SERVED)
-def test_a_turn_is_read_back_as_it_was(record: TurnRecord, entry: LedgerEntry, served: Served) -> None:
-    assert unpack(pack(record, entry, served)) == (record, entry, served)
+@given(_RECORD, _ENTRY, _ANSWER)
+def test_a_turn_is_read_back_as_it_was(record: TurnRecord, entry: LedgerEntry, answer: Answer) -> None:
+    assert unpack(pack(record, entry, answer)) == (record, entry, answer)
 
 
-@given(_RECORD, _ENTRY, _SERVED, st.data())
-def test_a_changed_byte_is_noticed(record: TurnRecord, entry: LedgerEntry, served: Served, data: st.DataObject) -> None:
-    packed = bytearray(pack(record, entry, served))
+@given(_RECORD, _ENTRY, _ANSWER, st.data())
+def test_a_changed_byte_is_noticed(record: TurnRecord, entry: LedgerEntry, answer: Answer, data: st.DataObject) -> None:
+    packed = bytearray(pack(record, entry, answer))
     packed[data.draw(st.integers(0, len(packed) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Damaged):
         unpack(bytes(packed))
@@ -88,8 +87,8 @@ _WRITTEN = bytes.fromhex(
 
 
 def test_bytes_of_an_earlier_process_are_read_and_would_be_written_again() -> None:
-    record, entry, served = unpack(_WRITTEN)
+    record, entry, answer = unpack(_WRITTEN)
     assert (record.context_ids, record.token_ids, record.log_probs[1]) == (array("i", [9, 10]), entry.token_ids, -0.5)
     assert [span.version for span in entry.version_spans] == [7, 8]
-    assert (record.finish_reason, served.answer.message.content) == (FinishReason.STOP, "Grüezi")
-    assert pack(record, entry, served) == _WRITTEN
+    assert (record.finish_reason, answer.message.content) == (FinishReason.STOP, "Grüezi")
+    assert pack(record, entry, answer) == _WRITTEN

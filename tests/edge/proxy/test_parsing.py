@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.attempt.drafts import Draft
+from seamless_verl.proxy.attempt.generator import Draft
 from seamless_verl.proxy.engine import TokenChunk
-from seamless_verl.proxy.session.flights import Progress
+from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import Asked, StopCutter, TagParser, find_stop
 from seamless_verl.proxy.text.tokenizer import TextDecoder
@@ -106,7 +106,7 @@ def _falls_back_to_bytes() -> TokenizerRenderer:
 @given(st.lists(st.sampled_from([_EURO, _CUT, [0xE2], [10], [256], [257], [258], [260]]), max_size=30), st.data())
 def test_bytes_are_shown_once_their_run_is_over(pieces: list[list[int]], data: st.DataObject) -> None:
     codec, ids = _falls_back_to_bytes(), [token for piece in pieces for token in piece]
-    draft = Draft(Progress(), codec, None, (), show_tokens=False)
+    draft = Draft(Attempt(b"", 1), 0, codec, None, (), show_tokens=False)
     rest = list(ids)
     while rest:
         num = data.draw(st.integers(1, len(rest)))

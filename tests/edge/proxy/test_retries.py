@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.session.flights import Arrival, FlightBoard, Served
-from seamless_verl.trajectory.matching import Earlier
-from seamless_verl.trajectory.messages import Message, Role
 from tests.fakes import serving
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -70,42 +66,3 @@ async def test_a_session_that_was_out_of_memory_tells_second_samples_from_retrie
         await proxy.post(handle, _body(tasks[-2]), **RETRY)
         assert len(proxy.engine.requests) == 22
     await journal.close()
-
-
-def _served(name: str) -> Served:
-    message = Message(role=Role.ASSISTANT, content=name)
-    answer = Answer(
-        id=name,
-        created=0,
-        message=message,
-        finish_reason="stop",
-        prompt_tokens=1,
-        completion_tokens=1,
-        cached_tokens=0,
-    )
-    return Served(digest=name.encode(), answer=answer, match="clean", overrides=())
-
-
-def test_answers_that_may_be_asked_for_again_outlast_those_that_went_on() -> None:
-    board = FlightBoard(max_parallel=8)  # keeps 16 of each
-
-    def left(prefix: str, num: int) -> list[int]:
-        return [n for n in range(num) if board.earlier(f"{prefix}{n}".encode()) is not Earlier.NONE]
-
-    for number in range(20):
-        board.record(_served(f"lost{number}"), Arrival.UNKNOWN)
-    for number in range(12):
-        board.record(_served(f"given{number}"), Arrival.DELIVERED)
-    for number in range(40):
-        board.record(_served(f"agent{number}"), Arrival.DELIVERED)
-        board.continued(f"agent{number}")
-    assert left("lost", 20) == list(range(4, 20))
-    assert left("given", 12) == list(range(12))
-    assert left("agent", 40) == list(range(32, 40))  # few: their clients have them
-    for number in range(8):
-        board.record(_served(f"later{number}"), Arrival.DELIVERED)
-    assert left("given", 12) == list(range(4, 12))
-    assert left("later", 8) == list(range(8))
-    board.continued("lost19")  # it was not lost
-    assert board.earlier(b"lost19") is Earlier.DELIVERED
-    assert board.unknown() == {b"lost%d" % number for number in range(4, 19)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from typing import Any
 
 import pytest
@@ -78,7 +77,7 @@ async def test_samples_of_one_request_wait_for_the_budget_as_one_answer_does() -
         gate = _held(proxy)
         first = asyncio.create_task(proxy.post(handle, _body(0)))  # asks for all there is
         await proxy.engine.started.wait()
-        asked = _asked_for_budget(session, 3)
+        asked = _asked_for_budget(session, 1)
         second = asyncio.create_task(proxy.post(handle, _body(1, n=3)))
         await asked.wait()
         gate.set()
@@ -114,28 +113,19 @@ async def test_a_stream_that_waits_for_budget_is_kept_alive() -> None:
 
 
 async def test_a_sample_never_waits_for_tokens_that_its_sibling_holds() -> None:
-    """Long prompts are rendered in threads: one sample may be at the engine before the next asks for its tokens."""
+    """All samples of a request have their tokens before the first is generated; another request waits meanwhile."""
     async with serving(lambda prompt: LONG if "question" in prompt else "ok") as proxy:
         handle = await proxy.open(max_tokens=40, deadline_s=10)
         (session,) = proxy.deps.sessions
-        render, calls, late = proxy.deps.renderer.render_initial, itertools.count(), threading.Event()
-        loop, second = asyncio.get_running_loop(), asyncio.Event()
-
-        def slow(*args: Any) -> Any:
-            if next(calls) == 1:
-                loop.call_soon_threadsafe(second.set)
-                late.wait(20)
-            return render(*args)
-
-        proxy.deps.renderer.render_initial = slow  # type: ignore[method-assign, assignment]
-        long = {"model": "m", "messages": [{"role": "user", "content": "word " * 5000}], "n": 2}
+        gate = _held(proxy)
+        long = {"model": "m", "messages": [{"role": "user", "content": "word " * 5000}], "n": 2}  # rendered in a thread
         pair = asyncio.create_task(proxy.post(handle, long))
         await proxy.engine.started.wait()
-        await second.wait()  # else the other request may be the one that is slow
+        assert session.num_reserved == 40
         asked = _asked_for_budget(session, 1)
         other = asyncio.create_task(proxy.post(handle, _body(0)))
         await asked.wait()
-        late.set()
+        gate.set()
         assert [answer.status_code for answer in (await pair, await other)] == [200, 200]
         assert session.num_reserved == 0
 

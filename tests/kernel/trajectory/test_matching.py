@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from seamless_verl.trajectory.matching import Earlier, Extension, Verdict, recognise
+from seamless_verl.trajectory.matching import Extension
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.segments import DriftReason, MatchKind
 from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, system, tool, user
@@ -129,17 +129,3 @@ def test_the_longest_known_history_is_continued(messages: list[Message], known: 
     assert (match.known.ordinal if match.known is not None else None) == known
     assert match.num_known == {None: 0, 0: 3, 1: 5}[known]
     assert edge.tree.num_turns == 2, "matching changes nothing"
-
-
-@pytest.mark.parametrize(
-    ("earlier", "said_nothing", "first_try", "retry"),
-    [
-        (Earlier.NONE, Verdict.NEW, Verdict.NEW, Verdict.NEW),
-        (Earlier.IN_FLIGHT, Verdict.JOIN, Verdict.NEW, Verdict.JOIN),
-        (Earlier.ORPHANED, Verdict.JOIN, Verdict.JOIN, Verdict.JOIN),
-        (Earlier.DELIVERED, Verdict.NEW, Verdict.NEW, Verdict.REPLAY),
-        (Earlier.UNDELIVERED, Verdict.REPLAY, Verdict.REPLAY, Verdict.REPLAY),
-    ],
-)
-def test_retries(earlier: Earlier, said_nothing: Verdict, first_try: Verdict, retry: Verdict) -> None:
-    assert [recognise(earlier, count) for count in (None, 0, 1, 7)] == [said_nothing, first_try, retry, retry]

@@ -1,0 +1,298 @@
+"""One request from its beginning to its answers, and the attempts that a session remembers for retries.
+
+::
+
+    GENERATING ──all answers are there, and somebody waits──▶ LANDING ──recorded──▶ ANSWERED
+      │    └──engine, budget, deadline─▶ FAILED ◀─journal───────┘                      │
+      └──nobody waits, and the grace period is over; session closed─▶ CANCELLED        │
+                                                                                       ▼
+                              CONTINUED ◀──a later request goes on from an answer── DELIVERED
+
+An attempt runs as a task of its own, so that its client may leave and a retry may join.
+
+Invariant: an attempt is cancelled or it lands, and what was decided first holds. What the journal may already have thus
+reaches the tree, whoever loses interest meanwhile, and nobody joins what was cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from hashlib import blake2b
+from typing import Any
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.proxy.calls import Answer, ApiError, Delta
+
+_MAX_CONTINUED = 8  # their clients have them: who asks again wants another sample, or is very late
+_BYTES_PER_TOKEN = 150  # text, log-prob and the objects that hold them
+
+
+class State(Enum):
+    """Where an attempt is; see the module's picture."""
+
+    GENERATING = "generating"
+    LANDING = "landing"
+    ANSWERED = "answered"  # nobody knows yet whether the answers arrived
+    DELIVERED = "delivered"
+    CONTINUED = "continued"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Verdict(Enum):
+    """What to do with a request that says exactly what an earlier one said."""
+
+    NEW = "new"
+    JOIN = "join"
+    REPLAY = "replay"
+
+
+_RECORDED = frozenset({State.ANSWERED, State.DELIVERED, State.CONTINUED})
+_MOVES: dict[State, frozenset[State]] = {
+    State.GENERATING: frozenset({State.LANDING, State.FAILED, State.CANCELLED}),
+    State.LANDING: frozenset({State.ANSWERED, State.FAILED}),
+    State.ANSWERED: frozenset({State.DELIVERED, State.CONTINUED}),
+    State.DELIVERED: frozenset({State.DELIVERED, State.CONTINUED}),  # a retry had them delivered again
+    State.CONTINUED: frozenset({State.DELIVERED, State.CONTINUED}),
+    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset(),
+}
+
+# Client libraries repeat a request after a timeout or a broken connection and say so in a header. An agent may also ask
+# the same thing twice on purpose. A retry must not be generated again: the first answer would stay in the tree as a
+# branch that no agent ever saw.
+_VERDICTS: dict[State, tuple[Verdict, Verdict, Verdict]] = {
+    # the earlier one    says nothing     "not a retry"    "a retry"
+    State.GENERATING: (Verdict.JOIN, Verdict.NEW, Verdict.JOIN),
+    State.LANDING: (Verdict.JOIN, Verdict.NEW, Verdict.JOIN),
+    State.ANSWERED: (Verdict.REPLAY, Verdict.REPLAY, Verdict.REPLAY),
+    State.DELIVERED: (Verdict.NEW, Verdict.NEW, Verdict.REPLAY),
+    State.CONTINUED: (Verdict.NEW, Verdict.NEW, Verdict.REPLAY),
+    State.FAILED: (Verdict.NEW, Verdict.NEW, Verdict.NEW),
+    State.CANCELLED: (Verdict.NEW, Verdict.NEW, Verdict.NEW),
+}
+
+
+class IllegalMove(SeamlessError):
+    """A move that the table does not have: a bug in the proxy."""
+
+
+class Attempt:
+    """One request; all of its answers are recorded, or none.
+
+    Attributes:
+        digest: names the request by what it says.
+        num_answers: how many it wants.
+        answers: as far as they are known: none; their heads, once the prompt is rendered; all, once recorded.
+        deltas: the text of a stream that is settled so far, of all its answers, in the order in which it came.
+        num_reserved: tokens of the session's budget that are set aside for it.
+        num_waiting: clients that wait for the answers.
+        wanted: set while there are any.
+    """
+
+    def __init__(self, digest: bytes, num_answers: int) -> None:
+        self.digest = digest
+        self.num_answers = num_answers
+        self.state = State.GENERATING
+        self.answers: Sequence[Answer] = ()
+        self.deltas: list[Delta] = []
+        self.num_reserved = 0
+        self.num_waiting = 0
+        self.wanted = asyncio.Event()
+        self._listeners: set[asyncio.Event] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> tuple[bytes, int]:
+        """Two attempts with the same name answer the same request."""
+        return self.digest, self.num_answers
+
+    def move(self, state: State) -> None:
+        """Change the state.
+
+        Raises:
+            IllegalMove: the table has no such move.
+        """
+        if state not in _MOVES[self.state]:
+            story = f"{self.num_waiting} clients wait for {self.num_answers} answers, {len(self.answers)} are known"
+            raise IllegalMove(
+                f"{state.name}: the attempt at request {self.digest.hex()} is {self.state.name}; its next state can be "
+                f"{', '.join(sorted(next.name for next in _MOVES[self.state])) or 'no other'} ({story})"
+            )
+        self.state = state
+
+    def verdict(self, retry_count: int | None) -> Verdict:
+        """What to do with a request that repeats this one.
+
+        Args:
+            retry_count: number the client put into its retry header; None when it sent none.
+        """
+        if self.state in (State.GENERATING, State.LANDING) and not self.num_waiting:
+            return Verdict.JOIN  # its client went away
+        return _VERDICTS[self.state][0 if retry_count is None else min(retry_count, 1) + 1]
+
+    def tell(self) -> None:
+        """Wake all who look at the answers."""
+        for listener in self._listeners:
+            listener.set()
+
+    def start(self, work: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
+        """Run ``work``, which moves the attempt to ANSWERED or raises; ``ended`` is called once, however it ends."""
+
+        def end(task: asyncio.Task[None]) -> None:
+            if self.state in _RECORDED:
+                self._task = None
+            elif not task.cancelled() and task.exception() is not None and self.state is not State.CANCELLED:
+                self.move(State.FAILED)  # that nobody waited for it is no surprise
+            self.deltas = []
+            ended()
+
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(end)
+
+    @contextmanager
+    def attended(self, news: asyncio.Event, *, orphan_grace_s: float) -> Iterator[None]:
+        """While the block runs, somebody waits for the answers, and is told ``news`` of them.
+
+        The last one to leave starts the grace period.
+        """
+        self.num_waiting += 1
+        self.wanted.set()
+        self._listeners.add(news)
+        try:
+            yield
+        finally:
+            self._listeners.discard(news)
+            self.num_waiting -= 1
+            if not self.num_waiting and self._task is not None and not self._task.done():
+                self.wanted.clear()
+                asyncio.get_running_loop().call_later(orphan_grace_s, self._cancel_orphan)
+
+    async def landed(self) -> Sequence[Answer]:
+        """All answers, in order, once they are recorded.
+
+        Raises:
+            ApiError: what kept them from being given.
+        """
+        task = self._task
+        if task is not None:
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise ApiError(409, "session_closed", "The session was closed while this answer was generated.")
+            task.result()
+        return self.answers
+
+    def cancel(self) -> None:
+        """End it, unless it is landing."""
+        if self.state is State.GENERATING and self._task is not None:
+            self.move(State.CANCELLED)
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Returns when it has ended, in whatever way."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def _cancel_orphan(self) -> None:
+        if not self.num_waiting:
+            self.cancel()
+
+
+class AttemptBoard:
+    """Attempts of one session: those under way, and the recent ones that a retry may ask for.
+
+    Args:
+        max_parallel: answers that the session may have in flight at once, so that it may have to give as many again.
+            Twice as many are kept of those that were delivered, and of those that may not have been; few of those
+            that a later request went on from.
+    """
+
+    def __init__(self, max_parallel: int) -> None:
+        most = max(8, 2 * max_parallel)
+        self._most = {State.ANSWERED: most, State.DELIVERED: most, State.CONTINUED: _MAX_CONTINUED}
+        self._under_way: set[Attempt] = set()
+        self._latest: dict[tuple[bytes, int], Attempt] = {}  # of those under way
+        self._recorded: dict[State, OrderedDict[tuple[bytes, int], Attempt]] = {
+            state: OrderedDict() for state in self._most
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory the tokens of its answers take, as far as clients asked to see them."""
+        answers = [answer for attempt in self._all_recorded() for answer in attempt.answers if answer.tokens]
+        return sum(_BYTES_PER_TOKEN * len(said.tokens) * (1 + len(said.tokens[0].alternatives)) for said in answers)
+
+    def find(self, digest: bytes, num_answers: int) -> Attempt | None:
+        """The latest attempt at a request, unless it was given up."""
+        name = digest, num_answers
+        attempt = self._latest.get(name)
+        if attempt is not None and attempt.state is not State.CANCELLED:
+            return attempt
+        return next((known[name] for known in self._recorded.values() if name in known), None)
+
+    def launch(
+        self, attempt: Attempt, work: Coroutine[Any, Any, None], ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have an attempt run; ``ended`` is called once, however it ends."""
+
+        def forget() -> None:
+            self._under_way.discard(attempt)
+            if self._latest.get(attempt.name) is attempt:
+                del self._latest[attempt.name]
+            ended()
+
+        self._under_way.add(attempt)
+        self._latest[attempt.name] = attempt
+        attempt.start(work, forget)
+
+    def record(self, attempt: Attempt, state: State) -> None:
+        """Move an attempt to one of the recorded states and keep it for retries."""
+        attempt.move(state)
+        self._keep(attempt)
+
+    def _keep(self, attempt: Attempt) -> None:
+        """Too many answers of one state push the oldest out."""
+        for known in self._recorded.values():
+            known.pop(attempt.name, None)
+        known = self._recorded[attempt.state]
+        known[attempt.name] = attempt
+        while len(known) > 1 and sum(kept.num_answers for kept in known.values()) > self._most[attempt.state]:
+            known.popitem(last=False)
+
+    def continued(self, answer_id: str) -> None:
+        """A request goes on from this answer, so it was delivered, whatever a restart had left open."""
+        for attempt in self._all_recorded():
+            if any(answer.id == answer_id for answer in attempt.answers):
+                self.record(attempt, State.CONTINUED)
+
+    def restore(self, answers: Sequence[Answer], state: State) -> None:
+        """Take over the answers of one request, in their order, that an earlier process recorded."""
+        attempt = Attempt(answers[0].digest, len(answers))
+        attempt.answers = answers
+        for step in dict.fromkeys((State.LANDING, State.ANSWERED, state)):
+            attempt.move(step)
+        self._keep(attempt)
+
+    def undelivered(self) -> frozenset[bytes]:
+        """Digests of the requests whose answers may have reached nobody."""
+        return frozenset(attempt.digest for attempt in self._recorded[State.ANSWERED].values())
+
+    async def cancel_all(self) -> None:
+        """End every attempt, those that are landing with their answers; returns when all have ended."""
+        attempts = tuple(self._under_way)
+        for attempt in attempts:
+            attempt.cancel()
+        for attempt in attempts:
+            await attempt.ended()
+
+    def _all_recorded(self) -> list[Attempt]:
+        return [attempt for known in self._recorded.values() for attempt in known.values()]
+
+
+def answer_digest(request: bytes, number: int) -> bytes:
+    """Names one of a request's answers; the first bears the request's own name."""
+    return request if not number else blake2b(request + number.to_bytes(4, "little"), digest_size=16).digest()
