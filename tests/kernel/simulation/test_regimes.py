@@ -1,0 +1,93 @@
+"""The table of systems, against what their publications say of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.scheduling.policies.colocated import Colocated
+from seamless_verl.scheduling.policies.disaggregated import Disaggregated
+from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies.predictive import Predictive
+from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Quota
+from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, regime
+
+POLICIES = {
+    Colocated: {"verl_sync", "verl_colocate_async", "verl_colocate_async_wait", "colocated"},
+    Greedy: {"greedy", "seamlessflow"},
+    Predictive: {"predictive"},
+    VerlGate: {"verl_enable_switch", "verl_enable_switch_wait"},
+}
+BOUNDS = {  # given eta = 3
+    "verl_sync": 0,
+    "verl_one_step_off": 1,
+    "verl_colocate_async": None,
+    "verl_separate_async": None,
+    "verl_enable_switch": None,
+    "areal": None,
+}
+FLAGS = {
+    "colocated": {"verl_sync", "verl_colocate_async", "verl_colocate_async_wait", "colocated"},
+    "lends": {"verl_enable_switch", "verl_enable_switch_wait", "seamlessflow", "greedy", "predictive"},
+    "needs_standing": {"verl_enable_switch", "verl_enable_switch_wait"},
+    "barrier": {"verl_one_step_off"},
+    "releases": {"greedy", "predictive"},
+    "awaits_load": {"greedy", "predictive", "disaggregated"},
+    "rebalances": {"seamlessflow", "greedy", "predictive", "colocated"},
+    "oldest_first": {"greedy", "predictive", "disaggregated", "colocated"},
+    "reserves": {"staleflow", "seamlessflow", "greedy", "predictive", "disaggregated", "colocated"},
+    "streaming": {
+        *("verl_separate_async", "verl_separate_async_wait", "verl_enable_switch", "verl_enable_switch_wait"),
+        *("greedy", "predictive", "disaggregated"),
+    },
+}
+GOES_ON_WHILE_WEIGHTS_LOAD = {"staleflow", "seamlessflow", "greedy", "predictive", "disaggregated"}
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS))
+def test_which_systems_do_it(flag: str) -> None:
+    assert {name for name, rules in REGIMES.items() if getattr(rules, flag)} == FLAGS[flag]
+
+
+def test_who_stops_the_world_for_new_weights() -> None:
+    assert {name for name, rules in REGIMES.items() if not rules.stop_the_world} == GOES_ON_WHILE_WEIGHTS_LOAD
+
+
+@pytest.mark.parametrize("name", sorted(REGIMES))
+def test_bounds_policies_and_admission(name: str) -> None:
+    rules = REGIMES[name]
+    assert rules.bound(3) == BOUNDS.get(name, 3)
+    kind = next((kind for kind, systems in POLICIES.items() if name in systems), Disaggregated)
+    assert type(rules.policy(8, 2)) is kind
+    feed = rules.feed(lambda version: pytest.fail("nothing is drawn before it may start"), 8, 3)
+    own = {"areal": Quota, "roll": Bucket}.get(name, Bounded if rules.reserves else BatchPerStep)
+    assert type(feed) is own
+
+
+def test_only_verls_trainers_that_sample_a_buffer_look_from_time_to_time() -> None:
+    polling = {name for name, rules in REGIMES.items() if rules.poll_s}
+    assert polling == {name for name in REGIMES if name.startswith("verl_")} - {"verl_one_step_off"}
+
+
+def test_only_staleflow_routes_by_marginal_gain() -> None:
+    assert [name for name, rules in REGIMES.items() if rules.router == "marginal_gain"] == ["staleflow"]
+
+
+def test_mini_batches_are_trained_as_they_come_only_where_a_system_streams() -> None:
+    assert REGIMES["predictive"].update(64, 16) == 16
+    assert REGIMES["staleflow"].update(64, 16) == 64
+
+
+def test_verls_modes_with_a_bound_differ_from_those_without_in_nothing_else() -> None:
+    for name in ("verl_colocate_async", "verl_separate_async", "verl_enable_switch"):
+        free, bounded = REGIMES[name], REGIMES[f"{name}_wait"]
+        for field in ("colocated", "lends", "needs_standing", "streaming", "stop_the_world", "poll_s", "router"):
+            assert getattr(free, field) == getattr(bounded, field)
+
+
+def test_names_of_live_runs_are_known_and_a_misspelt_one_is_answered_with_the_nearest() -> None:
+    assert all(name in REGIMES for name in LIVE_NAMES.values())
+    assert regime("greedy") is REGIMES["greedy"]
+    with pytest.raises(ConfigError, match=r"scheduler\.policy=staleflw: no such system. Fix: write staleflow;"):
+        regime("staleflw")
