@@ -48,8 +48,8 @@ lint: $(READY) ## ruff and the import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
-types: $(READY) ## mypy --strict on everything but the verl adapter
-	$(BIN)/mypy seamless_verl recipes
+types: $(READY) ## mypy --strict
+	$(BIN)/mypy --cache-dir .mypy_cache/$(STACK) seamless_verl recipes
 
 docs: $(READY) ## write docs/configuration.md from the configuration's dataclasses
 	$(BIN)/python -m tests.configuration_page

@@ -59,7 +59,7 @@ def cycle(*, ours: bool, number: int, context: int, busy: float, seed: int) -> f
     """Prefilled again, as a share of all contexts."""
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-    from seamless_verl.verl_adapter.rollout.balancer import MeteredLoadBalancer
+    from seamless_verl.verl_adapter.rollout.load_balancer import MeteredLoadBalancer
 
     made = MeteredLoadBalancer if ours else GlobalRequestLoadBalancer
     random.seed(seed)  # verl's balancer draws among equals

@@ -221,7 +221,7 @@ def _ray_launcher(config: StandaloneConfig, address: str) -> Launcher:
 
 
 def _vllm_parser(tool_parser: str | None, reasoning_parser: str | None) -> ParserOf:
-    make = importlib.import_module("seamless_verl.verl_adapter.rollout.parsers").parser_of
+    make = importlib.import_module("seamless_verl.verl_adapter.vllm.vllm_parsers").parser_of
     return functools.partial(make, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
 
 

@@ -1,8 +1,8 @@
 """Checksums of parameters that two processes with different layouts agree on, if every number is the same.
 
-vLLM fuses what verl keeps apart (q, k, v; gate, up), pads vocabularies with zeros, and holds another precision. So the
-bits of all numbers of a layer are added up, in the engine's precision: the order does not matter, zeros add nothing,
-and shards of several ranks add up to the whole.
+vLLM fuses what verl keeps apart (q, k, v; gate, up), pads vocabularies with zeros, and holds another precision. So
+`weight_checks.checksum` is taken of each layer, in the engine's precision: the order does not matter, zeros add
+nothing, and shards of several ranks add up to the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Sums = dict[str, int]
 
 
 def sums_of(named: Iterable[tuple[str, Any]], dtype: str) -> Sums:
-    """By layer, and of the rest: the sum of each number's bits and of their squares, modulo 2**64.
+    """Of each layer, and of the rest.
 
     Args:
         named: names and tensors, DTensors by their local shard.
@@ -25,26 +25,23 @@ def sums_of(named: Iterable[tuple[str, Any]], dtype: str) -> Sums:
     """
     import torch
 
-    kind = getattr(torch, dtype)
-    bits = torch.int32 if kind.itemsize == 4 else torch.int16
-    found: Sums = {}
-    with torch.no_grad():
+    from seamless_verl.verl_adapter.weights.weight_checks import checksum
+
+    def pieces(tensor: Any) -> Iterable[torch.Tensor]:
+        for piece in getattr(tensor, "_local_tensor", tensor).detach().reshape(-1).split(_PIECE):
+            yield piece.cuda() if torch.cuda.is_available() else piece  # a GPU adds up what takes a host seconds
+
+    def sums() -> Iterable[Sums]:
         for name, tensor in named:
             layer = _LAYER.search(name)
-            key = layer.group(1) if layer else "rest"
-            local = getattr(tensor, "_local_tensor", tensor).detach().reshape(-1)
-            for piece in local.split(_PIECE):
-                on_device = (
-                    piece.cuda() if torch.cuda.is_available() else piece
-                )  # a GPU adds up what takes a host seconds
-                numbers = on_device.to(kind).view(bits).to(torch.int64)
-                total = int(numbers.sum()) + (int((numbers * numbers).sum()) << 1)
-                found[key] = (found.get(key, 0) + total) % (1 << 64)
-    return found
+            yield {layer.group(1) if layer else "rest": checksum(pieces(tensor), getattr(torch, dtype))}
+
+    with torch.no_grad():
+        return add(sums())
 
 
 def add(parts: Iterable[Sums]) -> Sums:
-    """Of all ranks together."""
+    """Of all parts together, e.g. of all ranks."""
     whole: Sums = {}
     for part in parts:
         for key, value in part.items():

@@ -8,7 +8,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_checks.interrupting import largest_error
+from benchmarks.gpu_checks.interrupting import interrupted, largest_error, of_answers
 from benchmarks.gpu_checks.live import on_stage, settings
 from benchmarks.gpu_checks.registry import Context, PartlySkipped
 from benchmarks.gpu_checks.whole_runs import named
@@ -17,7 +17,6 @@ from benchmarks.records import Record
 if TYPE_CHECKING:
     from benchmarks.gpu_checks.stage import Stage
 
-_CUTS = 3
 _DIGITS = 400
 _PICTURES, _WORDS = 4, 300
 
@@ -56,7 +55,7 @@ async def grammar(stage: Stage) -> list[Record]:
 
     began = time.monotonic()
     await answers()
-    stopped, cut = await _cut(stage, answers(), time.monotonic() - began)
+    stopped, cut = await interrupted(stage, answers(), time.monotonic() - began)
     tokenizer = stage.trainer.tokenizer
     texts = [tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in cut]
     wrong = sum(re.fullmatch(pattern, text) is None for text in texts)
@@ -84,29 +83,12 @@ async def pictures(stage: Stage, tolerance: float) -> list[Record]:
 
     began = time.monotonic()
     whole = await answers()
-    stopped, cut = await _cut(stage, answers(), time.monotonic() - began)
+    stopped, cut = await interrupted(stage, answers(), time.monotonic() - began)
     short = sum(len(answer.token_ids) != _WORDS for answer in cut)
     off = await largest_error(stage, prompts, cut, shown)
     same = sum(a.token_ids == b.token_ids for a, b in zip(whole, cut, strict=True)) / len(cut)
     return [
         Record(name="answers interrupted", value=stopped, unit="", bar="> 0", holds=stopped > 0),
-        Record(name="answers that lost or gained tokens", value=short, unit="", bar="= 0", holds=short == 0),
-        Record(
-            name="log-probs against the engine's of the whole text",
-            value=off,
-            unit="nats",
-            bar=f"<= {tolerance:g}",
-            holds=off <= tolerance,
-        ),
+        *of_answers(short, off, tolerance),
         Record(name="greedy answers equal to uninterrupted ones", value=same, unit="share"),
     ]
-
-
-async def _cut(stage: Stage, answers: Any, seconds: float) -> tuple[int, list[Any]]:
-    """Interrupt them some times on their way; how many were, and how they ended."""
-    running = asyncio.ensure_future(answers)
-    stopped = 0
-    for _ in range(_CUTS):
-        await asyncio.sleep(seconds / (_CUTS + 1))
-        stopped += await stage.interrupt()
-    return stopped, await running

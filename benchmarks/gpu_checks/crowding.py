@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_checks.interrupting import largest_error
+from benchmarks.gpu_checks.interrupting import largest_error, of_answers
 from benchmarks.gpu_checks.live import on_stage, settings
 from benchmarks.gpu_checks.registry import Context
 from benchmarks.records import Record
@@ -111,15 +111,8 @@ async def pressure(stage: Stage, tolerance: float) -> list[Record]:
     first = finished[: _CROWD // 3]
     oldest = sum(number < _CROWD // 3 for number in first) / len(first)
     return [
-        Record(name="answers that lost or gained tokens", value=short, unit="", bar="= 0", holds=short == 0),
+        *of_answers(short, off, tolerance),
         Record(name="times that a request lost its cache", value=preempted, unit="", bar="> 0", holds=preempted > 0),
-        Record(
-            name="log-probs against the engine's of the whole text",
-            value=off,
-            unit="nats",
-            bar=f"<= {tolerance:g}",
-            holds=off <= tolerance,
-        ),
         Record(
             name="oldest third among the first third to finish",
             value=oldest,

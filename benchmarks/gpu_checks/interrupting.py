@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_checks.live import on_stage, settings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _PROMPTS = [[1, 20 + number, 30, 2, 1] for number in range(8)]
 _TOKENS = 600
-_CUTS = 3
+CUTS = 3
 
 
 def run(context: Context) -> list[Record]:
@@ -30,25 +30,13 @@ async def body(stage: Stage, tolerance: float) -> list[Record]:
     began = time.monotonic()
     whole = await _answers(stage)
     seconds = time.monotonic() - began
-    running = asyncio.ensure_future(_answers(stage))
-    stopped = 0
-    for _ in range(_CUTS):
-        await asyncio.sleep(seconds / (_CUTS + 1))
-        stopped += await stage.interrupt()
-    cut = await running
+    stopped, cut = await interrupted(stage, _answers(stage), seconds)
     short = sum(len(answer.token_ids) != _TOKENS or len(answer.log_probs) != _TOKENS for answer in cut)
     off = await largest_error(stage, _PROMPTS, cut)
     same = sum(a.token_ids == b.token_ids for a, b in zip(whole, cut, strict=True)) / len(cut)
     return [
-        Record(name="answers interrupted", value=stopped, unit="", bar=f"= {_CUTS * 8}", holds=stopped == _CUTS * 8),
-        Record(name="answers that lost or gained tokens", value=short, unit="", bar="= 0", holds=short == 0),
-        Record(
-            name="log-probs against the engine's of the whole text",
-            value=off,
-            unit="nats",
-            bar=f"<= {tolerance:g}",
-            holds=off <= tolerance,
-        ),
+        Record(name="answers interrupted", value=stopped, unit="", bar=f"= {CUTS * 8}", holds=stopped == CUTS * 8),
+        *of_answers(short, off, tolerance),
         # With eight bits the best of 150,000 tokens may change by a rounding, and the rest of the answer with it.
         Record(name="greedy answers equal to uninterrupted ones", value=same, unit="share"),
     ]
@@ -57,6 +45,30 @@ async def body(stage: Stage, tolerance: float) -> list[Record]:
 async def _answers(stage: Stage) -> list[Any]:
     asked = [stage.generate(ids, temperature=0.0, max_tokens=_TOKENS, ignore_eos=True) for ids in _PROMPTS]
     return await asyncio.gather(*asked)
+
+
+async def interrupted(stage: Stage, answers: Awaitable[list[Any]], seconds: float) -> tuple[int, list[Any]]:
+    """Interrupt them `CUTS` times on their way of some seconds; how many were, and how they ended."""
+    running = asyncio.ensure_future(answers)
+    stopped = 0
+    for _ in range(CUTS):
+        await asyncio.sleep(seconds / (CUTS + 1))
+        stopped += await stage.interrupt()
+    return stopped, await running
+
+
+def of_answers(short: int, off: float, tolerance: float) -> list[Record]:
+    """``short`` of them lost or gained tokens; ``off``: of `largest_error`."""
+    return [
+        Record(name="answers that lost or gained tokens", value=short, unit="", bar="= 0", holds=short == 0),
+        Record(
+            name="log-probs against the engine's of the whole text",
+            value=off,
+            unit="nats",
+            bar=f"<= {tolerance:g}",
+            holds=off <= tolerance,
+        ),
+    ]
 
 
 async def largest_error(

@@ -1,1 +1,1 @@
-"""What the devices of the CPU platform hold: a book per device, across processes. No torch; `book` is pure."""
+"""What devices hold: the CPU platform's book of memory, and the arithmetic of what fits a GPU. No torch."""

@@ -1,4 +1,4 @@
-"""A book per device: who holds how much of its memory for what, how much it has, and what does not fit any more.
+"""Who holds how much of a device's memory for what, how much it has, and what does not fit any more.
 
 A device has a capacity that is given, or follows from what its users say they need, phase by phase: training and
 rollout take turns, so no phase holds everything. Nothing but the needs of the largest phase fits.
@@ -7,15 +7,31 @@ rollout take turns, so no phase holds everything. Nothing but the needs of the l
     train         x           x          x
     sync          x                                    x
     rollout                                            x            x        (what is not offloaded stays, too)
+
+`MemoryBook` is the arithmetic. `SharedBook` keeps it in one file that several processes of a machine write, a line per
+entry. A lock of the system guards the file; the system takes it back from a process that dies. What dead processes
+held is released by whoever looks next, so ``kill -9`` leaves nothing booked.
 """
 
 from __future__ import annotations
 
 import enum
+import fcntl
+import os
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
 
 from seamless_verl.errors import SeamlessError
+
+BOOK = "SEAMLESS_MEMORY_BOOK"
+"""In the environment of a run's processes: the file."""
+CAPACITY = "SEAMLESS_DEVICE_BYTES"
+"""In the environment: bytes of every device; unset: what its largest phase needs."""
 
 
 class Phase(enum.Enum):
@@ -26,8 +42,7 @@ class Phase(enum.Enum):
     ROLLOUT = "rollout"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """A process that holds memory.
 
     Attributes:
@@ -39,8 +54,7 @@ class Owner:
     process: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needed:
+class Needed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``owner`` will hold up to ``nbytes`` of ``device`` for ``what``, in these phases and in no other."""
 
     at: float
@@ -51,8 +65,7 @@ class Needed:
     phases: frozenset[Phase]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Since ``at`` (seconds, wall time), ``owner`` holds ``nbytes`` of ``device`` for ``what``; 0: none any more."""
 
     at: float
@@ -62,8 +75,7 @@ class Held:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The process holds nothing any more, and needs nothing."""
 
     at: float
@@ -71,6 +83,7 @@ class Ended:
 
 
 Entry = Needed | Held | Ended
+_DECODER: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 class OutOfMemory(SeamlessError):
@@ -164,3 +177,98 @@ def by_purpose(holdings: Iterable[Held]) -> Mapping[str, int]:
     for held in holdings:
         found[held.what] = found.get(held.what, 0) + held.nbytes
     return found
+
+
+class SharedBook:
+    """This process's view of the file; cheap enough for every move of memory (a lock, new lines, a line).
+
+    Not to be used in a process that was forked from the one that made it: the lock would be one for both.
+    """
+
+    def __init__(self, file: Path, capacity: int | None = None) -> None:
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._read = 0
+        self._threads = threading.Lock()  # the system's lock is the process's
+        self._book = MemoryBook(capacity)
+
+    def need(self, owner: Owner, device: str, what: str, nbytes: int, phases: Iterable[Phase]) -> None:
+        with self._current():
+            self._write(
+                Needed(at=time.time(), device=device, owner=owner, what=what, nbytes=nbytes, phases=frozenset(phases))
+            )
+
+    def hold(self, owner: Owner, device: str, what: str, nbytes: int) -> None:
+        """Raises:
+        OutOfMemory: it does not fit; nothing is booked.
+        """
+        entry = Held(at=time.time(), device=device, owner=owner, what=what, nbytes=nbytes)
+        with self._current():
+            if entry.nbytes != self._nbytes(entry):
+                self._book.check(entry)
+                self._write(entry)
+
+    def look(self) -> MemoryBook:
+        """The book as of now; not to be changed."""
+        with self._current():
+            return self._book
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _nbytes(self, entry: Held) -> int:
+        held = self._book.holdings(entry.device)
+        return sum(other.nbytes for other in held if other.owner == entry.owner and other.what == entry.what)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        with self._threads:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                for entry in self._new():
+                    self._book.enter(entry)
+                for process in self._book.processes():
+                    if not is_alive(process):
+                        self._write(Ended(at=time.time(), process=process))
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _new(self) -> Iterator[Entry]:
+        text = os.pread(self._file, os.fstat(self._file).st_size - self._read, self._read)
+        self._read += len(text)
+        if text and not text.endswith(b"\n"):  # whoever wrote it died meanwhile
+            self._read += os.write(self._file, b"\n")
+        yield from entries(text)
+
+    def _write(self, entry: Entry) -> None:
+        self._read += os.write(self._file, msgspec.json.encode(entry) + b"\n")
+        self._book.enter(entry)
+
+
+def entries(text: bytes) -> Iterator[Entry]:
+    """The entries of whole lines; half a line, of a writer that died, is none."""
+    for line in text.splitlines():
+        try:
+            yield _DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+
+
+def this_process() -> str:
+    """Number and start of this process."""
+    return f"{os.getpid()} {_start(os.getpid())}"
+
+
+def is_alive(process: str) -> bool:
+    """Whether the process of a `this_process` still runs here; one that was killed and not yet waited for does not."""
+    number, _, start = process.partition(" ")
+    return _start(int(number)) == start
+
+
+def _start(number: int) -> str:
+    """Clock ticks between the machine's start and the process's; empty when it has ended."""
+    try:
+        fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]

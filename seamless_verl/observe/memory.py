@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from seamless_verl.memory.book import Ended, Entry, Held, MemoryBook
 from seamless_verl.observe.flight import MemoryHeld
@@ -30,7 +32,7 @@ class MemoryTrack:
             changed = [entry]
         elif isinstance(entry, Ended):
             gone = [held for held in self._book.holdings() if held.owner.process == entry.process]
-            changed = [replace(held, at=entry.at, nbytes=0) for held in gone]
+            changed = [msgspec.structs.replace(held, at=entry.at, nbytes=0) for held in gone]
         capacities = {held.device: self._book.capacity(held.device) for held in changed}
         self._book.enter(entry)
         for held in changed:

@@ -13,7 +13,7 @@ from typing import Any
 
 from seamless_verl.checked import value_of
 from seamless_verl.config import ResourceConfig
-from seamless_verl.memory.ledger import BOOK
+from seamless_verl.memory.book import BOOK
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REWARD = "reward.reward_model"
@@ -92,7 +92,7 @@ def cpu_environment(resources: Sequence[ResourceConfig], cores: int, book: Path)
 
 
 def _cores(resources: Sequence[ResourceConfig], cores: int) -> dict[str, str]:
-    """Without accelerators, a declared device is a core, if there are enough (`verl_adapter.cpu.cores`)."""
+    """Without accelerators, a declared device is a core, if there are enough (`verl_adapter.cpu.cpu_device`)."""
     trainers = [r for r in resources if "train" in r.capabilities]
     trainer = sum(r.nodes * r.gpus_per_node for r in trainers)
     devices = sum(r.nodes * r.gpus_per_node for r in resources)

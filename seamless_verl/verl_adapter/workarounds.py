@@ -54,7 +54,7 @@ def _raise_slots(replica: ModuleType) -> None:
     its requests there. To Ray it is where a counter starts, it costs nothing. Concurrency groups are no way out: Ray
     gives each a thread and an event loop of its own, and vLLM's client belongs to one loop.
     """
-    replica.RolloutReplica.max_concurrency = property(lambda replica: NUM_SLOTS)  # type: ignore[attr-defined]
+    replica.RolloutReplica.max_concurrency = property(lambda replica: NUM_SLOTS)
 
 
 def _scoped(handle: str) -> str:
@@ -98,26 +98,26 @@ VERL = (
     ),
     Workaround(
         module="verl.utils.fsdp_utils",
-        install=f"{_ROOM}.weights.saved_weights:install",
+        install=f"{_ROOM}.weights.saved_weights:copy_fsdp_weights",
         mends="weights on the host are saved as an alias of the live ones: restoring older weights loses the updates "
         "of all mini-batches but the last",
         until="verl's fsdp2_sharded_save_to_cpu clones, and reshards before it",
     ),
     Workaround(
         module="verl.utils.megatron_utils",
-        install=f"{_ROOM}.weights.megatron_weights:install",
+        install=f"{_ROOM}.weights.saved_weights:copy_megatron_weights_once",
         mends="saving copies Megatron's weights three times, and restoring puts a second set on the GPU",
         until="verl copies once",
     ),
     Workaround(
         module=f"{_VLLM_ROLLOUT}.bucketed_weight_transfer",
-        install=f"{_ROOM}.weights.weight_sender:bound_sender",
+        install=f"{_ROOM}.weights.transfer_members:bound_sender",
         mends="a worker that sends weights to its engine waits for it without a limit, and the others wait for it",
         until="verl limits these waits, and whoever cannot deliver walks through the rest of the weights",
     ),
     Workaround(
         module=f"{_VLLM_ROLLOUT}.vllm_rollout",
-        install=f"{_ROOM}.weights.weight_sender:fail_together",
+        install=f"{_ROOM}.weights.transfer_members:fail_together",
         mends="one hybrid replica that is dead when weights come leaves the trainer's other workers at a barrier",
         until="ActorRolloutRefWorker.update_weights lets no worker leave early",
     ),
@@ -165,8 +165,7 @@ def _use_stock_engine(system: ModuleType) -> None:
 
 
 def _use_plain_gloo(distributed: ModuleType) -> None:
-    from seamless_verl.verl_adapter.cpu.cores import pin_trainer
-    from seamless_verl.verl_adapter.cpu.cpu_device import name_device
+    from seamless_verl.verl_adapter.cpu.cpu_device import name_device, pin_trainer
 
     original = distributed.initialize_global_process_group_ray
 
@@ -268,19 +267,19 @@ VERL_ON_CPU = (
     ),
     Workaround(
         module="verl.utils.fsdp_utils",
-        install=f"{_ROOM}.cpu.cpu_offload:install_moves",
+        install=f"{_ROOM}.cpu.trainer_memory:install_moves",
         mends=_SAME_PLACE,
         until=_SECOND_DEVICE,
     ),
     Workaround(
         module="verl.workers.engine.base",
-        install=f"{_ROOM}.cpu.cpu_offload:install_switch",
+        install=f"{_ROOM}.cpu.trainer_memory:install_switch",
         mends=_SAME_PLACE,
         until=_SECOND_DEVICE,
     ),
     Workaround(
         module="verl.workers.engine.fsdp.transformer_impl",
-        install=f"{_ROOM}.cpu.cpu_offload:install_engine",
+        install=f"{_ROOM}.cpu.trainer_memory:install_engine",
         mends=_SAME_PLACE,
         until=_SECOND_DEVICE,
     ),

@@ -290,7 +290,7 @@ def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
 async def test_who_finds_no_replica_is_told_when_there_is_one():
     import asyncio
 
-    from seamless_verl.verl_adapter.rollout import balancer
+    from seamless_verl.verl_adapter.rollout import load_balancer as balancer
 
     metered = balancer.MeteredLoadBalancer({"a": "handle"})
     await metered.someone_serves()
@@ -333,7 +333,7 @@ async def test_all_that_wait_for_a_replica_in_one_process_ask_the_router_once():
 
 def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
     from seamless_verl.observe.time_ledger import Category
-    from seamless_verl.verl_adapter.rollout import balancer
+    from seamless_verl.verl_adapter.rollout import load_balancer as balancer
 
     now = 9.0
     monkeypatch.setattr(balancer.time, "monotonic", lambda: now)
@@ -845,7 +845,7 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     from ray.exceptions import ActorDiedError, RayTaskError
 
     from seamless_verl.verl_adapter.rollout import llm_client
-    from seamless_verl.verl_adapter.rollout.attempts import RecordedAttempt
+    from seamless_verl.verl_adapter.rollout.request_log import Attempt
 
     class EngineDeadError(Exception):
         pass
@@ -857,7 +857,7 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     async def generate(self, **kwargs):
         number = len(calls)
         calls.append(number)
-        RecordedAttempt.routed(f"server-{number}")
+        Attempt.current().routed(f"server-{number}")
         if number in deaths:
             raise deaths[number]
         return await scripted(self, **kwargs)

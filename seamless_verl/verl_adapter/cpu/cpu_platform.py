@@ -18,36 +18,9 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from seamless_verl.verl_adapter.cpu.cpu_device import device_memory
 
-_NOTHING_TO_DO = (
-    "empty_cache",
-    "ipc_collect",
-    "reset_peak_memory_stats",
-    "reset_accumulated_memory_stats",
-    "set_per_process_memory_fraction",
-    "set_device",
-    "synchronize",
-    "manual_seed_all",
-)
 
-
-def _device_module() -> types.ModuleType:
-    module = types.ModuleType("seamless_verl.cpu_device")
-    for name in _NOTHING_TO_DO:
-        setattr(module, name, lambda *_, **__: None)
-    module.memory_allocated = module.memory_reserved = _allocated
-    module.max_memory_allocated = module.max_memory_reserved = _most_allocated
-    module.mem_get_info = _free_and_total
-    module.is_available = lambda: False  # "is an accelerator visible": turns verl's memory helpers off
-    module.current_device = lambda: "cpu"
-    module.device_count = lambda: 1
-    module.get_device_name = lambda *_, **__: "CPU"
-    module.manual_seed = torch.manual_seed
-    module.get_rng_state = torch.get_rng_state
-    module.set_rng_state = torch.set_rng_state
-    module.Stream = torch.cpu.Stream
-    module.stream = torch.cpu.stream
-    module.current_stream = torch.cpu.current_stream
-    return module
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def _allocated(*_: Any, **__: Any) -> int:
@@ -65,13 +38,34 @@ def _free_and_total(*_: Any, **__: Any) -> tuple[int, int]:
     return (0, 0) if memory is None else memory.free_and_total
 
 
+class _DeviceModule(types.ModuleType):
+    """What verl calls of ``torch.cuda``."""
+
+    empty_cache = ipc_collect = synchronize = set_device = manual_seed_all = staticmethod(_nothing)
+    reset_peak_memory_stats = reset_accumulated_memory_stats = staticmethod(_nothing)
+    set_per_process_memory_fraction = staticmethod(_nothing)
+    memory_allocated = memory_reserved = staticmethod(_allocated)
+    max_memory_allocated = max_memory_reserved = staticmethod(_most_allocated)
+    mem_get_info = staticmethod(_free_and_total)
+    is_available = staticmethod(lambda: False)  # "is an accelerator visible": turns verl's memory helpers off
+    current_device = staticmethod(lambda: "cpu")
+    device_count = staticmethod(lambda: 1)
+    get_device_name = staticmethod(lambda *_, **__: "CPU")
+    manual_seed = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(torch.get_rng_state)
+    set_rng_state = staticmethod(torch.set_rng_state)
+    Stream = torch.cpu.Stream
+    stream = staticmethod(torch.cpu.stream)
+    current_stream = staticmethod(torch.cpu.current_stream)
+
+
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
     """The embedded default of seamless_verl. FSDP2 over gloo, weights over ZMQ, vLLM's CPU build."""
 
     device_name = "cpu"
     vendor_name = "cpu"
-    device_module = _device_module()
+    device_module = _DeviceModule("seamless_verl.cpu_device")
 
     def is_available(self) -> bool:
         return True
@@ -79,8 +73,8 @@ class CpuPlatform(PlatformBase):
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         return os.environ.get("VERL_PLATFORM", "").lower() == "cpu"
 
-    def current_device(self) -> str:
-        return "cpu"  # verl passes it to tensor.to()
+    def current_device(self) -> str:  # type: ignore[override]  # verl passes it to tensor.to()
+        return "cpu"
 
     def device_count(self) -> int:
         return 1

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Generator
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 import zmq
@@ -22,13 +20,6 @@ from verl.checkpoint_engine.base import (
     merge_weight_chunks,
     split_weight_chunks,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a rollout worker listens; ``None`` on the master."""
-
-    address: str | None
 
 
 @CheckpointEngineRegistry.register("cpu_zmq")
@@ -48,31 +39,37 @@ class ZmqCheckpointEngine(CheckpointEngine):
         self.rollout_dtype = rollout_dtype
         self.timeout_ms = int(timeout_s * 1000)
         self.rank = -1
-        self._context = zmq.Context.instance()
-        self._pull: zmq.Socket | None = None
-        self._push: list[zmq.Socket] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._pull: zmq.Socket[bytes] | None = None
+        self._push: list[zmq.Socket[bytes]] = []
 
-    def prepare(self) -> Endpoint:
+    def prepare(self) -> dict[str, Any]:
+        """``{"address": where this rollout worker listens}``; None on the master."""
         # Called on actors and rollout workers alike; who is who is known only in init_process_group, so everybody
         # but the master offers an endpoint and actors with rank > 0 close theirs again.
         if self.is_master:
-            return Endpoint(None)
+            return {"address": None}
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.RCVTIMEO, self.timeout_ms)
         host = ray.util.get_node_ip_address().strip("[]")
         port = self._pull.bind_to_random_port(f"tcp://{host}")
-        return Endpoint(f"tcp://{host}:{port}")
+        return {"address": f"tcp://{host}:{port}"}
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Endpoint]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        receivers = [endpoint.address for endpoint in metadata[actor_wg_world_size:]]
-        actors = {"rank": list(range(actor_wg_world_size)), "receivers": [receivers] * actor_wg_world_size}
-        rollouts = {"rank": [-1] * rollout_world_size, "receivers": [None] * rollout_world_size}
+        receivers: Any = [told["address"] for told in metadata[actor_wg_world_size:]]
+        actors: dict[str, list[Any]] = {
+            "rank": list(range(actor_wg_world_size)),
+            "receivers": [receivers] * actor_wg_world_size,
+        }
+        rollouts: dict[str, list[Any]] = {"rank": [-1] * rollout_world_size, "receivers": [None] * rollout_world_size}
         return actors, rollouts
 
-    def init_process_group(self, rank: int, receivers: list[str] | None) -> None:
+    def init_process_group(  # type: ignore[override]  # called with what `build_topology` names
+        self, rank: int, receivers: list[str] | None
+    ) -> None:
         self.rank = rank
         if rank == 0:
             for address in receivers or []:
@@ -93,12 +90,12 @@ class ZmqCheckpointEngine(CheckpointEngine):
             self._pull = None
 
     def _send(self, metas: list[Any], chunks: list[torch.Tensor], is_last: bool) -> None:
-        payload = torch.cat(chunks).numpy() if chunks else np.empty(0, np.uint8)
+        payload = torch.cat(chunks).numpy().data if chunks else b""
         for socket in self._push:
             socket.send_pyobj((metas, is_last), flags=zmq.SNDMORE)
             socket.send(payload, copy=False)
 
-    def _cast(self, weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _cast(self, weights: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
         for name, weight in weights:
             weight = weight.detach().cpu()
             if self.rollout_dtype is not None:
@@ -120,6 +117,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
                 metas, chunks, offset = [], [], 0
             meta.offset = offset
             metas.append(meta)
+            assert chunk is not None  # it is for tensors that are sent by reference, which none is here
             chunks.append(chunk)
             offset += meta.chunk_size
             sent += meta.chunk_size
@@ -139,6 +137,9 @@ class ZmqCheckpointEngine(CheckpointEngine):
                 yield meta, bucket[meta.offset : meta.offset + meta.chunk_size]
 
     @torch.no_grad()
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        async for name, weight in merge_weight_chunks(self._received_chunks(), self.bucket_size):
+    async def receive_weights(  # type: ignore[override]  # verl iterates over it with `async for`, whatever it declares
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        chunks: Any = self._received_chunks()  # verl declares a generator and takes an asynchronous one
+        async for name, weight in merge_weight_chunks(chunks, self.bucket_size):
             yield name, weight

@@ -1,6 +1,8 @@
-"""What verl's FSDP engine holds of the CPU platform's device: parameters, gradients, optimizer state.
+"""The trainer's half of the CPU platform's device: offloading and loading copy, and what is held is booked.
 
-Gradients and optimizer state are booked before they come into being, where CUDA would refuse them.
+verl 0.9.1 moves with ``.to("cpu")`` and ``.to(device)``. On a CPU both are the same place, and nothing would move: an
+alias that a GPU exposes would stay hidden. Parameters are booked where they move, gradients and optimizer state before
+they come into being, where CUDA would refuse them. Remove when a CPU backend of torch has a second device.
 """
 
 from __future__ import annotations
@@ -8,14 +10,42 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from seamless_verl.memory.book import Phase
 from seamless_verl.verl_adapter.cpu.cpu_device import DeviceMemory, device_memory
 
-Placing = Callable[[Any, Callable[[int], None], Callable[[], int]], None]
+DEVICE = "device"
+"""The device, where verl names the host ``cpu``; on this platform the device's own name is that, too."""
 _EVERYWHERE = (Phase.TRAIN, Phase.SYNC, Phase.ROLLOUT)
+
+
+class Place:
+    """Where the tensors of a module or an optimizer are.
+
+    Args:
+        hold: books so many bytes, before they are taken and after they are given back; may refuse.
+        nbytes: what is on the device while it is there.
+    """
+
+    def __init__(self, hold: Callable[[int], None], nbytes: Callable[[], int]) -> None:
+        self.on_device = True
+        self._hold = hold
+        self._nbytes = nbytes
+
+    def leave(self, move: Callable[[], None]) -> None:
+        if self.on_device:
+            move()
+            self.on_device = False
+            self._hold(0)
+
+    def enter(self, move: Callable[[], None]) -> None:
+        if not self.on_device:
+            self._hold(self._nbytes())
+            move()
+            self.on_device = True
 
 
 class TrainerMemory:
@@ -31,39 +61,46 @@ class TrainerMemory:
         self._kind = "critic's " if "ValueHead" in type(engine).__name__ else ""
         parameters = list(engine.module.parameters())
         trained = local_bytes(parameter for parameter in parameters if parameter.requires_grad)
-        self.parameters = local_bytes([*parameters, *engine.module.buffers()])
+        self._parameters = local_bytes([*parameters, *engine.module.buffers()])
         self._gradients = trained if engine.optimizer is not None else 0
         # Adam and its kin keep two moments.
         self._moments = self._gradients * (2 if "betas" in getattr(engine.optimizer, "defaults", {}) else 1)
         resting = (Phase.TRAIN, Phase.SYNC) if engine.is_param_offload_enabled else _EVERYWHERE
-        self._need("parameters", self.parameters, resting)
+        self._need("parameters", self._parameters, resting)
         self._need("gradients", self._gradients, (Phase.TRAIN,))
         self._need("optimizer", self._moments, (Phase.TRAIN,) if engine.is_optimizer_offload_enabled else _EVERYWHERE)
+        self._hold("parameters", self._parameters)
+        _places[engine.module] = Place(functools.partial(self._hold, "parameters"), lambda: self._parameters)
+        if engine.optimizer is not None:
+            _places[engine.optimizer] = Place(functools.partial(self._hold, "optimizer"), self._optimizer)
 
     def _need(self, what: str, nbytes: int, phases: Iterable[Phase]) -> None:
         self._memory.need(self._kind + what, nbytes, phases)
 
-    def hold(self, what: str, nbytes: int) -> None:
+    def _hold(self, what: str, nbytes: int) -> None:
         self._memory.hold(self._kind + what, nbytes)
 
-    @property
-    def optimizer(self) -> int:
+    def _optimizer(self) -> int:
         """Bytes of its state, as it is."""
         states = self._engine.optimizer.state.values()
         return local_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
     def before_backward(self) -> None:
-        self.hold("gradients", self._gradients)
+        self._hold("gradients", self._gradients)
 
     def after_zero_grad(self) -> None:
         gradients = (parameter.grad for parameter in self._engine.module.parameters())
-        self.hold("gradients", local_bytes(gradient for gradient in gradients if gradient is not None))
+        self._hold("gradients", local_bytes(gradient for gradient in gradients if gradient is not None))
 
     def before_step(self) -> None:
-        self.hold("optimizer", max(self.optimizer, self._moments))
+        self._hold("optimizer", max(self._optimizer(), self._moments))
 
     def after_step(self) -> None:
-        self.hold("optimizer", self.optimizer)
+        self._hold("optimizer", self._optimizer())
+
+
+_places: WeakKeyDictionary[Any, Place] = WeakKeyDictionary()  # of modules and optimizers
+_books: dict[Any, TrainerMemory] = {}  # by verl's engine; they live as long as their process
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
@@ -72,48 +109,115 @@ def local_bytes(tensors: Iterable[Any]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}.values())
 
 
-def install(engine_class: Any, place: Placing) -> None:
-    """``engine_class`` is verl's ``FSDPEngine``; ``place`` is told how to book a module or an optimizer that moves."""
-    build = engine_class._build_model_optimizer
-    compute = engine_class.forward_backward_batch
-    step, zero_grad = engine_class.optimizer_step, engine_class.optimizer_zero_grad
-    books: dict[int, TrainerMemory] = {}  # by engine; they live as long as their process
+def _place(thing: Any) -> Place:
+    """Where nothing is counted: on the device until it is moved."""
+    return _places.setdefault(thing, Place(lambda nbytes: None, lambda: 0))
+
+
+@torch.no_grad()
+def _copy_model(model: torch.nn.Module) -> None:
+    model._apply(torch.clone)
+
+
+@torch.no_grad()
+def _copy_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.clone()
+
+
+def offload_model(model: torch.nn.Module, empty_cache: bool = True) -> None:
+    _place(model).leave(lambda: _copy_model(model))
+
+
+def load_model(model: torch.nn.Module) -> None:
+    """Raises:
+    torch.OutOfMemoryError: somebody else holds the memory.
+    """
+    _place(model).enter(lambda: _copy_model(model))
+
+
+def offload_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    _place(optimizer).leave(lambda: _copy_optimizer(optimizer))
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, device_id: Any) -> None:
+    """As `load_model`."""
+    _place(optimizer).enter(lambda: _copy_optimizer(optimizer))
+
+
+def install_moves(fsdp_utils: Any) -> None:
+    """``fsdp_utils`` is ``verl.utils.fsdp_utils``; before others import these names from it."""
+    fsdp_utils.offload_fsdp2_model_to_cpu = offload_model
+    fsdp_utils.load_fsdp2_model_to_gpu = load_model
+    fsdp_utils.offload_fsdp_optimizer = offload_optimizer
+    fsdp_utils.load_fsdp_optimizer = load_optimizer
+
+
+def install_switch(base: Any) -> None:
+    """``base`` is ``verl.workers.engine.base``: its context loads at the begin and offloads at the end."""
+
+    def enter(self: Any) -> None:
+        self.engine.mode = self.mode
+        self._context_switch(DEVICE)
+
+    base.BaseEngineCtx.__enter__ = enter
+
+
+def install_engine(fsdp: Any) -> None:
+    """``fsdp`` is ``verl.workers.engine.fsdp.transformer_impl``."""
+    engine_class = fsdp.FSDPEngine
+    build, compute = engine_class._build_model_optimizer, engine_class.forward_backward_batch
+
+    def to(self: Any, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        super(engine_class, self).to(device=device, model=model, optimizer=optimizer, grad=grad)
+        if self.engine_config.forward_only:
+            return
+        arrives = device == DEVICE
+        if model:
+            load_model(self.module) if arrives else offload_model(self.module)
+        if optimizer and self.optimizer is not None:
+            load_optimizer(self.optimizer, device) if arrives else offload_optimizer(self.optimizer)
 
     @functools.wraps(build)
     def build_model_optimizer(self: Any) -> None:
         build(self)
         memory = device_memory("trainer")
-        if memory is None or self.engine_config.forward_only:  # verl keeps the latter's shards on the host
-            return
-        own = books[id(self)] = TrainerMemory(memory, self)
-        own.hold("parameters", own.parameters)
-        place(self.module, functools.partial(own.hold, "parameters"), lambda: own.parameters)
-        if self.optimizer is not None:
-            place(self.optimizer, functools.partial(own.hold, "optimizer"), lambda: own.optimizer)
+        if memory is not None and not self.engine_config.forward_only:  # verl keeps the latter's shards on the host
+            _books[self] = TrainerMemory(memory, self)
 
     @functools.wraps(compute)
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        if id(self) in books and not forward_only:
-            books[id(self)].before_backward()
+        if self in _books and not forward_only:
+            _books[self].before_backward()
         return compute(self, data, loss_function, forward_only=forward_only)
 
-    @functools.wraps(step)
-    def optimizer_step(self: Any) -> Any:
-        if id(self) not in books:
-            return step(self)
-        books[id(self)].before_step()
-        try:
-            return step(self)
-        finally:
-            books[id(self)].after_step()
-
-    @functools.wraps(zero_grad)
-    def optimizer_zero_grad(self: Any) -> None:
-        zero_grad(self)
-        if id(self) in books:
-            books[id(self)].after_zero_grad()
-
+    engine_class.to = to
     engine_class._build_model_optimizer = build_model_optimizer
     engine_class.forward_backward_batch = forward_backward_batch
-    engine_class.optimizer_step = optimizer_step
-    engine_class.optimizer_zero_grad = optimizer_zero_grad
+    engine_class.optimizer_step = _booked(
+        engine_class.optimizer_step, before=TrainerMemory.before_step, after=TrainerMemory.after_step
+    )
+    engine_class.optimizer_zero_grad = _booked(engine_class.optimizer_zero_grad, after=TrainerMemory.after_zero_grad)
+
+
+def _booked(
+    method: Callable[[Any], Any],
+    *,
+    before: Callable[[TrainerMemory], None] = lambda book: None,
+    after: Callable[[TrainerMemory], None],
+) -> Callable[[Any], Any]:
+    """``method`` of an engine, between these two calls of its book."""
+
+    @functools.wraps(method)
+    def booked(self: Any) -> Any:
+        if self not in _books:
+            return method(self)
+        before(_books[self])
+        try:
+            return method(self)
+        finally:
+            after(_books[self])
+
+    return booked

@@ -15,7 +15,7 @@ def register() -> None:
     install(VLLM)
     if os.environ.get("VERL_PLATFORM", "").lower() != "cpu":
         return
-    from seamless_verl.verl_adapter.cpu.cores import pin_replica
+    from seamless_verl.verl_adapter.cpu.cpu_device import pin_replica
 
     pin_replica()
     install(VLLM_ON_CPU)

@@ -9,14 +9,12 @@ transfer into a replica on the trainer's device does it: weights, transfer, the 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from seamless_verl.memory.book import Phase
-from seamless_verl.verl_adapter.cpu.cpu_device import device_memory
-from seamless_verl.verl_adapter.cpu.storages import Storages
+from seamless_verl.verl_adapter.cpu.cpu_device import Storages, device_memory
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
@@ -57,8 +55,9 @@ class SleepingCPUWorker(CPUWorker):
         buffers.give_back(keep=True)
         for cache in self._asleep[KV_CACHE]:
             cache.give_back(keep=False)
-        for tag in self._asleep if self._memory is not None else ():
-            self._memory.hold(tag, 0)
+        if self._memory is not None:
+            for tag in self._asleep:
+                self._memory.hold(tag, 0)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Raises:
@@ -83,7 +82,7 @@ def _cache_tensors(caches: list[Any]) -> list[Any]:
     return [tensor for cache in caches for tensor in (cache if isinstance(cache, (list, tuple)) else [cache])]
 
 
-def install(cpu: ModuleType) -> None:
+def install(cpu: Any) -> None:
     """``cpu`` is ``vllm.platforms.cpu``, whose ``CpuPlatform`` names the worker and refuses sleep mode."""
     platform = cpu.CpuPlatform
     if platform.__dict__.get("is_sleep_mode_available") is _available:

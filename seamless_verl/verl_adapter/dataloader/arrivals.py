@@ -21,9 +21,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.scheduling.events import Event
 from seamless_verl.verl_adapter.dataloader.group_runs import GroupRuns
-from seamless_verl.verl_adapter.rollout.cutting import cutting
-from seamless_verl.verl_adapter.rollout.lasting import lasting
-from seamless_verl.verl_adapter.rollout.request_log import request_log
+from seamless_verl.verl_adapter.rollout.request_log import at_worker_end, cut_groups, request_log
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # verl decorates 
             for error in errors:
                 _log.error("Error in _run_prompt for uid=%s", uid, exc_info=(type(error), error, error.__traceback__))
         finally:  # whatever went wrong, the trainer must hear of it, or it waits for ever
-            cutting.forget(uid)
+            cut_groups.forget(uid)
             await tq.async_kv_put(key=uid, partition_id="train", tag={"status": "finished" if complete else "failure"})
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -89,7 +87,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # verl decorates 
 
     async def cut_groups(self, uids: Sequence[str]) -> None:
         """End what is generated for these prompts where it is."""
-        cutting.cut(uids)
+        cut_groups.cut(uids)
 
     async def close(self) -> None:
         """End what is generated here and every process that was started for it; for the end of the run.
@@ -99,7 +97,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # verl decorates 
         prompts = set(self.background_tasks)
         for prompt in prompts:
             prompt.cancel()
-        await lasting.aclose()  # before waiting: agents end even where an attempt does not heed its cancellation
+        await at_worker_end.aclose()  # before waiting: agents end even where an attempt does not heed its cancellation
         if prompts:
             await asyncio.wait(prompts)
 

@@ -19,16 +19,17 @@ from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
-from seamless_verl.verl_adapter.rollout.attempts import recorder_of_process
 from seamless_verl.verl_adapter.rollout.padded_rows import row_to_output
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
-from seamless_verl.verl_adapter.rollout.request_log import request_log
+from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process, request_log
 
 
 class ProxyAgentLoop(AgentLoopBase):
     """Rolls a prompt out with an agent; returns one `AgentLoopOutput` per row of its session."""
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+    async def run(  # type: ignore[override]  # verl's V1 path takes several rows of a session
+        self, sampling_params: dict[str, Any], **kwargs: Any
+    ) -> list[AgentLoopOutput]:
         """``kwargs`` are the fields of the data row; ``extra_info["task"]`` is the task, as JSON or as a mapping.
 
         Raises:
@@ -45,7 +46,7 @@ class ProxyAgentLoop(AgentLoopBase):
             )
         task_id = f"{extra_info.get('split', '')}/{extra_info.get('index', kwargs.get('index', ''))}"
         outputs = [
-            self._output(row, result, report, task_id, AgentLoopMetrics(**timing))
+            self._output(row, result, report, task_id, AgentLoopMetrics.model_validate(timing))
             for row in reversed(result.rows)  # verl scores a session by its last row; ours with the most tokens
             if row.num_trained
         ]
@@ -79,7 +80,8 @@ class ProxyAgentLoop(AgentLoopBase):
 
     def _spec(self, seamless: SeamlessConfig, sampling_params: dict[str, Any], kwargs: dict[str, Any]) -> SessionSpec:
         """The trainer decides how tokens are sampled; agents may ask, but are overridden."""
-        decided = {key: sampling_params[key] for key in ("temperature", "top_p", "top_k") if key in sampling_params}
+        keys = ("temperature", "top_p", "top_k")
+        decided: dict[str, Any] = {key: sampling_params[key] for key in keys if key in sampling_params}
         if seamless.agent.max_tokens_per_turn is not None:
             decided["max_tokens"] = seamless.agent.max_tokens_per_turn
         return SessionSpec(

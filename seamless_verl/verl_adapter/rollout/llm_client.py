@@ -11,31 +11,18 @@ import asyncio
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from verl.utils import normalize_token_ids
+from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
-from seamless_verl.verl_adapter.rollout.attempts import RecordedAttempt, recorder_of_process
-from seamless_verl.verl_adapter.rollout.cutting import cutting
-from seamless_verl.verl_adapter.rollout.request_log import request_log
+from seamless_verl.verl_adapter.rollout.request_log import Attempt, cut_groups, recorder_of_process, request_log
 
-
-@dataclass(slots=True)
-class _Place:
-    """Where an attempt runs, and under which name."""
-
-    server: Any = None
-    request: str = ""
-
-
-_PLACE: ContextVar[_Place | None] = ContextVar("place_of_attempt", default=None)
 _INTERRUPTED = ("aborted", "abort")
 _FAILED = "error"
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
@@ -71,44 +58,55 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         group = request_log.group_of(request_id)
         if self._oldest_first:
             kwargs.setdefault("priority", request_log.began_ms(request_id))
-        if cutting.is_cut(group):
+        if cut_groups.is_cut(group):
             partial.cut_short()
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
-        cached_tokens: int | None = None
         while True:
             kept = partial.token_ids
-            with (
-                self._freed(group),
-                self._recorded(request_id, len(prompt_ids) + len(kept), resumed=bool(kept)) as attempt,
-            ):
-                try:
-                    output = await LLMServerClient.generate(
-                        self,
-                        request_id=request_id,
-                        prompt_ids=prompt_ids + kept,
-                        sampling_params=partial.sampling(),
-                        **kwargs,
-                    )
-                except RayError as error:
-                    if not self._outlives_replicas or not replica_died(error):
-                        raise
-                    # What the dead replica had not handed over is lost, unseen by anybody, and is sampled afresh.
-                    await self._leave(attempt.server, error)
-                    continue
-                attempt.answered(output)
-            if output.stop_reason == _FAILED:
-                raise RuntimeError(f"{attempt.server} gave up on a request with an error; its log tells which")
-            version = output.extra_fields.get("global_steps")
-            num_kept = len(kept)
-            is_complete = partial.add(_attempt(output, version))
-            _merge(merged, output, len(partial.token_ids) - num_kept)
-            if cached_tokens is None:
-                cached_tokens = output.extra_fields.get("num_cached_tokens")
-            if is_complete or (cutting.is_cut(group) and partial.cut_short()):
-                break
+            output = await self._attempt(
+                request_id, group, prompt_ids + kept, partial.sampling(), resumed=bool(kept), **kwargs
+            )
+            if output is None:
+                continue
+            is_complete = partial.add(_generation(output))
+            _merge(merged, output, len(partial.token_ids) - len(kept))
+            if is_complete or (cut_groups.is_cut(group) and partial.cut_short()):
+                return _output(merged, partial)
             if not output.token_ids:
                 await asyncio.sleep(_REFUSED_BACKOFF_S)
-        return _output(merged, partial, version, cached_tokens)
+
+    async def _attempt(
+        self,
+        request_id: str,
+        group: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        resumed: bool,
+        **kwargs: Any,
+    ) -> TokenOutput | None:
+        """Generate on one replica, until it interrupts; None where it died.
+
+        Raises:
+            RuntimeError: as `generate`.
+        """
+        recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
+        attempt = Attempt(recorder, request_id, prompt_tokens=len(prompt_ids), resumed=resumed)
+        with self._freed(group, attempt), attempt.recorded():
+            try:
+                output: TokenOutput = await LLMServerClient.generate(
+                    self, request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+                )
+            except RayError as error:
+                if not self._outlives_replicas or not replica_died(error):
+                    raise
+                # What the dead replica had not handed over is lost, unseen by anybody, and is sampled afresh.
+                await self._leave(attempt.address, error)
+                return None
+            attempt.answered(output)
+        if output.stop_reason == _FAILED:
+            raise RuntimeError(f"{attempt.address} gave up on a request with an error; its log tells which")
+        return output
 
     def _with_budget(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
         """A copy that says ``max_tokens``, where one is known."""
@@ -118,9 +116,10 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         extra["context_tokens"] = len(extra.get("prompt_ids", ()))  # a number travels, where the tokens need not
-        if (place := _PLACE.get()) is not None:  # named before it is placed, so that a balancer may name it, too
-            place.request = LLMServerClient._vllm_request_id(self, request_id)
-            extra["attempt"] = place.request
+        attempt = Attempt.current()
+        if attempt is not None:  # named before it is placed, so that a balancer may name it, too
+            attempt.engine_name = super()._vllm_request_id(request_id)
+            extra["attempt"] = attempt.engine_name
         while True:
             try:
                 server_id, handle = await self._seat(request_id, **extra)
@@ -130,9 +129,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 # All replicas are with the trainer, or the last one died: the scheduler lends one, or ends the run.
                 await self._someone_serves()
                 continue
-            RecordedAttempt.routed(server_id)
-            if place is not None:
-                place.server = handle
+            if attempt is not None:
+                attempt.routed(server_id, handle)
             return server_id, handle
 
     async def _seat(self, request_id: str, **extra: Any) -> tuple[str, Any]:
@@ -163,15 +161,19 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             self._asked = asyncio.ensure_future(told.remote())
         await asyncio.shield(self._asked)
 
+    def _rollout(self, key: str) -> str | None:
+        value: str | None = OmegaConf.select(self.config, f"actor_rollout_ref.rollout.{key}")
+        return value
+
     @property
     def _is_vllm(self) -> bool:
         """Its engine process loads our plug-in (`vllm_grammar`), and it can end a single request."""
-        return bool(OmegaConf.select(self.config, "actor_rollout_ref.rollout.name") == "vllm")
+        return self._rollout("name") == "vllm"
 
     @property
     def _oldest_first(self) -> bool:
         """The engine's queue is ordered by when sessions began, also after an interruption and from turn to turn."""
-        return OmegaConf.select(self.config, "actor_rollout_ref.rollout.scheduling_policy") == "priority"
+        return self._rollout("scheduling_policy") == "priority"
 
     @property
     def _outlives_replicas(self) -> bool:
@@ -184,32 +186,23 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             await self._load_balancer.remove_servers.remote([server])
 
     def _vllm_request_id(self, request_id: str) -> str:
-        place = _PLACE.get()
-        name: str = place.request if place is not None else super()._vllm_request_id(request_id)
-        return name
+        attempt = Attempt.current()
+        return super()._vllm_request_id(request_id) if attempt is None else attempt.engine_name
 
     @contextmanager
-    def _freed(self, group: str) -> Iterator[None]:
+    def _freed(self, group: str, attempt: Attempt) -> Iterator[None]:
         """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
-        place = _Place()
 
         def abort() -> None:
-            if self._is_vllm and place.server is not None and place.request:
-                place.server.abort_request.remote(place.request, reset_prefix_cache=False)
+            if self._is_vllm and attempt.server is not None and attempt.engine_name:
+                attempt.server.abort_request.remote(attempt.engine_name, reset_prefix_cache=False)
 
-        token = _PLACE.set(place)
         try:
-            with cutting.attempt(group, abort):
+            with cut_groups.attempt(group, abort):
                 yield
         except asyncio.CancelledError:
             abort()
             raise
-        finally:
-            _PLACE.reset(token)
-
-    def _recorded(self, request_id: str, prompt_tokens: int, *, resumed: bool) -> RecordedAttempt:
-        recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
-        return RecordedAttempt(recorder, request_id, prompt_tokens=prompt_tokens, resumed=resumed)
 
 
 def replica_died(error: RayError) -> bool:
@@ -219,9 +212,10 @@ def replica_died(error: RayError) -> bool:
     return isinstance(error, RayActorError)
 
 
-def _attempt(output: TokenOutput, version: int) -> Generation:
+def _generation(output: TokenOutput) -> Generation:
     is_interrupted = output.stop_reason in _INTERRUPTED
     num_tokens = len(output.token_ids)
+    version: Any = output.extra_fields.get("global_steps")
     return Generation(
         token_ids=output.token_ids,
         log_probs=output.log_probs or [],
@@ -234,8 +228,10 @@ def _attempt(output: TokenOutput, version: int) -> Generation:
 def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
     """What of an attempt is not tokens; ``num_kept`` of its tokens were taken over."""
     merged.stop_reason = output.stop_reason
-    if output.num_preempted is not None:
-        merged.num_preempted += output.num_preempted
+    merged.num_preempted = (merged.num_preempted or 0) + (output.num_preempted or 0)
+    merged.extra_fields["global_steps"] = output.extra_fields.get("global_steps")
+    if merged.extra_fields.get("num_cached_tokens") is None:
+        merged.extra_fields["num_cached_tokens"] = output.extra_fields.get("num_cached_tokens")
     if output.routed_experts is None or not num_kept:
         return
     dropped = len(output.token_ids) - num_kept
@@ -243,22 +239,18 @@ def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
     if merged.routed_experts is None:
         merged.routed_experts = routed
     else:
-        import numpy as np
-
         merged.routed_experts = np.concatenate([merged.routed_experts, routed[-num_kept:]])
 
 
-def _output(merged: TokenOutput, partial: PartialGeneration, version: int, cached_tokens: int | None) -> TokenOutput:
+def _output(merged: TokenOutput, partial: PartialGeneration) -> TokenOutput:
     whole = partial.generation()
     merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
     if merged.stop_reason in _INTERRUPTED:
         merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
-    versions = [span.version for span in whole.version_spans] or [version]
+    versions = [span.version for span in whole.version_spans] or [merged.extra_fields["global_steps"]]
     merged.extra_fields.update(
-        global_steps=version,
         min_global_steps=versions[0],
         max_global_steps=versions[-1],
-        num_cached_tokens=cached_tokens,
         version_spans=[(span.version, span.num_tokens) for span in whole.version_spans],
     )
     return merged

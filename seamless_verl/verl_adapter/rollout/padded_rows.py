@@ -119,41 +119,38 @@ def rows_to_dataproto(
     """
     if not rows or (rewards is not None and len(rewards) != len(rows)):
         raise ValueError(f"{len(rows)} rows and {len(rewards or ())} rewards: at least one row, one reward per row")
-    width = prompt_length + response_length
-    ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
-    attention = torch.zeros((len(rows), width), dtype=torch.int64)
-    mask = torch.zeros((len(rows), response_length), dtype=torch.int64)
-    log_probs = torch.zeros((len(rows), response_length), dtype=torch.float32)
-    scores = torch.zeros((len(rows), response_length), dtype=torch.float32)
+    ids, seen, mask, log_probs, scores = [], [], [], [], []
     for number, row in enumerate(rows):
         num_prompt, num_response = _sizes(number, row, prompt_length, response_length)
-        start, stop = prompt_length - num_prompt, prompt_length + num_response
-        ids[number, start:stop] = torch.tensor(row.token_ids)
-        attention[number, start:stop] = 1
-        mask[number, :num_response] = torch.tensor(row.mask[num_prompt:])
-        log_probs[number, :num_response] = torch.tensor(row.log_probs[num_prompt:])
-        if rewards is not None:
-            scores[number, num_response - 1] = rewards[number]
+        before, after = prompt_length - num_prompt, response_length - num_response
+        ids.append([pad_token_id] * before + [*row.token_ids] + [pad_token_id] * after)
+        seen.append([0] * before + [1] * len(row.token_ids) + [0] * after)
+        mask.append([*row.mask[num_prompt:]] + [0] * after)
+        log_probs.append([*row.log_probs[num_prompt:]] + [0.0] * after)
+        scores.append([0.0] * (num_response - 1) + [rewards[number] if rewards else 0.0] + [0.0] * after)
+    input_ids, attention = torch.tensor(ids), torch.tensor(seen)
     tensors = {
-        "prompts": ids[:, :prompt_length],
-        "responses": ids[:, prompt_length:],
-        "response_mask": mask,
-        "input_ids": ids,
+        "prompts": input_ids[:, :prompt_length],
+        "responses": input_ids[:, prompt_length:],
+        "response_mask": torch.tensor(mask, dtype=torch.int64),
+        "input_ids": input_ids,
         "attention_mask": attention,
         "position_ids": compute_position_id_with_mask(attention),
-        "rollout_log_probs": log_probs,
+        "rollout_log_probs": torch.tensor(log_probs, dtype=torch.float32),
+        **({} if rewards is None else {"rm_scores": torch.tensor(scores, dtype=torch.float32)}),
     }
-    if rewards is not None:
-        tensors["rm_scores"] = scores
+    batch: DataProto = DataProto.from_dict(tensors=tensors, non_tensors=_beside(rows))
+    return batch
+
+
+def _beside(rows: Sequence[Row]) -> dict[str, Any]:
+    """What a batch has of its rows beside tensors."""
     versions = [[span.version for span in row.version_spans] for row in rows]
-    return DataProto.from_dict(
-        tensors=tensors,
-        non_tensors={
-            "__num_turns__": np.array([len(row.turns) for row in rows], dtype=np.int32),
-            "min_global_steps": np.array([min(found) for found in versions], dtype=object),
-            "max_global_steps": np.array([max(found) for found in versions], dtype=object),
-        },
-    )
+    return {
+        "__num_turns__": np.array([len(row.turns) for row in rows], dtype=np.int32),
+        "min_global_steps": np.array([min(found) for found in versions], dtype=object),
+        "max_global_steps": np.array([max(found) for found in versions], dtype=object),
+    }
 
 
 def _sizes(number: int, row: Row, prompt_length: int, response_length: int) -> tuple[int, int]:

@@ -10,15 +10,25 @@ This module is imported in the actor, which needs neither verl nor vLLM (unless 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from seamless_verl.errors import SeamlessError
-from seamless_verl.proxy.deploy.http_server import ProxyServer, search_garbage_rarely
+from seamless_verl.machine import APART
+from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, listen_on, search_garbage_rarely
 from seamless_verl.proxy.engine import Ability, Engine
-from seamless_verl.proxy.engines.remote_engine import RemoteEngine
+from seamless_verl.proxy.engines.remote_engine import EngineHost, RemoteEngine
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
@@ -26,8 +36,9 @@ from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser
 from seamless_verl.proxy.text.pictures import ImageReader, ProcessorReader
-from seamless_verl.verl_adapter.rollout.parsers import make_parser
+from seamless_verl.verl_adapter.vllm.vllm_parsers import make_parser
 
+_log = logging.getLogger(__name__)
 _CALLS_PER_ATTEMPT = 4
 
 
@@ -137,3 +148,74 @@ class ProxyActor:
         await engine.ended()
         await server.stop()
         await journal.close()
+
+
+class ActorProxy:
+    """A `ProxyActor` on this node, on a socket of this process's; Ray starts it again whenever it dies.
+
+    Args:
+        engine: belongs to this process, and is asked from the actor.
+        folder: of the journal, on this node's own disk; emptied first, since sessions of an earlier process have nobody
+            left who waits for them, and removed in the end where it is not the run's.
+
+    Attributes:
+        base_url: as agents reach it, also while it is down: they wait then.
+    """
+
+    def __init__(self, settings: ShardSettings, engine: Engine, host: str, port: int, folder: Path) -> None:
+        self._listener = listen_on(host, port)
+        self.base_url = base_url_of(self._listener, node_ip=ray.util.get_node_ip_address())
+        self._engine = EngineHost(engine, self._listener)
+        self._folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+        actor_class: Any = ray.remote(ProxyActor)
+        self._actor: ActorHandle[ProxyActor] = actor_class.options(**options).remote(
+            settings, self._engine.address, folder / "journal.sqlite"
+        )
+        self._serving: asyncio.Future[None] | None = None
+
+    async def start(self, admin: ProxyAdmin) -> None:
+        """Returns when it answers.
+
+        Raises:
+            SeamlessError: it does not start.
+        """
+        self._engine.start()
+        self._serving = asyncio.ensure_future(_served(self._actor))
+        self._serving.add_done_callback(self._gave_up)
+        answering = asyncio.ensure_future(admin.stats())
+        await asyncio.wait({self._serving, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            answering.cancel()
+            self.check()
+        await answering
+
+    def _gave_up(self, serving: asyncio.Future[None]) -> None:
+        """Ray does not start it again, e.g. because its disk is full: who waits in the backlog is refused now."""
+        self._listener.close()
+        if not serving.cancelled():
+            _log.error("the proxy on %s has ended", self.base_url, exc_info=serving.exception())
+
+    def check(self) -> None:
+        """Raise when it ended for good, or could not come back if it died."""
+        if self._serving is not None and self._serving.done():
+            raise SeamlessError(f"the proxy on {self.base_url} has ended") from self._serving.exception()
+        self._engine.check()
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            self._serving.remove_done_callback(self._gave_up)
+        ray.kill(self._actor)
+        await self._engine.close()
+        self._listener.close()
+        if self._folder.parent.name.startswith(APART):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another worker's journal is still in it
+                self._folder.parent.rmdir()
+
+
+async def _served(actor: ActorHandle[ProxyActor]) -> None:
+    await actor.serve.remote()

@@ -8,13 +8,10 @@ one it is served from the worker's own event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import importlib
-import logging
 import os
 import secrets
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,96 +20,21 @@ from typing import Any
 
 import ray
 from omegaconf import OmegaConf
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from seamless_verl.agents.contract import AgentRunner, places_of
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.machine import APART, journal_folder
+from seamless_verl.errors import ConfigError
+from seamless_verl.machine import journal_folder
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, listen_on
-from seamless_verl.proxy.engine import Engine
-from seamless_verl.proxy.engines.remote_engine import EngineHost
 from seamless_verl.proxy.http.app import make_app
 from seamless_verl.run.capacity import attempts_per_worker
 from seamless_verl.run.check_combinations import check_routing_replay
 from seamless_verl.run.supervisor import RUN_ID
-from seamless_verl.verl_adapter.rollout.lasting import lasting
-from seamless_verl.verl_adapter.rollout.proxy_actor import ProxyActor, ShardSettings
+from seamless_verl.verl_adapter.rollout.proxy_actor import ActorProxy, ShardSettings
+from seamless_verl.verl_adapter.rollout.request_log import at_worker_end
 from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine, abilities_of
-
-_log = logging.getLogger(__name__)
-
-
-class ActorProxy:
-    """A `ProxyActor` on this node, on a socket of this process's; Ray starts it again whenever it dies.
-
-    Args:
-        engine: belongs to this process, and is asked from the actor.
-        folder: of the journal, on this node's own disk; emptied first, since sessions of an earlier process have nobody
-            left who waits for them, and removed in the end where it is not the run's.
-
-    Attributes:
-        base_url: as agents reach it, also while it is down: they wait then.
-    """
-
-    def __init__(self, settings: ShardSettings, engine: Engine, host: str, port: int, folder: Path) -> None:
-        self._listener = listen_on(host, port)
-        self.base_url = base_url_of(self._listener, node_ip=ray.util.get_node_ip_address())
-        self._engine = EngineHost(engine, self._listener)
-        self._folder = folder
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-        self._actor = (
-            ray.remote(ProxyActor).options(**options).remote(settings, self._engine.address, folder / "journal.sqlite")
-        )
-        self._serving: asyncio.Future[None] | None = None
-
-    async def start(self, admin: ProxyAdmin) -> None:
-        """Returns when it answers.
-
-        Raises:
-            SeamlessError: it does not start.
-        """
-        self._engine.start()
-        self._serving = asyncio.ensure_future(_served(self._actor))
-        self._serving.add_done_callback(self._gave_up)
-        answering = asyncio.ensure_future(admin.stats())
-        await asyncio.wait({self._serving, answering}, return_when=asyncio.FIRST_COMPLETED)
-        if self._serving.done():
-            answering.cancel()
-            self.check()
-        await answering
-
-    def _gave_up(self, serving: asyncio.Future[None]) -> None:
-        """Ray does not start it again, e.g. because its disk is full: who waits in the backlog is refused now."""
-        self._listener.close()
-        if not serving.cancelled():
-            _log.error("the proxy on %s has ended", self.base_url, exc_info=serving.exception())
-
-    def check(self) -> None:
-        """Raise when it ended for good, or could not come back if it died."""
-        if self._serving is not None and self._serving.done():
-            raise SeamlessError(f"the proxy on {self.base_url} has ended") from self._serving.exception()
-        self._engine.check()
-
-    async def close(self) -> None:
-        if self._serving is not None:
-            self._serving.remove_done_callback(self._gave_up)
-        ray.kill(self._actor)
-        await self._engine.close()
-        self._listener.close()
-        if self._folder.parent.name.startswith(APART):
-            shutil.rmtree(self._folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another worker's journal is still in it
-                self._folder.parent.rmdir()
-
-
-async def _served(actor: Any) -> None:
-    await actor.serve.remote()
 
 
 class ProxyShard:
@@ -159,16 +81,16 @@ class ProxyShard:
         """
         task = cls._current
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):  # a failed start too
-            cls._current = asyncio.ensure_future(cls._start_lasting(loop))
-        shard = await asyncio.shield(cls._current)
+            task = cls._current = asyncio.ensure_future(cls._start_until_the_end(loop))
+        shard = await asyncio.shield(task)
         if isinstance(shard._proxy, ActorProxy):
             shard._proxy.check()
         return shard
 
     @classmethod
-    async def _start_lasting(cls, loop: AgentLoopBase) -> ProxyShard:
+    async def _start_until_the_end(cls, loop: AgentLoopBase) -> ProxyShard:
         shard = await cls._start(loop)
-        lasting.push_async_callback(shard.close)
+        at_worker_end.push_async_callback(shard.close)
         return shard
 
     @classmethod
@@ -220,7 +142,8 @@ class ProxyShard:
 
 
 def _plain(section: Any) -> dict[str, Any]:
-    return dict(OmegaConf.to_container(OmegaConf.create(dict(section or {}))))
+    plain: Any = OmegaConf.to_container(OmegaConf.create(dict(section or {})))
+    return dict(plain)
 
 
 def _portable(processor: Any) -> Any:

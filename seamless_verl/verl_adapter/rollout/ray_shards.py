@@ -51,7 +51,8 @@ class ShardActor:
         config = replace(self._config, port=port, base_url=address)
         ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(serve(config, stop=self._stop, ready=ready.set_result))
-        await asyncio.wait({self._serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [self._serving, ready]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             try:
                 await self._serving
@@ -98,7 +99,8 @@ class RayShards:
         folder = self._config.record.absolute() / f"shard-{shard}"
         config = replace(self._config, record=folder, prefix=prefix_of(shard))
         strategy = NodeAffinitySchedulingStrategy(self._node_of(shard, place), soft=False)
-        actor = ray.remote(ShardActor).options(num_cpus=0, scheduling_strategy=strategy).remote(config)
+        actor_class: Any = ray.remote(ShardActor)
+        actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote(config)
         try:
             start = actor.start.remote(int(place.rpartition(":")[2]) if place else None)
             return _RayShard(actor, await asyncio.wait_for(start, _START_S))

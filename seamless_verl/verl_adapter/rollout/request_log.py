@@ -1,4 +1,4 @@
-"""Requests of a rollout worker as events of the scheduling kernel, kept until the trainer's process fetches them.
+"""The requests of a rollout worker's process: what each did, and how those of one prompt are cut short.
 
     _run_agent_loop ─ session ─► attempt routed ─► attempt ended ─►  …  ─► session ended      (in the worker)
                                         └──────────── take() ─► scheduler.handle              (in the trainer)
@@ -9,12 +9,20 @@ clock: workers may be on other machines, and the kernel needs durations of reque
 
 from __future__ import annotations
 
+import functools
 import time
-from collections import deque
+import uuid
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
 
+from verl.workers.rollout.replica import TokenOutput
+
+from seamless_verl.observe import flight
+from seamless_verl.observe.recorder import FlightRecorder
 from seamless_verl.scheduling.events import (
     Ending,
     Event,
@@ -31,7 +39,9 @@ _session: ContextVar[tuple[str, str] | None] = ContextVar("scheduled_session", d
 
 
 class RequestLog:
-    """One per process; see the module. ``slice`` of an event is the server's address, which the trainer translates.
+    """What requests did, as events of the scheduling kernel, kept until the trainer's process fetches them.
+
+    One per process. ``slice`` of an event is the server's address, which the trainer translates.
 
     Attributes:
         ring: called when the trainer should come and fetch.
@@ -117,8 +127,143 @@ class RequestLog:
             self._events.append(event)
 
 
-def _now_ms() -> int:
-    return int(time.time() * 1000)
+class CutGroups:
+    """Ends the generations of a prompt where they are (StaleFlow's treatment of stragglers).
+
+        trainer ─ cut_groups ─► cut ─► abort the attempts under way ─► the client keeps their tokens, asks for no more
+
+    What a multi-turn agent asks for after that gets a single token each time, so that it comes to its end soon. Groups
+    are prompts, by uid.
+    """
+
+    def __init__(self) -> None:
+        self._cut: set[str] = set()
+        self._under_way: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
+
+    @contextmanager
+    def attempt(self, group: str, abort: Callable[[], None]) -> Iterator[None]:
+        """An attempt to generate for ``group`` is under way; ``abort`` ends it with the tokens it has."""
+        self._under_way[group].append(abort)
+        try:
+            yield
+        finally:
+            self._under_way[group].remove(abort)
+            if not self._under_way[group]:
+                del self._under_way[group]
+
+    def cut(self, groups: Sequence[str]) -> None:
+        """End these; an attempt that its replica has not begun yet is not reached, cut again for it."""
+        for group in groups:
+            self._cut.add(group)
+            for abort in self._under_way.get(group, ()):
+                abort()
+
+    def is_cut(self, group: str) -> bool:
+        return group in self._cut
+
+    def forget(self, group: str) -> None:
+        """``group`` has ended."""
+        self._cut.discard(group)
 
 
 request_log = RequestLog()
+cut_groups = CutGroups()
+at_worker_end = AsyncExitStack()
+"""What this process started for the whole run: each part enters how it is ended, the rollout worker ends them."""
+
+
+@functools.cache
+def recorder_of_process(run_dir: str | None, role: str) -> FlightRecorder:
+    """One recorder per process and role, made on first use: verl pickles clients before they reach their process."""
+    return FlightRecorder(Path(run_dir) if run_dir else None, role)
+
+
+class Attempt:
+    """One ``LLMServerClient.generate``: where it runs, and under which name.
+
+    Args:
+        request_id: what the caller calls the conversation.
+        prompt_tokens: tokens sent, those of earlier attempts included.
+        resumed: an earlier attempt was interrupted.
+
+    Attributes:
+        engine_name: what the replica calls the request; ``""``: it has not been named yet.
+        address, server: of the replica that was chosen; None before.
+    """
+
+    _current: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
+
+    def __init__(self, recorder: FlightRecorder, request_id: str, *, prompt_tokens: int, resumed: bool) -> None:
+        self._recorder = recorder
+        self._request_id = request_id
+        self._prompt_tokens = prompt_tokens
+        self._resumed = resumed
+        self._request = uuid.uuid4().hex
+        self.engine_name = ""
+        self.address: str | None = None
+        self.server: Any = None
+        self._output: TokenOutput | None = None
+
+    @classmethod
+    def current(cls) -> Attempt | None:
+        """The one of this task."""
+        return cls._current.get()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Stands around the call; `routed` and `answered` are called within. What became of it is written down."""
+        token = self._current.set(self)
+        failure: str | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = type(error).__name__
+            raise
+        finally:
+            self._current.reset(token)
+            if self.address is not None:
+                self._ended(self.address, failure)
+
+    def routed(self, address: str, server: Any = None) -> None:
+        """It runs on this replica from now on."""
+        self.address, self.server = address, server
+        request_log.started(self._request, self._request_id, address, self._prompt_tokens)
+        self._recorder.record(
+            flight.RequestStarted(
+                at=self._recorder.now(),
+                request=self._request,
+                slice=address,
+                prompt_tokens=self._prompt_tokens,
+                resumed=self._resumed,
+            )
+        )
+
+    def answered(self, output: TokenOutput) -> None:
+        self._output = output
+
+    def _ended(self, address: str, failure: str | None) -> None:
+        output = self._output
+        tokens = len(output.token_ids) if output is not None else 0
+        extra = output.extra_fields if output is not None else {}
+        request_log.finished(self._request, tokens, _ending(output))
+        self._recorder.record(
+            flight.RequestEnded(
+                at=self._recorder.now(),
+                request=self._request,
+                slice=address,
+                tokens=tokens,
+                finish=failure or (str(output.stop_reason) if output is not None else "replica_died"),
+                cached_tokens=extra.get("num_cached_tokens"),
+                version=extra.get("global_steps"),
+            )
+        )
+
+
+def _ending(output: TokenOutput | None) -> Ending:
+    if output is None:
+        return Ending.FAILED
+    return Ending.INTERRUPTED if output.stop_reason in ("abort", "aborted") else Ending.COMPLETED
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

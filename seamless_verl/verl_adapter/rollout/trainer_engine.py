@@ -111,7 +111,7 @@ def _constraint(structured_outputs: dict[str, Any]) -> Any:
 def _client_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for parameters that it will never take: ValueError, since 0.26 an error of its own."""
     try:
-        from vllm.exceptions import VLLMClientError
+        from vllm import exceptions
     except ImportError:
         return (TypeError, ValueError)
-    return (TypeError, ValueError, VLLMClientError)
+    return (TypeError, ValueError, getattr(exceptions, "VLLMClientError", ValueError))

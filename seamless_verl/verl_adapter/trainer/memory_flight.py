@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from seamless_verl.memory.ledger import BOOK, entries
+from seamless_verl.memory.book import BOOK, entries
 from seamless_verl.observe.flight import MemoryHeld, SliceAdded
 from seamless_verl.observe.memory import MemoryTrack
 

@@ -33,7 +33,7 @@ from seamless_verl.observe.flight import (
     WeightsPublished,
 )
 from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
-from seamless_verl.verl_adapter.rollout.attempts import recorder_of_process
+from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process
 from seamless_verl.verl_adapter.trainer.memory_flight import MemoryFlight
 
 TRAINER, ROLLOUT = "trainer", "rollout"

@@ -36,7 +36,7 @@ from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import Curricul
 from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
-from seamless_verl.verl_adapter.rollout.router import balancer_class
+from seamless_verl.verl_adapter.rollout.load_balancer import balancer_class
 from seamless_verl.verl_adapter.slices.placing import PlacedServers, standing_pools
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources, replica_gpus
 from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early, some_standing, standalone_config

@@ -41,7 +41,7 @@ class InterruptibleServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         load_plug_in(os.environ)
         self._on_their_way: set[str] = set()
-        self._ended: LRUCache = LRUCache(maxsize=_MOST_ENDED)  # by name, before the engine had them
+        self._ended: LRUCache[str, bool] = LRUCache(maxsize=_MOST_ENDED)  # by name, before the engine had them
         self._without_token = 0  # verl's count
         self._has_cores = False  # more than one
         super().__init__(*args, **kwargs)
@@ -74,7 +74,7 @@ class InterruptibleServer(vLLMHttpServer):
                 await self.engine.abort(request_id)
             return added
 
-        self.engine.add_request = noted
+        self.engine.add_request = noted  # type: ignore[method-assign]
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         rejected = await super()._park_until_admitted(request_id)
@@ -86,10 +86,10 @@ class InterruptibleServer(vLLMHttpServer):
         return rejected
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
     ) -> TokenOutput:
         try:
-            return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+            return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
         finally:
             self._on_their_way.discard(request_id)  # refused or cancelled before the engine had it
             self._ended.pop(request_id, None)
@@ -109,7 +109,7 @@ class InterruptibleServer(vLLMHttpServer):
         else:
             self._ended[request_id] = True
         if reset_prefix_cache:
-            await self.clear_kv_cache()
+            await self.clear_kv_cache()  # type: ignore[no-untyped-call]
         return {"aborted": True, "request_id": request_id}
 
 

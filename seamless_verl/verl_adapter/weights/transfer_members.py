@@ -1,4 +1,4 @@
-"""A transfer of weights as the processes that take part in it see it: what can end their wait.
+"""A transfer of weights in the processes that take part in it: what ends their waits, and the hop into the engine.
 
 verl's transfers block whole actors: a broadcast that waits for a dead peer holds the event loop, and no further call
 gets in. So a thread of each member listens, while a transfer lasts, to what the trainer's process says of it (a key in
@@ -8,19 +8,37 @@ Ray's own key-value store): which replicas are gone, and whether to abort.
              that the others' collectives end as usual
     abort    the communicator is aborted (``ncclCommAbort``): that ends the wait of whoever lost a peer in a broadcast
     over     the thread ends
+
+The last hop, from a worker into its vLLM engine, is verl 0.9.1's with three changes, made in every process that
+imports it. Remove each when verl has its like.
+
+* `BucketedWeightSender` waits for each bucket to be acknowledged without a limit, in a call that blocks its actor: here
+  it waits for `_TRANSFER_S`, and ends at once when the engine is known to be gone.
+* What feeds it may be collective (the trainer's parameters are gathered by all its workers, a checkpoint engine's
+  buckets are broadcast to all replicas): whoever cannot deliver walks through the rest of it, and only then fails.
+  Nobody else notices.
+* `BucketedWeightReceiver` waits for the next bucket without a limit, in the engine: if there is none, it is told so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+from seamless_verl.errors import SeamlessError
+
 _LISTEN_S = 0.5
 _NAMESPACE = "seamless_transfer"
+_TRANSFER_S = float(os.environ.get("SEAMLESS_TRANSFER_TIMEOUT_S", "120"))  # per bucket
+_POLL_MS = 200
+_GRACE_S = 5.0  # for an engine that lives to acknowledge the bucket it has, in a transfer that was given up
+_FAREWELL = {"bucket_meta": None, "is_last": True}  # what the receiver cannot load, so that its call fails
 
 
 class Standing:
@@ -106,7 +124,7 @@ def _listen(standing: Standing, engines: list[Any], transfer: str, replica: int)
 
     while not standing.over.wait(_LISTEN_S):
         said = internal_kv._internal_kv_get(key_of(transfer))
-        news = json.loads(said) if said else {"gone": [], "abort": False, "over": True}
+        news: dict[str, Any] = json.loads(said) if said else {"gone": [], "abort": False, "over": True}
         if replica in news["gone"]:
             standing.engine_gone.set()
         if news["abort"] and not standing.aborted.is_set():
@@ -146,3 +164,132 @@ def _checkpoint_engines(worker: Any) -> Iterator[Any]:
         engine = getattr(part, "checkpoint_engine", None)
         if engine is not None:
             yield engine
+
+
+# ---------------------------------------------------------------- from a worker into its engine
+
+
+class NotDelivered(SeamlessError):
+    """Weights that a worker could not hand to its engine."""
+
+
+class AnsweredSocket:
+    """The sender's socket: one request, one answer, and never a wait without an end."""
+
+    _POLLIN, _POLLOUT = 1, 2  # zmq's numbers, which this module would have to import zmq for
+
+    def __init__(self, socket: Any, engine: str) -> None:
+        self._socket = socket
+        self._engine = engine
+        self._answered = False  # the engine waits for the next request
+        self._ended = False  # and was told that there is none
+
+    def send_pyobj(self, message: Any) -> None:
+        self._wait(self._POLLOUT)  # an engine that has not connected yet
+        self._ended = isinstance(message, dict) and bool(message.get("is_last"))
+        self._answered = False
+        self._socket.send_pyobj(message)
+
+    def recv(self) -> bytes:
+        self._wait(self._POLLIN)
+        answer: bytes = self._socket.recv()
+        self._answered = True
+        return answer
+
+    def close(self) -> None:
+        if self._answered and not self._ended and self._socket.poll(0, self._POLLOUT):
+            self._socket.send_pyobj(_FAREWELL)
+            self._socket.close(linger=1000)
+        else:
+            self._socket.close(linger=0)
+
+    def _wait(self, event: int) -> None:
+        standing, began = current, time.monotonic()
+        while not self._socket.poll(_POLL_MS, event):
+            waited = time.monotonic() - began
+            if standing.engine_gone.is_set() and (waited > _GRACE_S or not standing.aborted.is_set()):
+                raise NotDelivered(f"the transfer of weights to {self._engine} was given up")
+            if waited > _TRANSFER_S:
+                raise NotDelivered(
+                    f"{self._engine} has not taken a bucket of weights for {waited:.0f} s (SEAMLESS_TRANSFER_TIMEOUT_S)"
+                )
+
+
+def bound_sender(transfer: Any) -> None:
+    """See the module, the first two."""
+    from verl.workers.rollout.utils import ensure_async_iterator
+
+    sender = transfer.BucketedWeightSender
+    init_socket, send_weights = sender._init_socket, sender.async_send_weights
+
+    def init_answered_socket(self: Any) -> None:
+        init_socket(self)
+        self.socket = AnsweredSocket(self.socket, self.zmq_handle)
+
+    async def send(self: Any, weights: Any) -> None:
+        standing = current
+
+        async def unless_given_up() -> Any:
+            async for named in ensure_async_iterator(weights):
+                if standing.aborted.is_set():  # after that the buckets hold anything
+                    raise NotDelivered("the transfer of weights was given up")
+                yield named
+
+        try:
+            await send_weights(self, unless_given_up())
+        except BaseException:
+            await walk_through(weights)
+            raise
+
+    sender._init_socket = init_answered_socket
+    sender.async_send_weights = send
+
+
+async def walk_through(weights: Any) -> None:
+    """To the end: making the next weight may be a collective call that others wait in."""
+    from verl.workers.rollout.utils import ensure_async_iterator
+
+    async for _ in ensure_async_iterator(weights):
+        pass
+
+
+def fail_together(rollout: Any) -> None:
+    """Let a worker of the trainer, whose replica died, stay with the others until their weights are in.
+
+    verl 0.9.1 wakes all hybrid replicas in one collective call (`ActorRolloutRefWorker.update_weights`: weights on,
+    gather and send, barrier, cache on). If one worker raises at the beginning, the others wait in a gather or at the
+    barrier, and with them the run. Here it takes part to the barrier and raises in the step behind it. Remove when that
+    call lets no worker leave early.
+    """
+    adapter = rollout.ServerAdapter
+    resume, update_weights = adapter.resume, adapter.update_weights
+
+    async def resume_or_remember(self: Any, tags: list[str]) -> None:
+        if not self.config.free_cache_engine:
+            await resume(self, tags)
+        elif "weights" in tags:
+            self._update_failed, self._update_open = None, True
+            try:
+                await resume(self, tags)
+            except Exception as error:  # noqa: BLE001 - raised behind the barrier
+                self._update_failed = error
+        else:
+            failed, self._update_failed = getattr(self, "_update_failed", None), None
+            self._update_open = False
+            if failed is not None:
+                raise failed
+            await resume(self, tags)
+
+    async def update_or_remember(self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(self, "_update_failed", None) is not None:
+            await walk_through(weights)
+            return
+        try:
+            await update_weights(self, weights, *args, **kwargs)
+        except Exception as error:
+            await walk_through(weights)
+            if not getattr(self, "_update_open", False):
+                raise
+            self._update_failed = error
+
+    adapter.resume, adapter.update_weights = resume_or_remember, update_or_remember

@@ -7,12 +7,12 @@ both sides pad with zeros. It is computed where the weights are, and eight bytes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import ray
 import torch
 from omegaconf import DictConfig
+from torch.distributed.tensor import DTensor
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.scheduling.slices import SliceId
@@ -84,7 +84,7 @@ def weight_checks_of(
         return None
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     rollout = config.actor_rollout_ref.rollout
-    dtype = getattr(torch, str(rollout.dtype), None)
+    dtype: Any = getattr(torch, str(rollout.dtype), None)
     obstacles = {
         "actor_rollout_ref.actor.strategy": actor.strategy not in ("fsdp", "fsdp2"),
         "actor_rollout_ref.rollout.name": rollout.name != "vllm",
@@ -127,17 +127,16 @@ def _of_trainer(worker: Any, dtype: torch.dtype) -> int:
 def _own_shards(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     """What is replicated over ranks is the first one's."""
     for parameter in module.parameters():
-        local = getattr(parameter, "_local_tensor", None)
-        if local is None:
+        if not isinstance(parameter, DTensor):
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 yield parameter
             continue
-        where = parameter.device_mesh.get_coordinate()
+        where = parameter.device_mesh.get_coordinate() or ()
         if all(place.is_shard() or at == 0 for place, at in zip(parameter.placements, where, strict=True)):
-            yield local
+            yield parameter.to_local()
 
 
-def install(rollout: ModuleType) -> None:
+def install(rollout: Any) -> None:
     """``rollout`` is ``verl.workers.rollout.vllm_rollout.utils``, whose extension is part of every engine's worker."""
     rollout.vLLMColocateWorkerExtension.weights_checksum = _of_worker
 

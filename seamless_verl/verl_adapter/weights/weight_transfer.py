@@ -88,9 +88,7 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         with _Transfer(self.actor_wg.workers, self.replicas, health, global_steps) as transfer:
             if not in_group:
                 transfer.all(members.begin, transfer.id, in_group)
-                transfer.finish(
-                    transfer.calls_of(self.actor_wg.update_weights(global_steps=global_steps, mode="naive"))
-                )
+                transfer.finish(transfer.calls_of(_send(self.actor_wg, global_steps=global_steps, mode="naive")))
                 transfer.all(members.end)
                 return {}
             return self._send_through_group(transfer, global_steps)
@@ -110,8 +108,8 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         trainers = self.actor_wg.world_size
         topology = self.backend_cls.build_topology(trainers, rollout.world_size, metadata)
         transfer.finish(transfer.each(everybody, "init_process_group", topology))
-        sending = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
-        results = transfer.finish(transfer.calls_of(sending + rollout.update_weights(global_steps=version)))
+        sending = _send(self.actor_wg, global_steps=version, mode=self.backend)
+        results = transfer.finish(transfer.calls_of(sending + _send(rollout, global_steps=version)))
         transfer.finish(transfer.each(everybody, "finalize"))
         transfer.all(members.end)
         transfer.control(self._resume())
@@ -125,6 +123,12 @@ class GuardedCheckpointManager(CheckpointEngineManager):
     async def _resume(self) -> None:
         await self.resume_kv_cache_replicas()
         await self.resume_generation_replicas()
+
+
+def _send(group: Any, **arguments: Any) -> list[Any]:
+    """References of the calls; verl binds the workers' methods to a `RayWorkerGroup` when it is made."""
+    calls: list[Any] = group.update_weights(**arguments)
+    return calls
 
 
 class _Transfer:

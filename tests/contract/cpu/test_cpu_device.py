@@ -15,8 +15,12 @@ transformer_impl = pytest.importorskip("verl.workers.engine.fsdp.transformer_imp
 import torch.distributed as dist  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from seamless_verl.memory.book import by_purpose  # noqa: E402
-from seamless_verl.memory.ledger import BOOK, CAPACITY, MemoryLedger  # noqa: E402
+from seamless_verl.memory.book import (  # noqa: E402
+    BOOK,
+    CAPACITY,
+    SharedBook,
+    by_purpose,
+)
 from seamless_verl.verl_adapter.cpu import cpu_device  # noqa: E402
 from seamless_verl.verl_adapter.cpu.cpu_device import DEVICE  # noqa: E402
 from tests.fakes import small_tokenizer  # noqa: E402
@@ -25,18 +29,18 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)]
 
 
 @pytest.fixture
-def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryLedger]:
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedBook]:
     """The run's book, as another process sees it."""
     monkeypatch.setenv(BOOK, str(tmp_path / "memory.jsonl"))
     monkeypatch.setenv(DEVICE, "trainer/0")
     monkeypatch.delenv(CAPACITY, raising=False)
     cpu_device._device_memory.cache_clear()
-    yield MemoryLedger(tmp_path / "memory.jsonl")
+    yield SharedBook(tmp_path / "memory.jsonl")
     cpu_device._device_memory.cache_clear()
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, book: MemoryLedger) -> Iterator[Any]:
+def trainer(tmp_path: Path, book: SharedBook) -> Iterator[Any]:
     """verl's engine over a tiny model, offloading, one rank over gloo."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -72,7 +76,7 @@ def trainer(tmp_path: Path, book: MemoryLedger) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def held(book: MemoryLedger) -> dict[str, int]:
+def held(book: SharedBook) -> dict[str, int]:
     return dict(by_purpose(book.look().holdings("trainer/0")))
 
 
@@ -83,7 +87,7 @@ def train(engine: Any) -> None:
     engine.optimizer_step()
 
 
-def test_a_trainer_holds_what_it_works_with_and_nothing_while_it_waits(trainer: Any, book: MemoryLedger) -> None:
+def test_a_trainer_holds_what_it_works_with_and_nothing_while_it_waits(trainer: Any, book: SharedBook) -> None:
     weights = sum(parameter._local_tensor.nbytes for parameter in trainer.module.parameters())
     before = [parameter._local_tensor.clone() for parameter in trainer.module.parameters()]
     assert held(book) == {}
@@ -106,7 +110,7 @@ def test_a_trainer_holds_what_it_works_with_and_nothing_while_it_waits(trainer: 
     assert held(book) == {}
 
 
-def test_gradients_are_counted_from_the_backward_pass_to_the_end_of_the_step(trainer: Any, book: MemoryLedger) -> None:
+def test_gradients_are_counted_from_the_backward_pass_to_the_end_of_the_step(trainer: Any, book: SharedBook) -> None:
     seen: list[dict[str, int]] = []
     with trainer.train_mode():
         with pytest.raises(AssertionError, match="must be a TensorDict"):  # the memory is booked before it computes
@@ -142,7 +146,7 @@ class Engine:
         self.worker._count(KV_CACHE, cache, (Phase.ROLLOUT,))
 
 
-def test_an_engine_wakes_only_where_the_trainer_has_left(trainer: Any, book: MemoryLedger) -> None:
+def test_an_engine_wakes_only_where_the_trainer_has_left(trainer: Any, book: SharedBook) -> None:
     engine = Engine(weights=40_000, cache=4_000_000)
     assert held(book) == {"weights": 40_004, "kv_cache": 4_000_000}
     with pytest.raises(torch.OutOfMemoryError, match="trainer wants .* for parameters"), trainer.train_mode():

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from seamless_verl.verl_adapter.cpu.storages import Storages  # noqa: E402
+from seamless_verl.verl_adapter.cpu.cpu_device import Storages  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 

@@ -363,9 +363,9 @@ def test_an_answer_is_cut_where_it_is_and_an_empty_one_gets_a_token():
 
 
 def test_cutting_reaches_the_attempts_under_way_and_is_forgotten():
-    from seamless_verl.verl_adapter.rollout.cutting import Cutting
+    from seamless_verl.verl_adapter.rollout.request_log import CutGroups
 
-    cutting, aborted = Cutting(), []
+    cutting, aborted = CutGroups(), []
     with cutting.attempt("u", lambda: aborted.append("first")), cutting.attempt("v", lambda: aborted.append("other")):
         cutting.cut(["u"])
     cutting.cut(["u"])

@@ -153,9 +153,9 @@ async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypat
     async def started(_: ProxyAgentLoop) -> ProxyShard:
         return shard
 
-    lasting = AsyncExitStack()
-    monkeypatch.setattr(proxy_shard, "lasting", lasting)
-    monkeypatch.setattr(arrivals, "lasting", lasting)
+    at_worker_end = AsyncExitStack()
+    monkeypatch.setattr(proxy_shard, "at_worker_end", at_worker_end)
+    monkeypatch.setattr(arrivals, "at_worker_end", at_worker_end)
     monkeypatch.setattr(ProxyShard, "_start", started)
     monkeypatch.setattr(ProxyShard, "_current", None)
     attempts = [start(f"g{number}") for number in range(3)]

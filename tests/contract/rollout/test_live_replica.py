@@ -109,17 +109,16 @@ async def test_a_cancelled_agent_leaves_nothing_running(replica: Any) -> None:
 
 
 async def test_a_group_that_is_cut_short_keeps_what_it_has(replica: Any) -> None:
-    from seamless_verl.verl_adapter.rollout.cutting import cutting
-    from seamless_verl.verl_adapter.rollout.request_log import request_log
+    from seamless_verl.verl_adapter.rollout.request_log import cut_groups, request_log
 
     with request_log.session("group", 0):
         asking = asyncio.ensure_future(replica.client.generate("slow", prompt_ids=PROMPT, sampling_params=LONG))
     await until_running(replica, 1)
     try:
-        cutting.cut(["group"])
+        cut_groups.cut(["group"])
         output = await asyncio.wait_for(asking, 30)
     finally:
-        cutting.forget("group")
+        cut_groups.forget("group")
     assert output.stop_reason == "length"
     assert 0 < len(output.token_ids) < LONG["max_tokens"]
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
 def balancer(servers=("a", "b")):
-    from seamless_verl.verl_adapter.rollout.balancer import MeteredLoadBalancer
+    from seamless_verl.verl_adapter.rollout.load_balancer import MeteredLoadBalancer
 
     return MeteredLoadBalancer(servers={name: name.upper() for name in servers}, max_cache_size=10_000)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seamless_verl.memory.book import Owner
-from seamless_verl.memory.ledger import BOOK, MemoryLedger, this_process
+from seamless_verl.memory.book import BOOK, Owner, SharedBook, this_process
 from seamless_verl.observe.flight import SliceAdded, SliceState
 from seamless_verl.verl_adapter.trainer.memory_flight import MemoryFlight
 
@@ -35,7 +34,7 @@ def test_devices_become_slices(
     for name in ("rollouts/0", "rollouts/1"):
         follower.add(added(name, 2, "rollout"))
     follower.add(added("trainers/0", 2, *tags))  # one that returned
-    ledger, owner = MemoryLedger(tmp_path / "memory.jsonl"), Owner(name="engine", process=this_process())
+    ledger, owner = SharedBook(tmp_path / "memory.jsonl"), Owner(name="engine", process=this_process())
     for device in ("trainer/1", "trainer/2", "standing/4" if "rollout" in tags else "standing/2", "standing/7"):
         ledger.hold(owner, device, "weights", 5)
     found = {event.device: event.slice for event in follower.news(0.0)}
@@ -50,7 +49,7 @@ def test_times_are_those_of_the_move_and_never_before_the_recording(
     follower = MemoryFlight()
     follower.add(added("trainers/0", 1, "train"))
     assert list(follower.news(0.0)) == []  # no process has booked anything yet
-    ledger, owner = MemoryLedger(tmp_path / "memory.jsonl"), Owner(name="trainer", process=this_process())
+    ledger, owner = SharedBook(tmp_path / "memory.jsonl"), Owner(name="trainer", process=this_process())
     before = time.time()
     ledger.hold(owner, "trainer/0", "parameters", 5)
     ledger.hold(owner, "trainer/0", "parameters", 6)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seamless_verl.verl_adapter.weights import megatron_weights
+from seamless_verl.verl_adapter.weights import saved_weights
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -49,7 +49,7 @@ def verls():
 def ours(verls):
     module = types.ModuleType("megatron_utils")
     module.__dict__.update(vars(verls))
-    megatron_weights.install(module)
+    saved_weights.copy_megatron_weights_once(module)
     return module
 
 

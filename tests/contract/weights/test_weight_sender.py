@@ -53,7 +53,7 @@ def _send(transfer: Any, folder: Path, source: Any) -> None:
 
 def test_an_engine_that_is_gone_is_not_waited_for_and_peers_are_not_let_down(transfer: Any, tmp_path: Path) -> None:
     from seamless_verl.verl_adapter.weights import transfer_members
-    from seamless_verl.verl_adapter.weights.weight_sender import NotDelivered
+    from seamless_verl.verl_adapter.weights.transfer_members import NotDelivered
 
     source = Source()
     threading.Timer(0.5, transfer_members.current.engine_gone.set).start()
@@ -88,7 +88,7 @@ def test_an_engine_whose_weights_stop_coming_is_told_so(transfer: Any, tmp_path:
 
 @pytest.mark.parametrize("dies_in", ["resume", "update_weights"])
 def test_a_worker_whose_replica_died_stays_with_the_others_up_to_the_barrier(dies_in: str) -> None:
-    from seamless_verl.verl_adapter.weights.weight_sender import fail_together
+    from seamless_verl.verl_adapter.weights.transfer_members import fail_together
 
     class Adapter:
         config = SimpleNamespace(free_cache_engine=True)
@@ -118,7 +118,7 @@ def test_a_worker_whose_replica_died_stays_with_the_others_up_to_the_barrier(die
 
 def test_a_worker_beside_a_standing_replica_fails_at_once() -> None:
     """There is no barrier to come, and its caller has to know."""
-    from seamless_verl.verl_adapter.weights.weight_sender import fail_together
+    from seamless_verl.verl_adapter.weights.transfer_members import fail_together
 
     class Adapter:
         config = SimpleNamespace(free_cache_engine=True)

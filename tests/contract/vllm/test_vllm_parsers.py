@@ -24,7 +24,7 @@ from tests.fakes import CHATML, small_tokenizer
 from tests.standalone import save_tokenizer
 
 pytest.importorskip("vllm")
-from seamless_verl.verl_adapter.rollout.parsers import VllmParser, make_parser, parser_of
+from seamless_verl.verl_adapter.vllm.vllm_parsers import VllmParser, make_parser, parser_of
 
 SPECIAL = ("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|im_end|>")
 TOOLS: list[Any] = [

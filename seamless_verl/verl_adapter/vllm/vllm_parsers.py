@@ -15,8 +15,6 @@ from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
 # How vLLM's tool parsers call the text that a tool call begins with; a parser without any of them settles nothing.
 _MARKERS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_call_start", "tool_calls_begin")
-
-
 _KEYS = ("seamless.proxy.tool_parser", "seamless.proxy.reasoning_parser")
 _OPTIONS = ("--tool-parser", "--reasoning-parser")
 
@@ -142,9 +140,11 @@ class VllmParser:
             from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
         except ImportError:  # vLLM before 0.27 has no such register
             return self._fallback.tool_format(tools, required=required) if model == "hermes" else None
-        choice = "required" if required else "auto"
         tag = get_model_structural_tag(
-            model=model, tools=_request(tools, strict=True).tools, tool_choice=choice, reasoning=False
+            model=model,
+            tools=_request(tools, strict=True).tools,
+            tool_choice="required" if required else "auto",
+            reasoning=False,
         )
         return None if tag is None else dict(tag.model_dump()["format"])
 
@@ -170,4 +170,5 @@ def _request(tools: Sequence[Mapping[str, Any]], *, strict: bool = False) -> Any
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     offered = [{**tool, "function": {**tool["function"], **({"strict": True} if strict else {})}} for tool in tools]
-    return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=offered or None)
+    asked = {"messages": [{"role": "user", "content": ""}], "tools": offered or None}
+    return ChatCompletionRequest.model_validate(asked)

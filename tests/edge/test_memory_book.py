@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from seamless_verl.memory.book import OutOfMemory, Owner, Phase, by_purpose
-from seamless_verl.memory.ledger import MemoryLedger, entries, is_alive, this_process
+from seamless_verl.memory.book import OutOfMemory, Owner, Phase, SharedBook, by_purpose, entries, is_alive, this_process
 
 HOLDER = """
 import sys
 from pathlib import Path
 from seamless_verl.memory.book import Owner, Phase
-from seamless_verl.memory.ledger import MemoryLedger, this_process
-ledger, owner = MemoryLedger(Path(sys.argv[1]), 100), Owner(name="engine", process=this_process())
+from seamless_verl.memory.book import SharedBook, this_process
+ledger, owner = SharedBook(Path(sys.argv[1]), 100), Owner(name="engine", process=this_process())
 ledger.need(owner, "trainer/0", "weights", 60, {Phase.ROLLOUT})
 ledger.hold(owner, "trainer/0", "weights", 60)
 print("held", flush=True)
@@ -43,7 +42,7 @@ def holder(file: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_what_another_process_holds_does_not_fit_twice_and_is_free_when_it_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "memory.jsonl"
-    ledger = MemoryLedger(file, 100)
+    ledger = SharedBook(file, 100)
     with holder(file) as process:
         with pytest.raises(OutOfMemory, match=f"weights of engine .process {process.pid}. 60 bytes"):
             ledger.hold(ours(), "trainer/0", "parameters", 50)
@@ -57,7 +56,7 @@ def test_what_another_process_holds_does_not_fit_twice_and_is_free_when_it_is_ki
 
 def test_half_a_line_of_a_writer_that_died_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "memory.jsonl"
-    first, second = MemoryLedger(file), MemoryLedger(file)
+    first, second = SharedBook(file), SharedBook(file)
     first.hold(ours(), "a", "parameters", 1)
     with file.open("ab") as torn:
         torn.write(b'{"at": 1.0, "device": "a", "own')
@@ -68,7 +67,7 @@ def test_half_a_line_of_a_writer_that_died_is_left_out(tmp_path: Path) -> None:
 
 def test_a_capacity_that_follows_from_needs_is_the_same_for_all(tmp_path: Path) -> None:
     file = tmp_path / "memory.jsonl"
-    first, second = MemoryLedger(file), MemoryLedger(file)
+    first, second = SharedBook(file), SharedBook(file)
     first.need(ours(), "a", "parameters", 10, {Phase.TRAIN})
     second.need(ours(), "a", "weights", 20, {Phase.ROLLOUT})
     assert first.look().capacity("a") == second.look().capacity("a") == 25
@@ -79,7 +78,7 @@ def test_a_capacity_that_follows_from_needs_is_the_same_for_all(tmp_path: Path) 
 
 def test_holding_the_same_again_writes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "memory.jsonl"
-    ledger = MemoryLedger(file)
+    ledger = SharedBook(file)
     ledger.hold(ours(), "a", "parameters", 0)
     assert file.stat().st_size == 0
     ledger.hold(ours(), "a", "parameters", 1)

@@ -1,26 +1,46 @@
-"""verl's load balancer under StaleFlow's routing rule: where a request gains most, or held until a place is worth it.
+"""verl's load balancer with books and prefixes, and StaleFlow's routing rule on top of it.
+
+`MeteredLoadBalancer` routes by least requests, as verl's. verl forgets where conversations are whenever replicas join;
+each then prefills its context somewhere else. Here they stay until new weights have emptied every cache, or their
+replica leaves, or moving pays (`staleness.affinity`). It also knows how long each replica had something to do.
+
+`MarginalGainBalancer` sends a request where it gains most, or holds it until a place is worth it:
 
     acquire ─► hold ─► place ─► replica ─► release ─► loads differ too much? ─► abort attempts there; their client keeps
                  ▲                                                                   the tokens and acquires again ─┐
                  └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
 verl publishes weights to all replicas at once, so every replica has the newest version and "most stale first" is the
-order in which conversations began. A conversation stays on its replica (prefix cache), as under verl's own balancer.
+order in which conversations began.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cachetools import LRUCache
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
+from seamless_verl.observe.flight import RequestEnded, RequestStarted, SliceAdded, SliceRemoved, SliceState
+from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
+from seamless_verl.staleness.affinity import Newcomers
 from seamless_verl.staleness.cost_model import PUBLISHED
-from seamless_verl.staleness.routing import MarginalGain, MigrationRule, PendingRequest, ReplicaLoad, Route
-from seamless_verl.verl_adapter.rollout.balancer import MeteredLoadBalancer
+from seamless_verl.staleness.routing import (
+    LeastRequests,
+    MarginalGain,
+    MigrationRule,
+    PendingRequest,
+    ReplicaLoad,
+    Route,
+)
+
+_ANY = "any"  # all requests on a replica count as one: it is busy while at least one is out
+
 
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
 # no release could come through. Beyond this many, requests go where they are served soonest.
@@ -28,6 +48,122 @@ _MOST_HELD = 500
 _UNBOUNDED = 1 << 30
 # A client asks for its next place right after it left the last one; who has not by then had come to its end.
 _ASKS_AGAIN_S = 1.0
+
+
+class MeteredLoadBalancer(GlobalRequestLoadBalancer):
+    """Routes as its parent, except that conversations stay with their prefix when replicas join, and while replicas are
+    lent, among equals, long sessions go to those that stay."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lent: set[str] = set()
+        self._outlasting: frozenset[str] = frozenset()
+        self._newcomers = Newcomers()
+        self._ledger = Ledger()
+        self._serving = asyncio.Event()
+        self._open(list(self._inflight_requests))
+
+    async def someone_serves(self) -> None:
+        """Returns when there is a replica to ask: all of them may be with the trainer, or dead."""
+        await self._serving.wait()
+
+    def set_horizon(self, server_ids: list[str], outlasting: frozenset[str]) -> None:
+        """These replicas are lent until they are removed, and these sessions will probably last longer."""
+        self._lent.update(server_ids)
+        self._outlasting = outlasting
+
+    def keeps_prefixes(self) -> None:
+        """Who adds replicas asks whether this is there: if it is, routes need not be cleared for it."""
+
+    def require_acquire_fields(self) -> list[str]:
+        return ["context_tokens"]
+
+    def acquire_server(self, request_id: str, context_tokens: int | None = None) -> tuple[str, Any]:
+        """
+        Args:
+            context_tokens: of the prompt; without it a conversation never leaves the replica of its last turn.
+        """
+        home = self._request_id_to_server.get(request_id)
+        if home in self._inflight_requests:
+            place = self._newcomers.place_of(home, context_tokens, self._inflight_requests)
+            self._request_id_to_server[request_id] = place
+        elif self._lent and not self._full_determinism:
+            self._choose(request_id)
+        server_id, handle = super().acquire_server(request_id)
+        self._newcomers.placed(request_id, server_id)
+        if self._inflight_requests[server_id] == 1:
+            self._ledger.handle(RequestStarted(at=time.monotonic(), request=_ANY, slice=server_id, prompt_tokens=0))
+        return server_id, handle
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        super().release_server(server_id, request_id)
+        if self._inflight_requests.get(server_id) == 0:
+            self._ledger.handle(
+                RequestEnded(at=time.monotonic(), request=_ANY, slice=server_id, tokens=0, finish="completed")
+            )
+
+    def _choose(self, request_id: str) -> None:
+        request = PendingRequest(request=request_id, version=0, tokens=0, long=request_id in self._outlasting)
+        loads = [
+            ReplicaLoad(
+                replica=server_id,
+                version=0,
+                running=requests,
+                waiting=0,
+                kv_tokens=0,
+                kv_room=0,
+                lent=server_id in self._lent,
+            )
+            for server_id, requests in self._inflight_requests.items()
+        ]
+        for decision in LeastRequests().route([request], loads):
+            if isinstance(decision, Route):
+                self._request_id_to_server[request_id] = decision.replica
+
+    def add_servers(self, servers: dict[str, Any]) -> None:
+        known = set(self._inflight_requests)
+        super().add_servers(servers)
+        new = [server_id for server_id in servers if server_id not in known]
+        self._newcomers.joined(new)
+        self._open(new)
+
+    def clear_sticky_cache(self) -> dict[str, Any]:
+        """Every cache is lost, or about to be: conversations are placed anew."""
+        self._newcomers.caches_lost()
+        cleared: dict[str, Any] = super().clear_sticky_cache()
+        return cleared
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        """Routes to them are forgotten at once: they may come back under the same name, with empty caches."""
+        super().remove_servers(server_ids)
+        gone = [name for name, place in self._request_id_to_server.items() if place not in self._inflight_requests]
+        for conversation in gone:
+            del self._request_id_to_server[conversation]
+        self._newcomers.left(server_ids)
+        self._lent.difference_update(server_ids)
+        if not self._inflight_requests:
+            self._serving.clear()
+        for server_id in server_ids:
+            self._ledger.handle(SliceRemoved(at=time.monotonic(), slice=server_id))
+
+    def books(self) -> tuple[SliceSeconds, ...]:
+        """Of every replica, by address, for the time in which it was registered."""
+        return self._ledger.books(time.monotonic())
+
+    def _open(self, server_ids: list[str]) -> None:
+        if server_ids:
+            self._serving.set()
+        for server_id in server_ids:
+            self._ledger.handle(
+                SliceAdded(
+                    at=time.monotonic(),
+                    slice=server_id,
+                    pool="",
+                    devices=1,
+                    capabilities=("rollout",),
+                    state=SliceState.ROLLOUT,
+                )
+            )
 
 
 @dataclass(slots=True)
@@ -48,7 +184,10 @@ class _Attempt:
 
 
 class MarginalGainBalancer(MeteredLoadBalancer):
-    """See the module; made by `balancer_class`, since verl hands a balancer nothing but its replicas."""
+    """See the module; a conversation stays on its replica, as under its parent.
+
+    Made by `balancer_class`, since verl hands a balancer nothing but its replicas.
+    """
 
     settings = RouterConfig()
     max_running = _UNBOUNDED
@@ -58,7 +197,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         self._policy = MarginalGain(cost=PUBLISHED[self.settings.cost], mu=self.settings.mu)
         self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
         self._asked = 0
-        self._begun: LRUCache = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
+        self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
         self._conversations = 0
         self._rule = MigrationRule() if self.settings.migrate else None
         self._running: dict[tuple[str, str], list[_Attempt]] = {}  # (replica, conversation), in order of arrival
@@ -72,7 +211,9 @@ class MarginalGainBalancer(MeteredLoadBalancer):
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
 
-    async def acquire_server(self, request_id: str, prompt_ids: Any = (), attempt: str = "") -> tuple[str, Any]:
+    async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
+        self, request_id: str, prompt_ids: Sequence[int] = (), attempt: str = ""
+    ) -> tuple[str, Any]:
         """As verl's, except that the answer may take until another request has ended.
 
         Args:
@@ -84,10 +225,8 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         known = self._request_id_to_server.get(request_id) in self._inflight_requests
         if self._inflight_requests and not known and len(self._held) < _MOST_HELD:
             self._asked += 1
-            number, held = (
-                str(self._asked),
-                _Held(request_id, len(prompt_ids), asyncio.get_running_loop().create_future()),
-            )
+            number = str(self._asked)
+            held = _Held(request_id, len(prompt_ids), asyncio.get_running_loop().create_future())
             self._held[number] = held
             self._route()
             try:
