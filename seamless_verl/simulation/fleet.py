@@ -8,7 +8,7 @@ from dataclasses import replace
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
-from seamless_verl.staleness.affinity import MovePrice, Newcomers, evening
+from seamless_verl.staleness.affinity import MovePrice, Newcomers, requests_to_move
 from seamless_verl.staleness.routing import MigrationRule, PendingRequest, ReplicaLoad, Route, RoutingPolicy
 
 
@@ -190,7 +190,7 @@ class Fleet:
         if self._rebalance and empty:
             loads = [self._load(name) for name, unit in self.units.items() if unit.accepting]
             requests = []
-            for name, count in evening(loads, empty, self._price).items():
+            for name, count in requests_to_move(loads, empty, self._price).items():
                 requests += self.units[name].replica.share(count)
             self._release(requests)
         if self._migration is not None:

@@ -114,7 +114,7 @@ class Newcomers:
         self._on[replica] += 1
 
 
-def evening(
+def requests_to_move(
     loads: Iterable[ReplicaLoad], newcomers: Iterable[str], price: MovePrice, to_come: float = _STAY_TOKENS
 ) -> dict[str, int]:
     """How many requests the others give to replicas that joined, of those that run or wait on them.

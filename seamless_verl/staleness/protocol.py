@@ -44,7 +44,7 @@ class EntryState(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
+class _GroupEntry:
     version: int
     buffer: int
     state: EntryState
@@ -113,7 +113,7 @@ class StalenessProtocol:
         self.in_flight = in_flight
         self.repair = repair
         self._slots = math.ceil(batch_size * redundancy)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _GroupEntry] = {}
         self._buffers: deque[StalenessBuffer] = deque()
         for number in range(version, version + eta + 1):
             self._open(number)
@@ -200,7 +200,7 @@ class StalenessProtocol:
             )
         for buffer in reversed(self._buffers):
             if buffer.version <= version + self.eta and buffer.num_free > 0:
-                self._entries[group] = _Entry(version=version, buffer=buffer.version, state=EntryState.RESERVED)
+                self._entries[group] = _GroupEntry(version=version, buffer=buffer.version, state=EntryState.RESERVED)
                 buffer.add_reserved(group, version)
                 return buffer.version
         return None
@@ -380,8 +380,10 @@ class StalenessProtocol:
             self._open(number)
             for group, version, *size in held["occupied"]:  # none in a state of 0.1, which kept no sizes
                 tokens = size[0] if size else 0
-                self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.OCCUPIED, tokens=tokens)
+                self._entries[group] = _GroupEntry(
+                    version=version, buffer=number, state=EntryState.OCCUPIED, tokens=tokens
+                )
                 self._buffers[-1].add_occupied(group, version, tokens)
             for group, version in held["reserved"]:
-                self._entries[group] = _Entry(version=version, buffer=number, state=EntryState.RESERVED)
+                self._entries[group] = _GroupEntry(version=version, buffer=number, state=EntryState.RESERVED)
                 self._buffers[-1].add_reserved(group, version)

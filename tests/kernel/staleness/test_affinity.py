@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from seamless_verl.staleness.affinity import MovePrice, Newcomers, evening
+from seamless_verl.staleness.affinity import MovePrice, Newcomers, requests_to_move
 from seamless_verl.staleness.cost_model import PUBLISHED
 from seamless_verl.staleness.routing import ReplicaLoad
 
@@ -83,12 +83,12 @@ def load(name: str, running: int, waiting: int = 0, context: int = 1000) -> Repl
 
 def test_what_waits_goes_to_a_newcomer_until_loads_are_level_and_what_runs_if_that_pays() -> None:
     dear = MovePrice(prefill_steps=1e6)
-    assert evening([load("a", 8, 12), load("b", 8, 4), load("c", 0)], ["c"], dear) == {"a": 9, "b": 1}
-    assert evening([load("a", 20), load("b", 20), load("c", 0)], ["c"], dear) == {}
+    assert requests_to_move([load("a", 8, 12), load("b", 8, 4), load("c", 0)], ["c"], dear) == {"a": 9, "b": 1}
+    assert requests_to_move([load("a", 20), load("b", 20), load("c", 0)], ["c"], dear) == {}
     cheap = MovePrice(prefill_steps=1.0)
-    assert evening([load("a", 20), load("b", 20), load("c", 0)], ["c"], cheap) == {"a": 7, "b": 6}
-    assert evening([load("a", 20), load("b", 20)], ["c"], cheap) == {}
-    assert evening([load("c", 0)], ["c"], cheap) == {}
+    assert requests_to_move([load("a", 20), load("b", 20), load("c", 0)], ["c"], cheap) == {"a": 7, "b": 6}
+    assert requests_to_move([load("a", 20), load("b", 20)], ["c"], cheap) == {}
+    assert requests_to_move([load("c", 0)], ["c"], cheap) == {}
 
 
 def test_of_two_newcomers_the_one_with_fewer_conversations_is_taken() -> None:
@@ -205,7 +205,7 @@ def test_nobody_gives_more_than_it_has_or_becomes_emptier_than_who_takes(
     loads = [
         load(f"r{n}", *((0, 0) if is_new else (running, waits))) for n, (running, waits, is_new) in enumerate(fleet)
     ]
-    given_away = evening(loads, new, MovePrice(prefill_steps=steps))
+    given_away = requests_to_move(loads, new, MovePrice(prefill_steps=steps))
     assert not new & set(given_away)
     had = {one.replica: one.running + one.waiting for one in loads}
     for name, count in given_away.items():
