@@ -138,9 +138,14 @@ def test_a_starving_replica_takes_half_of_the_difference() -> None:
 
 
 def test_nothing_is_migrated_without_an_expected_gain() -> None:
-    # Per request the time is linear and nothing is shared: two replicas are as fast as one.
-    serial = DecodeCost(floor_s=0.0, base_s=0.0, per_request_s=0.01, attention_base_s=0.0, attention_per_token_s=0.0)
-    assert MigrationRule(phi_throughput=0.5).migrations([load("a", running=9), load("b", running=1)], serial) == []
+    """Eight token/s, however many run: two replicas with five each are as fast as one with nine beside one with one."""
+    serial = DecodeCost(floor_s=0.0, base_s=0.0, per_request_s=0.125, attention_base_s=0.0, attention_per_token_s=0.0)
+    rule = MigrationRule(phi_throughput=0.5)
+    assert rule.migrations([load("full", running=9), load("a", running=1)], serial) == []
+    shared = replace(serial, floor_s=1.0, per_request_s=0.0)  # a step takes a second, however many run
+    assert rule.migrations([load("full", running=9), load("a", running=1)], shared) == [], (
+        "nine and one, or five and five"
+    )
 
 
 def test_of_equally_stale_requests_the_older_session_goes_first() -> None:
