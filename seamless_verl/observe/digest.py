@@ -144,16 +144,7 @@ def digest(
     span_s = recording.events[-1].at if recording.events else 0.0
     tallies.finish(span_s)
     books = ledger.books(span_s)
-    lanes = tuple(
-        Lane(
-            slice=entry.slice,
-            pool=entry.pool,
-            devices=entry.devices,
-            stretches=tuple(stretches[entry.slice]),
-            load=tuple(tallies.load[entry.slice]),
-        )
-        for entry in books
-    )
+    lanes = tuple(_lane(entry, stretches[entry.slice], tallies.load[entry.slice]) for entry in books)
     return RunDigest(
         recording=recording,
         start=tallies.start,
@@ -176,6 +167,10 @@ def digest(
         steps=tuple({record["step"]: record for record in steps}.values()),
         validations=tuple(validations),
     )
+
+
+def _lane(entry: SliceSeconds, stretches: Sequence[Stretch], load: Sequence[tuple[float, int]]) -> Lane:
+    return Lane(slice=entry.slice, pool=entry.pool, devices=entry.devices, stretches=tuple(stretches), load=tuple(load))
 
 
 def _by_step(spans: Sequence[tuple[int, float, float]], lanes: Sequence[Lane]) -> tuple[StepSpan, ...]:

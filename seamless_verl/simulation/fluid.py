@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.simulation.regimes import regime
+from seamless_verl.simulation.regimes import Regime, regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario
 
@@ -138,11 +138,7 @@ def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
 
     costs = scenario.costs
     push_s = scenario.push_s(rules)
-    mini = rules.update(scenario.batch, scenario.mini_batch)
-    trained = [
-        (float(work.longest[ready - 1]), train_s * (scenario.batch - ready + mini) / scenario.batch + push_s)
-        for ready in range(mini, scenario.batch + 1, mini)
-    ]
+    trained = _ends_before_training(scenario, rules, work, train_s)
 
     def paid(step_s: float) -> bool:
         lent_s = max(0.0, (1.0 - idle) * step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
@@ -157,6 +153,21 @@ def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
 
     bounded_s = _smallest(bounded, work_s)
     return FluidLimit(train_s=train_s, work_s=work_s, bounded_s=bounded_s, paid_s=_smallest(paid, bounded_s))
+
+
+def _ends_before_training(
+    scenario: Scenario, rules: Regime, work: WorkSample, train_s: float
+) -> list[tuple[float, float]]:
+    """Of each mini-batch the tokens of its longest trajectory, and how long before the publication these must be there:
+    it and all after it are still trained, and the weights pushed."""
+    update = rules.update(scenario.batch, scenario.mini_batch)
+    return [
+        (
+            float(work.longest[ready - 1]),
+            train_s * (scenario.batch - ready + update) / scenario.batch + scenario.push_s(rules),
+        )
+        for ready in range(update, scenario.batch + 1, update)
+    ]
 
 
 def _windows(always: int, lent: int, step_s: float, lent_s: float) -> Iterator[Any]:

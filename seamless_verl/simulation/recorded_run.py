@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -104,41 +104,32 @@ def from_recording(
     Raises:
         NothingToReplay: no complete step or no request was recorded.
     """
-    started = _last(recording, flight.RunStarted)
-    rows = _all(recording, flight.RowsTrained)
     apart = union(_phases(recording, Phase.VALIDATE, Phase.CHECKPOINT))
     requests = requests_of(recording, apart)
     steps = _steps(recording)
     work = work_of(recording, requests, apart)
-    for what, found in (("trained rows", rows), ("complete step", steps), ("complete group", work.groups)):
-        if not found:
-            raise NothingToReplay(f"the recording holds no {what}; record a run of at least one step")
-    if started is None:
-        raise NothingToReplay("the recording holds no start of a run")
     groups = work.groups
+    started = _start(recording, steps, groups)
     attempts = max(1, round(median(len(group) for group in groups)))
     batch, mini = _batches(recording, attempts)
     step_s = tuple(ended - began - overlap(apart, began, ended) for began, ended in steps)
     warm = min(started.eta + 1, len(steps) - 1)  # their batches were begun while everything was being loaded
-    busy_s = _busy_seconds(recording, steps[warm:], apart)
+    busy = _busy_seconds(recording, steps[warm:], apart)
     # Of a batch as it is replayed: sessions put together from requests may differ from the rows that were trained.
     tokens = batch / len(groups) * sum(turn.prompt + turn.answer for g in groups for attempt in g for turn in attempt)
-    settled = [request for request in requests if request.ended > steps[0][1]]
-    settled = settled if any(request.tokens for request in settled) else requests
     system = _system_of(started.policy)
     lends = regime(system).lends
     by_age = regime(system).oldest_first if oldest_first is None else oldest_first
+    settled = _settled(requests, steps[0][1])
     pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=lends)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
-    added = _all(recording, flight.SliceAdded)
-    bound = sorted({one.pool for one in added if one.capabilities == ("train",)} if not lends else ())
     costs, seen, awaits_load = _switch_costs(recording)
     scenario = Scenario(
         system=system,
         pools=pools,
         workload=Replay(groups),
         train=TrainPhysics(
-            gpu_s_per_token=sum(busy_s) / len(busy_s) / tokens * gang, update_s=0.0, awaits_load=awaits_load
+            gpu_s_per_token=sum(busy) / len(busy) / tokens * gang, update_s=0.0, awaits_load=awaits_load
         ),
         costs=costs,
         batch=batch,
@@ -150,8 +141,36 @@ def from_recording(
         oldest_first=oldest_first,
     )
     estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
-    lendable = (f"{pool} never rolled out in the recording; a policy that lends may lend it here" for pool in bound)
+    lendable = () if lends else _never_lent(recording)
     return Recorded(scenario=scenario, step_s=step_s, notes=(*estimated, *lendable))
+
+
+def _start(recording: Recording, steps: Intervals, groups: Sequence[object]) -> flight.RunStarted:
+    """The beginning of the run, whose recording holds what a scenario needs.
+
+    Raises:
+        NothingToReplay: names what it lacks.
+    """
+    rows = _all(recording, flight.RowsTrained)
+    for what, found in (("trained rows", rows), ("complete step", steps), ("complete group", groups)):
+        if not found:
+            raise NothingToReplay(f"the recording holds no {what}; record a run of at least one step")
+    started = _all(recording, flight.RunStarted)
+    if not started:
+        raise NothingToReplay("the recording holds no start of a run")
+    return started[-1]
+
+
+def _never_lent(recording: Recording) -> Iterator[str]:
+    bound = {added.pool for added in _all(recording, flight.SliceAdded) if added.capabilities == ("train",)}
+    for pool in sorted(bound):
+        yield f"{pool} never rolled out in the recording; a policy that lends may lend it here"
+
+
+def _settled(requests: list[Request], since: float) -> list[Request]:
+    """Those that ended after the first step, in which everything is still being loaded; all, if these tell nothing."""
+    later = [request for request in requests if request.ended > since]
+    return later if any(request.tokens for request in later) else requests
 
 
 def _notes(scenario: Scenario, num_requests: int, *, exact: bool, seen: bool) -> tuple[str, ...]:
@@ -175,11 +194,6 @@ def _notes(scenario: Scenario, num_requests: int, *, exact: bool, seen: bool) ->
 
 def _all(recording: Recording, kind: type[_Event]) -> list[_Event]:
     return [event for event in recording.events if isinstance(event, kind)]
-
-
-def _last(recording: Recording, kind: type[_Event]) -> _Event | None:
-    found = _all(recording, kind)
-    return found[-1] if found else None
 
 
 # ---------------------------------------------------------------- the trainer

@@ -181,6 +181,16 @@ def test_a_slice_that_leaves_hands_everything_on_and_gets_nothing(both: Both) ->
     assert started[-1] == ("new", "b")
 
 
+def test_a_slice_that_will_be_drained_gets_no_later_turns(both: Both) -> None:
+    found, stopped, started = both
+    found.submit([Request("s", 10, 100)])
+    home = started[0][1]
+    found.units[home].accepting = False  # it finishes what it has
+    found.submit([Request("s", 110, 100, prefix=100)])
+    assert started[-1][1] != home
+    assert stopped == []
+
+
 def test_without_a_slice_that_serves_requests_are_held_and_placed_later(both: Both) -> None:
     found, _, started = both
     for name in ("a", "b"):
