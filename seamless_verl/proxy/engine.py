@@ -21,7 +21,7 @@ _MAX_DISCARDED = 1000  # of one session
 
 
 class Ability(Enum):
-    """What some engines can do and others cannot; the proxy refuses what its engine cannot honour."""
+    """What some engines can do and others cannot. The proxy refuses requests for what its engine cannot do."""
 
     STRUCTURED_OUTPUTS = "structured_outputs"
     #: moves a grammar over the tokens that an interrupted answer already has (`GRAMMAR_PREFIX`)

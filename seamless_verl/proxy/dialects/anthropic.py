@@ -205,7 +205,7 @@ def _result(block: Block, where: str) -> dict[str, Any]:
 
 
 def _marked(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The result of a tool that failed; templates know no field for that, so the text says it, unless it does so."""
+    """The result of a failed tool. Templates have no field for failure, so the text says so, unless it does already."""
     text = content if isinstance(content, str) else next((part["text"] for part in content if "text" in part), "")
     if _SAYS_ERROR.match(text):
         return content
@@ -300,7 +300,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _input(call: ToolCall) -> dict[str, Any]:
-    """Arguments as the object that SDKs expect; what the model wrote instead of one is put into one.
+    """Arguments as the object that SDKs expect; anything else that the model wrote is wrapped in one.
 
     What no JSON can say (``NaN``), or some readers cannot take (deep nesting), stays the text that it is.
     """

@@ -156,7 +156,7 @@ class VllmHttpEngine:
         return path, b"".join((self._encoder.encode(body)[:-1], b',"', field, b'":', *prompt, b"}"))
 
     async def show(self, placeholder: int, *, max_pixels: int) -> ImageReader:
-        """Let this server be shown pictures, which are then read by its own processor.
+        """Enable pictures, read by the server's own processor.
 
         Args:
             placeholder: id of the token that stands for pictures.
@@ -176,7 +176,7 @@ class VllmHttpEngine:
         return pictures
 
     async def _look(self, pictures: VllmPictures, data: bytes) -> float:
-        """The log-prob of what the model says first to a picture."""
+        """The log-prob of the model's first token after a picture."""
         try:
             prompt_ids = await pictures.prompt(data)
             return (await self._try(prompt_ids, {"max_tokens": 1, "temperature": 0.0}, (data,))).log_probs[0]

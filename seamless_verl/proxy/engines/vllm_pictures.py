@@ -37,7 +37,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class NoPictures(EngineUnavailable):
-    """This server cannot be shown pictures; the message says what would help."""
+    """This server cannot read pictures; the message says what would help."""
 
 
 class _Range(msgspec.Struct):
@@ -59,7 +59,7 @@ class _Rendered(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What the server's processor made of one picture.
+    """One picture as the server's processor encoded it.
 
     Attributes:
         prompt_ids: the server's own prompt of a chat that is this picture.

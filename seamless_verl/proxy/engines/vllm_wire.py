@@ -114,7 +114,7 @@ AnswerShape: TypeAlias = type[Completion] | type[TokensAnswer]
 
 
 class BadAnswer(Exception):
-    """The server says something else than token ids with log-probs."""
+    """The server did not answer with token ids and log-probs."""
 
 
 _Ranked = tuple[tuple[int, float], ...]
@@ -122,7 +122,7 @@ _Ranked = tuple[tuple[int, float], ...]
 
 @dataclass(slots=True)
 class Read:
-    """What was read of an answer, or of the part that came; ``alternatives`` is aligned with the tokens, or empty."""
+    """An answer, or the part received so far; ``alternatives`` is aligned with the tokens, or empty."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Read:
 
 
 class EventReader:
-    """Joins the events of a stream into one answer, and tells the tokens of each as they come.
+    """Joins the events of a stream into one answer and reports each event's tokens as they arrive.
 
     Args:
         on_tokens: an error that it raises is kept in ``failure``; nothing is told after it.
@@ -209,7 +209,7 @@ def _ranked(top: Mapping[str, float]) -> _Ranked:
 
 
 class PromptTexts:
-    """JSON of prompts that grow: the next prompt of a session usually begins with its last, whose text is known.
+    """JSON of growing prompts: a session's next prompt usually begins with its last one, whose text is kept.
 
     Writing 128,000 ids takes six milliseconds, writing the thousand that are new takes none. Holds the last prompt of
     each session, as long as all of them together stay below ``max_bytes``.

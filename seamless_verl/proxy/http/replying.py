@@ -1,4 +1,4 @@
-"""From answers to bytes on the wire: a body at the end, or server-sent events while it comes.
+"""Writes answers to the client: one body at the end, or server-sent events meanwhile.
 
 A stream begins with the first settled text, or after ``keep_alive_s`` without any; until then a failure is still an
 HTTP status. Afterwards it is an event of the dialect, and the stream ends as the dialect says. Each client writes at
@@ -170,7 +170,7 @@ class Reply(Response):
         return is_sent and error is None
 
     async def _write(self, data: bytes, send: Send, *, is_last: bool = False) -> bool:
-        """Whether the client took what was written before; servers only wait in front of a write."""
+        """Whether the client took what was written before; servers wait before a write only."""
         message = {"type": "http.response.body", "body": data, "more_body": not is_last}
         try:
             await asyncio.wait_for(send(message), self._timing.write_timeout_s)

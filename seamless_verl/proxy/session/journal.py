@@ -1,4 +1,4 @@
-"""What must be on disk before an answer leaves.
+"""What must be on disk before an answer is sent.
 
 Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turns again; when it has
 raised, none of them is on disk or in the tree; killed in between, it finds all of them or none. A session stays in the
@@ -25,7 +25,7 @@ class JournalFailed(Exception):
 
 
 class Journal(Protocol):
-    """Memory of sessions that outlives the process. Every method returns only once its data is safe.
+    """Sessions on disk, which outlive the process. Every method returns only once its data is safe.
 
     Raises (all methods):
         JournalFailed: see there.
@@ -43,7 +43,7 @@ class Journal(Protocol):
         ...
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
-        """A picture that a turn is about to show; the same one may be told again."""
+        """Record a picture before a turn that contains it; may be called again for the same one."""
         ...
 
     async def updated(self, session: Session) -> None:
@@ -64,7 +64,7 @@ class Journal(Protocol):
 
 
 class NullJournal:
-    """Remembers nothing: a restart loses open sessions, and none can leave memory before it is closed."""
+    """Keeps nothing: a restart loses open sessions, and a session stays in memory until it is closed."""
 
     can_load = False
 

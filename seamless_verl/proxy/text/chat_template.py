@@ -33,7 +33,7 @@ _MARK = "Zq7SeamlessMark7qZ"
 
 
 class RenderingFailed(Exception):
-    """The chat template refuses these messages; the client can mend that."""
+    """The chat template refuses these messages; the client can correct that."""
 
 
 class Codec(Protocol):

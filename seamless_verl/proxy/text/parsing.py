@@ -144,7 +144,7 @@ def _take_calls(text: str, call_prefix: str) -> tuple[str, list[ToolCall]]:
 
 
 def is_writable(*texts: str) -> bool:
-    """Whether a journal and every dialect can write these texts; half a surrogate pair in a JSON string is none."""
+    """Whether a journal and every dialect can write these texts; half a surrogate pair cannot be written."""
     try:
         return all(text.isascii() or text.encode() for text in texts)
     except UnicodeEncodeError:

@@ -241,7 +241,7 @@ class WordCache:
 
     @classmethod
     def of(cls, backend: Tokenizer) -> WordCache | None:
-        """A table for this tokenizer; None where it cannot be the same."""
+        """A table for this tokenizer; None where its results could differ."""
         try:
             import regex  # comes with transformers
         except ImportError:
@@ -266,7 +266,7 @@ class WordCache:
         return cache if cache._agrees(ordered[:2]) else None
 
     def encode(self, text: str) -> list[int] | None:
-        """Ids without added special tokens; None when this text is the tokenizer's business."""
+        """Ids without added special tokens; None when only the tokenizer can encode this text."""
         if not text.isascii():
             return None
         ids: list[int] = []

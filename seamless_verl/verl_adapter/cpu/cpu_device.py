@@ -161,7 +161,7 @@ def _fill(storage: torch.UntypedStorage, byte: int) -> None:
 
 
 def _forget(storage: torch.UntypedStorage) -> None:
-    """Zeros, and no page of the system's behind them until they are written to."""
+    """Zeros that take no memory until they are written to."""
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if storage.is_shared() or last <= first or _libc.madvise(first, last - first, mmap.MADV_DONTNEED):

@@ -1,4 +1,4 @@
-"""The proxy of one rollout worker as an actor beside it: kill it, and Ray starts it again on its journal.
+"""The proxy of one rollout worker as a Ray actor; if it dies, Ray starts it again on its journal.
 
 ::
 
@@ -178,7 +178,7 @@ class ActorProxy:
         self._serving: asyncio.Future[None] | None = None
 
     async def start(self, admin: ProxyAdmin) -> None:
-        """Returns when it answers.
+        """Returns once it answers requests.
 
         Raises:
             SeamlessError: it does not start.
@@ -194,7 +194,7 @@ class ActorProxy:
         await answering
 
     def _gave_up(self, serving: asyncio.Future[None]) -> None:
-        """Ray does not start it again, e.g. because its disk is full: who waits in the backlog is refused now."""
+        """Ray does not start it again, for example because its disk is full: waiting connections are refused now."""
         self._listener.close()
         if not serving.cancelled():
             _log.error("the proxy on %s has ended", self.base_url, exc_info=serving.exception())

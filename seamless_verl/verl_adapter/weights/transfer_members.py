@@ -246,7 +246,7 @@ def bound_sender(transfer: Any) -> None:
 
 
 async def walk_through(weights: Any) -> None:
-    """To the end: making the next weight may be a collective call that others wait in."""
+    """Consume all remaining weights: producing one may be a collective call in which others wait."""
     from verl.workers.rollout.utils import ensure_async_iterator
 
     async for _ in ensure_async_iterator(weights):
