@@ -12,7 +12,6 @@ import httpx
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.proxy.session.wire import audit_from_wire, row_from_wire
 from seamless_verl.trajectory.audit import AuditReport
 from seamless_verl.trajectory.rows import Row
 
@@ -113,9 +112,9 @@ class ProxyAdmin:
             metadata=data["metadata"],
             reward=data["reward"],
             rewards=data["rewards"],
-            rows=tuple(row_from_wire(row) for row in data["rows"]),
+            rows=tuple(Row.from_wire(row) for row in data["rows"]),
             images={digest: b64decode(text) for digest, text in data.get("images", {}).items()},
-            audit=audit_from_wire(data["audit"]),
+            audit=AuditReport.from_wire(data["audit"]),
             kinds=data["kinds"],
             drift=data["drift"],
         )

@@ -10,10 +10,11 @@ answers the row trains; log-probs and weight versions unchanged; every generated
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
+from typing import Any
 
 from seamless_verl.trajectory.generation import Generation, VersionSpan
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
@@ -54,6 +55,22 @@ class AuditReport:
     @property
     def is_clean(self) -> bool:
         return not self.violations
+
+    def to_wire(self) -> dict[str, Any]:
+        """The report as JSON-compatible data."""
+        violations = [[violation.kind.value, violation.story] for violation in self.violations]
+        counts = {"num_rows": self.num_rows, "num_generations": self.num_generations, "num_tokens": self.num_tokens}
+        return {**counts, "violations": violations}
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> AuditReport:
+        """The report that :meth:`to_wire` wrote, also through JSON text."""
+        return cls(
+            num_rows=data["num_rows"],
+            num_generations=data["num_generations"],
+            num_tokens=data["num_tokens"],
+            violations=tuple(Violation(kind=ViolationKind(kind), story=story) for kind, story in data["violations"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,16 @@ the same rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.segments import Segment, path_to
 from seamless_verl.trajectory.tree import SessionTree
+
+# Of every row as JSON; one that shows pictures has "images", too.
+ROW_FIELDS = ("token_ids", "mask", "log_probs", "prompt_len", "turns", "version_spans")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,47 @@ class Row:
     @property
     def num_trained(self) -> int:
         return sum(turn.stop - turn.start for turn in self.turns if turn.trained)
+
+    def to_wire(self) -> dict[str, Any]:
+        """The row as JSON-compatible data: `ROW_FIELDS`, and ``images`` where it shows any."""
+        turns = [
+            [turn.generation_id, turn.start, turn.stop, turn.trained, turn.finish_reason.value, turn.num_cut]
+            for turn in self.turns
+        ]
+        return {
+            "token_ids": self.token_ids,
+            "mask": self.mask,
+            "log_probs": self.log_probs,
+            "prompt_len": self.prompt_len,
+            "turns": turns,
+            "version_spans": [[span.start, span.stop, span.version] for span in self.version_spans],
+            **({"images": self.images} if self.images else {}),
+        }
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> Row:
+        """The row that :meth:`to_wire` wrote, also through JSON text."""
+        return cls(
+            token_ids=tuple(data["token_ids"]),
+            mask=tuple(data["mask"]),
+            log_probs=tuple(data["log_probs"]),
+            prompt_len=data["prompt_len"],
+            turns=tuple(
+                RowTurn(
+                    generation_id=generation_id,
+                    start=start,
+                    stop=stop,
+                    trained=trained,
+                    finish_reason=FinishReason(finish),
+                    num_cut=num_cut,
+                )
+                for generation_id, start, stop, trained, finish, num_cut in data["turns"]
+            ),
+            version_spans=tuple(
+                RowSpan(start=start, stop=stop, version=version) for start, stop, version in data["version_spans"]
+            ),
+            images=tuple(data.get("images", ())),
+        )
 
     @property
     def finish_reason(self) -> FinishReason:

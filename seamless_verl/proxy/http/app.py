@@ -60,7 +60,6 @@ from seamless_verl.proxy.session.handover import HandOver, RowSink
 from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.store import Residency, SessionStore, key_digest
-from seamless_verl.proxy.session.wire import view_of
 from seamless_verl.proxy.text.chat_template import Codec
 from seamless_verl.proxy.text.constraints import refuse_unable
 from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
@@ -174,7 +173,7 @@ class Proxy:
             session = self._session_of(request)
         session.state_at(time.time())
         async with self._residency.hold(session):
-            return _json(view_of(session))
+            return _json(session.view())
 
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)

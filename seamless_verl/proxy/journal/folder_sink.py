@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from seamless_verl.proxy.session.handover import images_to_wire
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.proxy.session.wire import ROW_FIELDS, images_to_wire, row_to_wire
 from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.rows import ROW_FIELDS, Row
 
 
 class FolderSink:
@@ -80,7 +80,7 @@ def _record(session: Session, number: int, row: Row, report: AuditReport) -> dic
         "rewards": msgspec.json.encode(session.rewards).decode(),
         "metadata": msgspec.json.encode(dict(session.spec.metadata)).decode(),
         "violations": len(report.violations),
-        **row_to_wire(row),
+        **row.to_wire(),
     }
 
 

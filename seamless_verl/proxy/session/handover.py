@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -28,7 +29,6 @@ from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.journal import Journal, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionState
 from seamless_verl.proxy.session.store import Residency, SessionStore
-from seamless_verl.proxy.session.wire import result_to_wire, summary_to_wire
 from seamless_verl.trajectory.audit import AuditReport, audit_rows
 from seamless_verl.trajectory.rows import Row, build_rows
 
@@ -164,7 +164,7 @@ class HandOver:
             await self._sink_rows(session, rows, report)
             # Before the block ends: it may let the turns go, and how they matched with them.
             self._audited(session, rows, report)
-            summary = encoded(summary_to_wire(session, report))
+            summary = encoded(_summary_to_wire(session, report))
         self._results[session.id] = body
         while len(self._results) > _NUM_RESULTS:
             self._results.popitem(last=False)
@@ -242,9 +242,35 @@ def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:
     rows = build_rows(session.tree)
     report = audit_rows(rows, session.ledger.entries)
     rows = tuple(session.images.released(row) for row in rows)
-    result = result_to_wire(session, rows, report)
+    result = _result_to_wire(session, rows, report)
     try:
         body = msgspec.json.encode(result)
     except UnicodeEncodeError:  # half a character in the metadata
         body = encoded(result)
     return body, rows, report
+
+
+def _result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport) -> dict[str, Any]:
+    """What closing a session answers; read back by :class:`seamless_verl.proxy.client.SessionResult`."""
+    result = {**_summary_to_wire(session, report), "rows": [row.to_wire() for row in rows]}
+    return {**result, **images_to_wire(session.images.files(rows))}
+
+
+def images_to_wire(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """What a result says of the pictures of its rows; without any, nothing."""
+    return {"images": {digest: b64encode(data).decode() for digest, data in files.items()}} if files else {}
+
+
+def _summary_to_wire(session: Session, report: AuditReport) -> dict[str, Any]:
+    """The result of a session but for its rows."""
+    return {
+        "id": session.id,
+        "group": session.spec.group,
+        "index": session.spec.index,
+        "metadata": dict(session.spec.metadata),
+        "reward": session.reward,
+        "rewards": session.rewards,
+        "audit": report.to_wire(),
+        "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
+        "drift": {reason.value: count for reason, count in session.tree.drift.items()},
+    }

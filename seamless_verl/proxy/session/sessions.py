@@ -154,6 +154,43 @@ class Session:
             self.reward = reward
         self.rewards.update(rewards)
 
+    def view(self) -> dict[str, Any]:
+        """What people want to see of it: no keys, no token lists."""
+        tree = self.tree
+        return {
+            "id": self.id,
+            "group": self.spec.group,
+            "index": self.spec.index,
+            "state": self.state.value,
+            "opened_at": self.opened_at,
+            "deadline": self.deadline,
+            "metadata": dict(self.spec.metadata),
+            "reward": self.reward,
+            "rewards": self.rewards,
+            "in_flight": self.num_in_flight,
+            "generated_tokens": self.num_generated,
+            "stored_tokens": tree.num_stored_tokens,
+            "kinds": {kind.value: count for kind, count in tree.kinds.items()},
+            "drift": {reason.value: count for reason, count in tree.drift.items()},
+            "turns": [
+                {
+                    "ordinal": segment.ordinal,
+                    "generation_id": turn.generation_id,
+                    "parent": segment.parent_ordinal,
+                    "kind": segment.kind.value,
+                    "reasons": [reason.value for reason in segment.reasons],
+                    "detail": turn.detail,
+                    "prompt_tokens": segment.end - len(segment.tokens),
+                    "generated_tokens": len(segment.tokens),
+                    "versions": [[span.version, span.num_tokens] for span in turn.version_spans],
+                    "finish_reason": turn.finish_reason.value,
+                    "is_leaf": segment.is_leaf,
+                }
+                for segment in tree.answers
+                if (turn := segment.turn) is not None
+            ],
+        }
+
     def state_at(self, now: float) -> SessionState:
         """The state, after looking at the clock."""
         if self.state is SessionState.OPEN and now >= self.deadline:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from seamless_verl.trajectory.audit import LedgerEntry, ViolationKind, audit_rows
-from seamless_verl.trajectory.rows import Row, RowSpan
+from seamless_verl.trajectory.audit import AuditReport, LedgerEntry, ViolationKind, audit_rows
+from seamless_verl.trajectory.rows import ROW_FIELDS, Row, RowSpan
 from tests.fakes import ScriptedEdge, assistant, system, user
 
 
@@ -129,3 +130,15 @@ def test_discarded_answers_need_no_row() -> None:
     ledger.append(replace(ledger[0], generation_id="lost", discarded="client left"))
     assert audit_rows(rows, ledger).is_clean
     assert audit_rows([], []).is_clean
+
+
+def test_rows_and_reports_are_read_back_from_json_as_they_were() -> None:
+    rows, ledger = _session()
+    rows[0] = replace(rows[0], images=("a picture",))
+    ledger.append(replace(ledger[0], generation_id="lost"))
+    report = audit_rows(rows, ledger)
+    assert not report.is_clean
+    assert AuditReport.from_wire(json.loads(json.dumps(report.to_wire()))) == report
+    for row in rows:
+        assert Row.from_wire(json.loads(json.dumps(row.to_wire()))) == row
+        assert set(row.to_wire()) - {"images"} == set(ROW_FIELDS)
