@@ -245,7 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer")
     proxy.add_arguments(command, ray_launcher=_ray_launcher, vllm_parser=_vllm_parser)
     simulation.add_arguments(commands.add_parser("simulate", help="what other tags, splits and policies would bring"))
-    parsed = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = parser.parse_args(given)
+    parsed.command_line = given
     try:
         code = int(parsed.run(parsed))
         sys.stdout.flush()

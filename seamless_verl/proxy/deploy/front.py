@@ -12,9 +12,8 @@ The front keeps no state: the owner of a session is in its name (:mod:`seamless_
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,7 +28,6 @@ from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import AddressBook
 from seamless_verl.proxy.session.store import same_key
 
-_SAMPLE = re.compile(rb"^(\w+)(?:\{(.*)\})? (.*)$")
 _NOT_PASSED = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"})
 _METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"]
 
@@ -101,7 +99,7 @@ class Front:
 
     async def metrics(self, request: Request) -> Response:
         answers = await self._ask_all("/metrics", {})
-        texts = {shard: answer.content for shard, answer in answers.items() if answer is not None}
+        texts = {shard: answer.text for shard, answer in answers.items() if answer is not None}
         return Response(_merged(texts), media_type="text/plain; version=0.0.4")
 
     async def close(self) -> None:
@@ -210,23 +208,23 @@ def make_front(front: Front) -> FastAPI:
     return app
 
 
-def _merged(texts: dict[int, bytes]) -> bytes:
+def _merged(texts: dict[int, str]) -> bytes:
     """Prometheus texts of all shards as one, each sample with its shard."""
-    comments: dict[bytes, list[bytes]] = {}
-    samples: dict[bytes, list[bytes]] = {}
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.parser import text_string_to_metric_families
+
+    merged: dict[str, Metric] = {}
     for shard, text in texts.items():
-        name = b""
-        for line in text.splitlines():
-            if line.startswith(b"#"):
-                name = line.split()[2]
-                if line not in comments.setdefault(name, []):
-                    comments[name].append(line)
-            elif found := _SAMPLE.match(line):
-                title, labels, value = found.groups()
-                own = b'shard="%d"' % shard
-                inside = own + b"," + labels if labels else own
-                samples.setdefault(name, []).append(title + b"{" + inside + b"} " + value)
-    lines: list[Any] = []
-    for name, told in comments.items():
-        lines += [*told, *samples.get(name, [])]
-    return b"\n".join([*lines, b""])
+        for family in text_string_to_metric_families(text):
+            whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.add_sample(sample.name, {"shard": str(shard), **sample.labels}, sample.value)
+
+    class Families:
+        def collect(self) -> Iterable[Metric]:
+            return merged.values()
+
+    registry = CollectorRegistry()
+    registry.register(Families())
+    return generate_latest(registry)

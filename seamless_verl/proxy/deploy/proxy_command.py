@@ -193,7 +193,7 @@ def _run_shards(options: argparse.Namespace) -> int:
     if options.ray is not None:
         launcher = options.ray_launcher(common, options.ray)
     else:
-        arguments = _shard_arguments(options, key_file)
+        arguments = [*options.command_line, "--admin-key-file", str(key_file), "--base-url", ""]
         launcher = LocalShards(arguments, record=options.record, host=options.host, port=options.port)
 
     def ready(base_url: str, num: int) -> None:
@@ -202,21 +202,6 @@ def _run_shards(options: argparse.Namespace) -> int:
 
     _run(serve_shards(config, launcher, ready=ready))
     return 0
-
-
-def _shard_arguments(options: argparse.Namespace, key_file: Path) -> list[str]:
-    """The command line of every shard; port, folder and name are each shard's own."""
-    arguments = ["--engine", options.engine, "--model", options.model, "--host", options.host, "--rows", options.rows]
-    arguments += ["--admin-key-file", str(key_file), "--drain", str(options.drain)]
-    arguments += ["--weight-version", str(options.weight_version)]
-    for name in ("served_model", "tokenizer", "engine_key_file", "tool_parser", "reasoning_parser"):
-        if getattr(options, name):
-            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    if options.think_tags:
-        arguments += ["--think-tags", *options.think_tags]
-    if options.durable:
-        arguments.append("--durable")
-    return [*arguments, *(part for setting in options.limit for part in ("--limit", setting))]
 
 
 def _born() -> float:

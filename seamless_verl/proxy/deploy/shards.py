@@ -183,7 +183,7 @@ class LocalShards:
     """A :class:`Launcher` of processes on this machine; they end by themselves when this process is gone.
 
     Args:
-        arguments: of ``seamless-verl proxy``, as they hold for every shard.
+        arguments: of ``seamless-verl``, as this process got them; what one shard is told comes after them, and holds.
         record: each shard has a folder in it.
         host, port: of the front; shards take the ports after it where they are free.
     """
@@ -199,7 +199,7 @@ class LocalShards:
         used = [int(other.rpartition(":")[2]) for other in taken]
         port = int(place.rpartition(":")[2]) if place else free_port_after(self._host, self._port, shard + 1, used)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "seamless_verl.cli", "proxy", *self._arguments),
+            *(sys.executable, "-m", "seamless_verl.cli", *self._arguments),
             *("--shard", str(shard), "--port", str(port), "--record", str(self._record / f"shard-{shard}")),
             stdin=PIPE,
             stdout=PIPE,

@@ -92,7 +92,15 @@ class GatedEngine:
         partial = PartialGeneration(request.sampling, self._decode, moves_grammars=self._moves_grammars)
         # An interrupted attempt that is given up must not have been shown.
         is_given_up = "structured_outputs" in request.sampling and not self._moves_grammars
-        shown = None if request.on_tokens is None or is_given_up else _Shown(request.on_tokens)
+        on_tokens = None if is_given_up else request.on_tokens
+        num_shown = 0
+
+        def show(chunk: TokenChunk) -> None:
+            nonlocal num_shown
+            num_shown += len(chunk.token_ids)
+            assert on_tokens is not None
+            on_tokens(chunk)
+
         num_attempts = 0
         while True:
             num_kept = len(partial.token_ids)
@@ -101,29 +109,17 @@ class GatedEngine:
                 request_id=f"{request.request_id}-{num_attempts}" if num_attempts else request.request_id,
                 prompt_ids=TokenPath.of(request.prompt_ids).then(array("i", partial.token_ids)),
                 sampling=partial.sampling(),
-                on_tokens=None if shown is None else shown.tell,
+                on_tokens=None if on_tokens is None else show,
             )
             num_attempts += 1
             try:
                 async with self._gate:
                     generation = await self._engine.generate(attempt)
             except EngineUnavailable:
-                if self._gate.is_open or (shown is not None and shown.num_tokens > num_kept):
+                if self._gate.is_open or num_shown > num_kept:
                     raise
                 continue  # it went down while its weights change; the gate tells when it is back
             if partial.add(generation):
                 return partial.generation()
             if self._gate.is_open and len(partial.token_ids) == num_kept:
                 return partial.generation()  # aborted for a reason of the engine's own, and nothing is won by asking
-
-
-class _Shown:
-    """Counts the tokens that a client may have seen."""
-
-    def __init__(self, tell: Callable[[TokenChunk], None]) -> None:
-        self._tell = tell
-        self.num_tokens = 0
-
-    def tell(self, chunk: TokenChunk) -> None:
-        self.num_tokens += len(chunk.token_ids)
-        self._tell(chunk)
