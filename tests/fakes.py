@@ -340,7 +340,7 @@ async def serving(
         placeholder=options["images"].placeholder if sees else None,
         others=[small_processor().video_token_id] if sees else (),
     )
-    deps = ProxyDeps(engine=engine, renderer=renderer, codec=renderer, admin_key="admin-key", model="tiny", **options)
+    deps = ProxyDeps(engine=engine, renderer=renderer, admin_key="admin-key", model="tiny", **options)
     server = ProxyServer(make_app(deps), drain_s=1.0)
     base_url = await server.start()
     admin = ProxyAdmin(base_url, "admin-key")

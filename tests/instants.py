@@ -159,9 +159,7 @@ class House:
         renderer = TokenizerRenderer(tokenizer)
         if journal is not None:
             options["journal"] = journal
-        self.deps = ProxyDeps(
-            engine=self.engine, renderer=renderer, codec=renderer, admin_key="admin", model="m", **options
-        )
+        self.deps = ProxyDeps(engine=self.engine, renderer=renderer, admin_key="admin", model="m", **options)
         if journal is not None:
             journal.resume(self.deps.sessions)
         self.app = make_app(self.deps)

@@ -34,12 +34,12 @@ from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.attempts import Attempt, State, answer_digest
 from seamless_verl.proxy.session.journal import AnsweredTurn, Journal, JournalFailed
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.proxy.text.chat_template import Codec, RenderingFailed
+from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
 from seamless_verl.proxy.text.constraints import structured_outputs
 from seamless_verl.proxy.text.parsing import AnswerParser, Asked, Settler, StopCutter, find_stop
 from seamless_verl.proxy.text.tokenizer import TextDecoder
 from seamless_verl.trajectory.generation import TrajectoryError
-from seamless_verl.trajectory.matching import HistoryMatch, Renderer
+from seamless_verl.trajectory.matching import HistoryMatch
 from seamless_verl.trajectory.messages import Message, Role, Transcript
 from seamless_verl.trajectory.segments import TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn
@@ -57,8 +57,7 @@ class Generator:
         self,
         *,
         engine: Engine,
-        renderer: Renderer,
-        codec: Codec,
+        renderer: TokenizerRenderer,
         parser: AnswerParser,
         journal: Journal,
         limits: Limits,
@@ -66,7 +65,6 @@ class Generator:
     ) -> None:
         self._engine = engine
         self._renderer = renderer
-        self._codec = codec
         self._parser = parser
         self._journal = journal
         self._limits = limits
@@ -127,9 +125,9 @@ class Generator:
         try:
             if call.prompt is not None:
                 ids = call.prompt if isinstance(call.prompt, tuple) else await self._encode(call.prompt)
-                if ids and max(ids) >= self._codec.num_tokens:
-                    raise TrajectoryError(f"the model knows {self._codec.num_tokens} tokens, not {max(ids)}")
-                named = next((token for token in self._codec.placeholders if token in ids), None)
+                if ids and max(ids) >= self._renderer.num_tokens:
+                    raise TrajectoryError(f"the model knows {self._renderer.num_tokens} tokens, not {max(ids)}")
+                named = next((token for token in self._renderer.placeholders if token in ids), None)
                 if named is not None:
                     raise TrajectoryError(f"token {named} stands for a picture or a video, and there is none")
                 return session.tree.prepare_ids(transcript, ids)
@@ -145,8 +143,8 @@ class Generator:
 
     async def _encode(self, text: str) -> list[int]:
         if len(text) > _BIG_RENDER_CHARS:
-            return await asyncio.to_thread(self._codec.encode_prompt, text)
-        return self._codec.encode_prompt(text)
+            return await asyncio.to_thread(self._renderer.encode_prompt, text)
+        return self._renderer.encode_prompt(text)
 
     def _room(self, session: Session, pending: PendingTurn) -> int:
         """How many tokens the model's length leaves for the answer.
@@ -197,7 +195,7 @@ class Generator:
     def _asked(self, call: Call, prompt_ids: Sequence[int], generation_id: str) -> Asked:
         thinking = False
         if self._parser.think_tags is not None:
-            tail = self._codec.decode(prompt_ids[-_PROMPT_TAIL:])
+            tail = self._renderer.decode(prompt_ids[-_PROMPT_TAIL:])
             thinking = tail.rstrip().endswith(self._parser.think_tags[0])
         tools = call.raw_tools if call.parse_tools else ()
         return Asked(tools=tools, thinking=thinking, call_prefix=f"call_{generation_id[:20]}_")
@@ -205,7 +203,7 @@ class Generator:
     def _draft(self, attempt: Attempt, number: int, call: Call, asked: Asked) -> Draft:
         settler = self._parser.settler(asked) if call.prompt is None else None
         stops = call.sampling.get("stop", ())
-        return Draft(attempt, number, self._codec, settler, stops, show_tokens=call.logprobs is not None)
+        return Draft(attempt, number, self._renderer, settler, stops, show_tokens=call.logprobs is not None)
 
     async def _ask(self, session: Session, request: GenerationRequest, pending: PendingTurn) -> Generation:
         try:
@@ -222,15 +220,15 @@ class Generator:
     def _read(self, head: Answer, generation: Generation, call: Call, asked: Asked) -> Answer:
         """Text, reasoning and tool calls of a generation."""
         ids = list(generation.token_ids)
-        if generation.finish_reason is FinishReason.STOP and ids[-1] in self._codec.stop_token_ids:
+        if generation.finish_reason is FinishReason.STOP and ids[-1] in self._renderer.stop_token_ids:
             ids.pop()
-        text = self._codec.decode(ids)
+        text = self._renderer.decode(ids)
         end, stop_text = find_stop(text, call.sampling.get("stop", ()))
         if call.prompt is None:
             message = self._parser.parse(text[:end], asked)
         else:
             message = Message(role=Role.ASSISTANT, content=text[:end])
-        tokens = _tokens_of(generation, range(len(ids)), self._codec) if call.logprobs is not None else []
+        tokens = _tokens_of(generation, range(len(ids)), self._renderer) if call.logprobs is not None else []
         while stop_text and tokens and sum(len(token.text) for token in tokens[:-1]) >= end:
             tokens.pop()
         ended = FinishReason.STOP if stop_text else generation.finish_reason  # with the budget's last token, too
@@ -282,7 +280,7 @@ class Draft:
         self,
         attempt: Attempt,
         number: int,
-        codec: Codec,
+        renderer: TokenizerRenderer,
         settler: Settler | None,
         stops: Sequence[str],
         *,
@@ -290,9 +288,9 @@ class Draft:
     ) -> None:
         self._attempt = attempt
         self._number = number
-        self._codec = codec
+        self._renderer = renderer
         self._settler = settler
-        self._decoder = TextDecoder(codec.decode, codec.open_ids)
+        self._decoder = TextDecoder(renderer.decode, renderer.open_ids)
         self._cutter = StopCutter(stops)
         # Which tokens a stop string takes with it is only known at the end.
         self._show_tokens = show_tokens and not stops
@@ -302,10 +300,10 @@ class Draft:
     def feed(self, chunk: TokenChunk) -> None:
         """Take tokens as the engine makes them."""
         self._ids.extend(chunk.token_ids)
-        kept = [at for at, token in enumerate(chunk.token_ids) if token not in self._codec.stop_token_ids]
+        kept = [at for at, token in enumerate(chunk.token_ids) if token not in self._renderer.stop_token_ids]
         text = self._cutter.feed(self._decoder.feed([chunk.token_ids[at] for at in kept]))
         reasoning, content = self._settler.feed(text) if self._settler is not None else ("", text)
-        tokens = tuple(_tokens_of(chunk, kept, self._codec)) if self._show_tokens else ()
+        tokens = tuple(_tokens_of(chunk, kept, self._renderer)) if self._show_tokens else ()
         if reasoning or content or tokens:
             self._attempt.deltas.append(Delta(index=self._number, reasoning=reasoning, content=content, tokens=tokens))
             self._attempt.tell()
@@ -329,13 +327,13 @@ class Draft:
             raise ApiError(502, "stream_differs", "The whole answer reads differently from what was streamed of it.")
 
 
-def _tokens_of(chunk: TokenChunk | Generation, places: Sequence[int], codec: Codec) -> list[Token]:
+def _tokens_of(chunk: TokenChunk | Generation, places: Sequence[int], renderer: TokenizerRenderer) -> list[Token]:
     """Tokens as clients see them; ``places`` are those to show."""
     shown = []
     for at in places:
         others = chunk.alternatives[at] if chunk.alternatives else ()
-        alternatives = tuple((codec.decode([token]), float(value)) for token, value in others)
-        shown.append(Token(codec.decode([chunk.token_ids[at]]), float(chunk.log_probs[at]), alternatives))
+        alternatives = tuple((renderer.decode([token]), float(value)) for token, value in others)
+        shown.append(Token(renderer.decode([chunk.token_ids[at]]), float(chunk.log_probs[at]), alternatives))
     return shown
 
 

@@ -172,7 +172,6 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     deps = ProxyDeps(
         engine=engine,
         renderer=renderer,
-        codec=renderer,
         admin_key=config.admin_key,
         model=config.model,
         journal=journal,

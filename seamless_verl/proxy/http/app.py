@@ -60,11 +60,10 @@ from seamless_verl.proxy.session.handover import HandOver, RowSink
 from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.store import Residency, SessionStore, key_digest
-from seamless_verl.proxy.text.chat_template import Codec
+from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.constraints import refuse_unable
 from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageIntake, ImageReader
-from seamless_verl.trajectory.matching import Renderer
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
@@ -95,8 +94,7 @@ class ProxyDeps:
     """
 
     engine: Engine
-    renderer: Renderer
-    codec: Codec
+    renderer: TokenizerRenderer
     admin_key: str
     model: str
     journal: Journal = field(default_factory=NullJournal)
@@ -133,11 +131,10 @@ class Proxy:
         engine = deps.engine
         if deps.gate is not None:
             moves_grammars = Ability.CONTINUED_GRAMMARS in deps.abilities
-            engine = GatedEngine(engine, deps.gate, deps.codec.decode, moves_grammars=moves_grammars)
+            engine = GatedEngine(engine, deps.gate, deps.renderer.decode, moves_grammars=moves_grammars)
         generator = Generator(
             engine=engine,
             renderer=deps.renderer,
-            codec=deps.codec,
             parser=deps.parser,
             journal=deps.journal,
             limits=deps.limits,

@@ -21,7 +21,7 @@ import threading
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cachetools import LRUCache
 
@@ -34,36 +34,6 @@ _MARK = "Zq7SeamlessMark7qZ"
 
 class RenderingFailed(Exception):
     """The chat template refuses these messages; the client can correct that."""
-
-
-class Codec(Protocol):
-    """The way back from token ids to text."""
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Ids that end an answer and are no part of its text."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Size of the vocabulary; every id is below it."""
-        ...
-
-    @property
-    def placeholders(self) -> frozenset[int]:
-        """Ids that stand for pictures and videos only; empty for a model that takes none."""
-        ...
-
-    @property
-    def open_ids(self) -> frozenset[int]:
-        """Ids whose text, and that of others of them before, may read differently with the next token."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text completion's prompt, with the special tokens that the tokenizer puts around a text."""
-        ...
 
 
 _Key = TypeVar("_Key", bound="str | tuple[str, ...]")
@@ -107,7 +77,7 @@ class TextCache(Generic[_Key, _Value]):
 
 
 class TokenizerRenderer:
-    """Renderer and codec over one tokenizer.
+    """A :class:`~seamless_verl.trajectory.matching.Renderer` over one tokenizer, and the way back from ids to text.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
@@ -147,14 +117,17 @@ class TokenizerRenderer:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end an answer and are no part of its text."""
         return self._stop_token_ids
 
     @property
     def placeholders(self) -> frozenset[int]:
+        """Ids that stand for pictures and videos only; empty for a model that takes none."""
         return self._others if self._placeholder is None else self._others | {self._placeholder}
 
     @cached_property
     def open_ids(self) -> frozenset[int]:
+        """Ids whose text, and that of others of them before, may read differently with the next token."""
         return open_ids_of(self._backend, skips_special=self._skip_special_tokens) if self._backend else frozenset()
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -166,9 +139,11 @@ class TokenizerRenderer:
 
     @property
     def num_tokens(self) -> int:
+        """Size of the vocabulary; every id is below it."""
         return len(self._tokenizer) if self._backend is None else int(self._backend.get_vocab_size())
 
     def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text completion's prompt, with the special tokens that the tokenizer puts around a text."""
         if self._backend is not None:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
             return ids

@@ -100,7 +100,6 @@ class ShardSettings:
         return ProxyDeps(
             engine=engine,
             renderer=renderer,
-            codec=renderer,
             parser=parser,
             images=images,
             abilities=self.abilities,

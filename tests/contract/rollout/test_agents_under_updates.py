@@ -76,9 +76,7 @@ async def test_forced_updates_are_invisible_and_every_token_knows_its_weights(mo
         max_model_len=100_000,
         stop_token_ids=renderer.stop_token_ids,
     )
-    deps = ProxyDeps(
-        engine=verl_engine, renderer=renderer, codec=renderer, admin_key="a", model="m", abilities=abilities_of("vllm")
-    )
+    deps = ProxyDeps(engine=verl_engine, renderer=renderer, admin_key="a", model="m", abilities=abilities_of("vllm"))
     server = ProxyServer(make_app(deps), drain_s=1.0)
     admin = ProxyAdmin(await server.start(), "a")
 

@@ -36,7 +36,6 @@ async def _updated_proxy() -> AsyncIterator[tuple[InterruptibleEngine, str, Prox
     deps = ProxyDeps(
         engine=engine,
         renderer=renderer,
-        codec=renderer,
         admin_key="admin-key",
         model="tiny",
         gate=Gate(engine.stamp),

@@ -46,7 +46,6 @@ async def _serve(path: Path, port: int) -> None:
     deps = ProxyDeps(
         engine=engine,
         renderer=renderer,
-        codec=renderer,
         admin_key="admin-key",
         model="m",
         journal=journal,
