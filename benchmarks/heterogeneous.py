@@ -20,7 +20,7 @@ from benchmarks.intervals import LEVEL, interval
 from benchmarks.records import Record, arguments
 from benchmarks.runs import Figures, Runs, conclude, figures
 from benchmarks.settings import cell
-from seamless_verl.scheduling.roofline import Roofline
+from seamless_verl.scheduling.cluster import Roofline
 from seamless_verl.scheduling.slices import Slice, SliceId
 from seamless_verl.simulation.replica import EnginePhysics, slower
 from seamless_verl.simulation.run import Simulation

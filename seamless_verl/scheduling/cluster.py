@@ -1,6 +1,6 @@
-"""The state that decisions are made on. The scheduler changes it; policies only read.
+"""The state that decisions are made on: slices and their speeds, requests, data, weights. Policies only read it.
 
-Invariant: the state of a slice changes through `SliceStatus.move` and nowhere else.
+Invariant: a GPU belongs to one slice.
 """
 
 from __future__ import annotations
@@ -9,83 +9,114 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from seamless_verl.scheduling.events import AcquireRequested, Ending, RequestFinished, RequestStarted
-from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import (
+    GENERATING,
+    SERVING_SOON,
     InvalidTransition,
-    Move,
+    Repair,
     Slice,
     SliceId,
     SliceState,
+    SliceStatus,
+    SwitchCosts,
     Tag,
-    next_state,
 )
-from seamless_verl.scheduling.switch_costs import SwitchCosts
 
-GENERATING = frozenset({SliceState.ROLLOUT, SliceState.SYNCING})
-SERVING_SOON = GENERATING | {SliceState.WAKING}
+_KEPT = 0.97  # of what is known, at each further request
+_ALIKE = 1.25  # ratio of speeds up to which slices count as alike: measuring errs by some percent
 
 
-@dataclass(slots=True, kw_only=True)
-class SliceStatus:
-    """One slice as it is now.
+def balance(slice_: Slice) -> float:
+    """FLOP per byte of the slice's GPUs; 0 when unknown (all alike then)."""
+    return slice_.hardware.flops / slice_.hardware.bandwidth if slice_.hardware else 0.0
 
-    Attributes:
-        usable: capabilities that are not lost.
-        version: weights it holds while it serves.
-        command: number of the command it has not answered yet.
-        since: when it entered its state.
-        holder: request that was granted this slice.
-        decision: number of the decision that lent it.
-        interrupted: the drain under way does not wait for running requests.
-        restarting: what it lost is to come back.
-        restart_begun: a `RestartSlice` is out: its GPUs are taken until that is answered.
-        lost_for_good: it will not come back by itself.
+
+def static_speed(slice_: Slice) -> float | None:
+    """Expected generation speed in arbitrary units: bandwidth of all its GPUs."""
+    return slice_.hardware.bandwidth * len(slice_.gpus) if slice_.hardware else None
+
+
+@dataclass(slots=True)
+class Roofline:
+    """Which slices should rather train and which rather generate: the roofline, corrected by what is measured.
+
+    Decoding reads every weight for every token (bound by memory bandwidth), training multiplies matrices (bound by
+    FLOP/s). A slice's `balance` = FLOP/s per byte/s; a high balance is better used by training, a low one by rollout
+    (PAPERS 1.2). Facts from data sheets say how fast a slice should generate relative to others; the tokens it did
+    generate say how fast it does.
+
+    ``speed`` is on one scale for all slices, whichever of them were measured: 1 is the mean of what data sheets say.
+    Measuring says how the measured slices share the speed that their data sheets promise of them together; one that was
+    not measured yet has the speed of its data sheet, or is an average slice without one.
     """
 
-    slice: Slice
-    state: SliceState
-    usable: frozenset[Tag]
-    since: float
-    version: int | None = None
-    command: int | None = None
-    holder: str | None = None
-    decision: int | None = None
-    interrupted: bool = False
-    restarting: bool = False
-    restart_begun: bool = False
-    lost_for_good: bool = False
+    _slices: dict[SliceId, Slice] = field(default_factory=dict)
+    _static: dict[SliceId, float] = field(default_factory=dict)  # by data sheets, their mean is 1
+    _measured: dict[SliceId, tuple[float, float]] = field(default_factory=dict)  # expected seconds, seconds
+    _total: float = 0.0  # of what was measured: the ratios of all slices
+    _promised: float = 0.0  # of the same slices: the static speeds
+    _kinds: dict[SliceId, float] | None = None
 
-    @property
-    def lent(self) -> bool:
-        """A slice that could train is (or is becoming) a rollout slice and nobody called it back."""
-        return self.slice.lendable and self.state in SERVING_SOON
+    def add(self, slice_: Slice) -> None:
+        self._slices[slice_.id] = slice_
+        self._kinds = None
+        sheets = {name: static_speed(slice_) for name, slice_ in self._slices.items()}
+        known = [sheet for sheet in sheets.values() if sheet is not None]
+        average = sum(known) / len(known) if known else 1.0
+        self._static = {name: 1.0 if sheet is None else sheet / average for name, sheet in sheets.items()}
+        self._promised = sum(self._static[name] for name in self._measured)
 
-    @property
-    def leisurely(self) -> bool:
-        """Lent before, and draining without its requests being interrupted."""
-        return self.slice.lendable and self.state is SliceState.DRAINING and not self.interrupted
+    def measured(self, slice_id: SliceId, *, expected_s: float, took_s: float) -> None:
+        """One more request.
 
-    @property
-    def may_restart(self) -> bool:
-        """A replica takes all the memory that it will ever have when it starts: not while its GPUs train."""
-        return self.restarting and not self.restart_begun and self.state in (SliceState.IDLE, SliceState.FAILED)
+        Sums of the last ones are compared, because who of many requests got a seat first is not always known: what one
+        seems to have taken less another took more.
 
-    @property
-    def doing(self) -> str:
-        """For people."""
-        return "restarting its replica" if self.restart_begun else self.state.value
+        Args:
+            expected_s: what it would have taken on a slice of speed 1 under the same load.
+        """
+        before = self._measured.get(slice_id)
+        self._kinds = None
+        if before is None:
+            self._promised += self._static[slice_id]
+        else:
+            self._total -= _ratio(before)
+        sums = before or (0.0, 0.0)
+        self._measured[slice_id] = sums = (_KEPT * sums[0] + expected_s, _KEPT * sums[1] + took_s)
+        self._total += _ratio(sums)
 
-    def move(self, move: Move, at: float, story: str) -> None:
-        after = next_state(self.slice.id, self.state, move, story)
-        if after is not self.state:
-            self.state, self.since = after, at
+    def speed(self, slice_id: SliceId) -> float:
+        """Generation speed relative to an average slice; 1 when nothing is known."""
+        if slice_id not in self._measured:
+            return self._static[slice_id]
+        return _ratio(self._measured[slice_id]) * self._promised / self._total
+
+    def kinds(self) -> dict[SliceId, float]:
+        """The speed of every slice, rounded to the mean of those that are about as fast: unlike ones stand out."""
+        if self._kinds is None:
+            ranked = sorted(self._slices, key=lambda name: (self.speed(name), name))
+            self._kinds = {}
+            while ranked:
+                fastest = _ALIKE * self.speed(ranked[0])
+                alike = [name for name in ranked if self.speed(name) <= fastest]
+                mean = sum(self.speed(name) for name in alike) / len(alike)
+                self._kinds.update(dict.fromkeys(alike, mean))
+                ranked = ranked[len(alike) :]
+        return self._kinds
+
+    def order(self, slices: Iterable[Slice], tag: Tag) -> list[SliceId]:
+        """Best for ``tag`` first; ties by id, so that the order is the same on every machine."""
+        if tag is Tag.TRAIN:
+            ranked = sorted(slices, key=lambda s: (-balance(s), self.speed(s.id), s.id))
+        else:
+            ranked = sorted(slices, key=lambda s: (-self.speed(s.id), balance(s), s.id))
+        return [s.id for s in ranked]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A generation under way."""
-
-    start: RequestStarted
+def _ratio(sums: tuple[float, float]) -> float:
+    """How much faster than a slice of speed 1 it was."""
+    expected_s, took_s = sums
+    return expected_s / max(took_s, 1e-9)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +137,7 @@ class Cluster:
         published: newest weight version; None before the first.
         ready: groups that the trainer could take now.
         in_flight: groups on their way.
+        running: generations under way, and where.
         steps: training steps that ended.
         last_step: no step follows the one that ended.
         generated: tokens that finished requests generated, by slice.
@@ -117,8 +149,7 @@ class Cluster:
     now: float = 0.0
     slices: dict[SliceId, SliceStatus] = field(default_factory=dict)
     pending: dict[str, Pending] = field(default_factory=dict)
-    running: dict[str, Running] = field(default_factory=dict)
-    on_slice: dict[SliceId, set[str]] = field(default_factory=dict)
+    running: dict[str, SliceId] = field(default_factory=dict)
     generated: dict[SliceId, int] = field(default_factory=dict)
     published: int | None = None
     ready: int = 0
@@ -138,34 +169,43 @@ class Cluster:
     def __iter__(self) -> Iterator[SliceStatus]:
         return iter(self.slices.values())
 
-    def add(self, status: SliceStatus) -> None:
+    def add(self, slice_: Slice, state: SliceState, version: int | None) -> None:
+        """A slice joins; one that serves already has weights of ``version``."""
+        if state not in (SliceState.IDLE, SliceState.ROLLOUT):
+            raise InvalidTransition(f"SliceAdded: {slice_.id} cannot join as {state.name}")
         owned = {gpu: other.slice.id for other in self for gpu in other.slice.gpus}
-        for gpu in status.slice.gpus:
+        for gpu in slice_.gpus:
             if gpu in owned:
-                raise InvalidTransition(f"{status.slice.id}: {gpu.node}/{gpu.index} already belongs to {owned[gpu]}")
-        if status.slice.id in self.slices:
-            raise InvalidTransition(f"slice {status.slice.id} is already known")
-        self.slices[status.slice.id] = status
-        self.on_slice[status.slice.id] = set()
-        self.generated[status.slice.id] = 0
-        self.roofline.add(status.slice)
+                raise InvalidTransition(f"{slice_.id}: {gpu.node}/{gpu.index} already belongs to {owned[gpu]}")
+        if slice_.id in self.slices:
+            raise InvalidTransition(f"slice {slice_.id} is already known")
+        self.slices[slice_.id] = SliceStatus(
+            slice=slice_,
+            costs=self.costs,
+            state=state,
+            usable=slice_.capabilities,
+            since=self.now,
+            version=version,
+        )
+        self.generated[slice_.id] = 0
+        self.roofline.add(slice_)
 
     def idle(self, tag: Tag) -> list[SliceStatus]:
         """Free slices that could carry the tag now."""
         free = [
             s
             for s in self
-            if s.state is SliceState.IDLE and tag in s.usable and s.holder is None and not s.restart_begun
+            if s.state is SliceState.IDLE and tag in s.usable and s.holder is None and s.repair is not Repair.UNDER_WAY
         ]
         return [s for s in free if not s.slice.lendable] if tag is Tag.ROLLOUT and self.without_replica() else free
 
     def may_carry(self, status: SliceStatus, tag: Tag) -> bool:
         """Whether it carries the tag, could, or will when what is restarted is back."""
-        if tag not in status.usable and not (tag in status.slice.capabilities and status.restarting):
+        if tag not in status.usable and not (tag in status.slice.capabilities and status.comes_back):
             return False
         if tag is Tag.TRAIN or not status.slice.lendable or status.state in (*SERVING_SOON, SliceState.DRAINING):
             return True
-        return not any(other.lost_for_good for other in self.without_replica())
+        return not any(other.repair is Repair.GIVEN_UP for other in self.without_replica())
 
     def without_replica(self) -> list[SliceStatus]:
         """Slices of the trainer that can only train since their replica died.
@@ -206,22 +246,18 @@ class Cluster:
     def start_request(self, event: RequestStarted) -> None:
         if event.slice not in self.slices:
             raise InvalidTransition(f"RequestStarted: no slice {event.slice}")
-        self.running[event.request] = Running(start=event)
-        self.on_slice[event.slice].add(event.request)
+        self.running[event.request] = event.slice
 
     def finish_request(self, event: RequestFinished) -> None:
-        run = self.running.pop(event.request, None)
-        if run is None:  # its slice failed: the request was written off then
+        slice_id = self.running.pop(event.request, None)
+        if slice_id is None:  # its slice failed: the request was written off then
             return
-        self.on_slice[run.start.slice].discard(event.request)
         if event.ending is not Ending.FAILED:
-            self.generated[run.start.slice] += event.tokens
+            self.generated[slice_id] += event.tokens
 
     def write_off(self, slice_id: SliceId) -> None:
         """Forget the generations of a slice that died."""
-        for request in self.on_slice[slice_id]:
-            del self.running[request]
-        self.on_slice[slice_id] = set()
+        self.running = {request: where for request, where in self.running.items() if where != slice_id}
 
 
 def ids(statuses: Iterable[SliceStatus]) -> tuple[SliceId, ...]:

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from seamless_verl.config import ResourceConfig, SchedulerConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.scheduling.policies.colocated import Colocated
-from seamless_verl.scheduling.policies.disaggregated import Disaggregated
-from seamless_verl.scheduling.policies.greedy import Greedy
-from seamless_verl.scheduling.policies.policy import Policy
-from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
-from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
+from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
+from seamless_verl.scheduling.verl_gate import VerlGate
 
 
 def slices_of(resources: Sequence[ResourceConfig], *, replica_gpus: int) -> tuple[Slice, ...]:

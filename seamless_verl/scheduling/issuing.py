@@ -1,33 +1,55 @@
-"""Turns intentions into state changes and numbered commands; every command to a slice gets a deadline."""
+"""What the scheduler gives out: numbered commands with deadlines, decisions, and what each loan was worth.
+
+Invariant: every command to a slice has a deadline (`Patience`), so it ends whatever the edge does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from seamless_verl.scheduling.cluster import Cluster, SliceStatus
+from seamless_verl.scheduling.cluster import Cluster
 from seamless_verl.scheduling.commands import (
     Command,
+    Decision,
     DrainSlice,
-    FailOver,
     LendSlice,
+    Outcome,
     RecordDecision,
     RestartSlice,
     SetTimer,
     SyncWeights,
+    Verb,
 )
-from seamless_verl.scheduling.decisions import Decision, Verb
-from seamless_verl.scheduling.patience import Patience
-from seamless_verl.scheduling.slices import Move, SliceId, Tag
-from seamless_verl.scheduling.switch_costs import Switch
+from seamless_verl.scheduling.slices import Order, SliceId, SliceStatus, Tag
 
 _QUIET = (Verb.HOLD, Verb.WAIT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Seconds. No answer within them: a drain that lets requests finish becomes an interrupt; everything else counts
+    as a failure of the slice.
+
+    Attributes:
+        wake_s: `LendSlice` and `SyncWeights`.
+        drain_s: a drain that waits for running requests.
+        interrupt_s: a drain that interrupts them.
+        restart_s: `RestartSlice`; after that the slice is not counted on any more.
+        stall_s: an acquire that is due; then it is reported with what it waits for, once.
+    """
+
+    wake_s: float = 600.0
+    drain_s: float = 120.0
+    interrupt_s: float = 120.0
+    restart_s: float = 900.0
+    stall_s: float = 60.0
 
 
 class Issuer:
     """The outbox of one scheduler."""
 
     def __init__(self, cluster: Cluster, patience: Patience) -> None:
-        self.deadlines: dict[SliceId, float] = {}
         self._cluster = cluster
         self._patience = patience
         self._outbox: list[Command] = []
@@ -56,36 +78,21 @@ class Issuer:
 
     def lend(self, statuses: Iterable[SliceStatus], decision: int | None, why: str) -> None:
         for status in statuses:
-            status.move(Move.LEND, self._cluster.now, why)
-            status.decision = decision
-            self._cluster.costs.begin(status.slice.id, Switch.TO_ROLLOUT, self._cluster.now)
-            number = self._number(status, self._patience.wake_s)
-            self.say(
-                LendSlice(command=number, slice=status.slice.id, version=self._cluster.published, decision=decision)
-            )
+            order = self._order(self._patience.wake_s, why)
+            status.lend(self._cluster.now, order, decision)
+            version = self._cluster.published
+            self.say(LendSlice(command=order.number, slice=status.slice.id, version=version, decision=decision))
 
     def drain(self, statuses: Iterable[SliceStatus], decision: int | None, why: str, *, interrupt: bool) -> None:
         for status in statuses:
-            status.move(Move.DRAIN, self._cluster.now, why)
-            status.interrupted = interrupt
-            self._cluster.costs.abandon(status.slice.id, self._cluster.now)
-            if interrupt:
-                self._cluster.costs.begin(status.slice.id, Switch.TO_TRAIN, self._cluster.now)
-            number = self._number(status, self._patience.interrupt_s if interrupt else self._patience.drain_s)
-            self.say(DrainSlice(command=number, slice=status.slice.id, interrupt=interrupt, decision=decision))
+            order = self._order(self._patience.interrupt_s if interrupt else self._patience.drain_s, why)
+            status.drain(self._cluster.now, order, interrupt=interrupt)
+            self.say(DrainSlice(command=order.number, slice=status.slice.id, interrupt=interrupt, decision=decision))
 
     def sync(self, status: SliceStatus, version: int) -> None:
-        status.move(Move.SYNC, self._cluster.now, f"WeightsPublished version {version}")
-        number = self._number(status, self._patience.wake_s)
-        self.say(SyncWeights(command=number, slice=status.slice.id, version=version))
-
-    def fail_over(self, status: SliceStatus, reason: str, *, restartable: bool) -> None:
-        self._cluster.costs.abandon(status.slice.id, self._cluster.now)
-        if Tag.ROLLOUT in status.slice.capabilities:
-            self.say(FailOver(slice=status.slice.id, reason=reason))
-        status.restarting, status.lost_for_good = restartable, not restartable
-        status.restart_begun = False
-        self.settled(status)
+        order = self._order(self._patience.wake_s, f"WeightsPublished version {version}")
+        status.sync(self._cluster.now, order)
+        self.say(SyncWeights(command=order.number, slice=status.slice.id, version=version))
 
     def restart_dead(self) -> None:
         """As soon as nobody trains on their GPUs, or could at once."""
@@ -93,23 +100,78 @@ class Issuer:
         due = waiting is not None and self._cluster.is_due(waiting)
         for status in self._cluster:
             if status.may_restart and not (due and Tag.TRAIN in status.usable):
-                status.restart_begun = True
+                status.begin_restart(self._cluster.now + self._patience.restart_s)
                 self.say(RestartSlice(slice=status.slice.id))
-                self.deadlines[status.slice.id] = self._cluster.now + self._patience.restart_s
 
-    def settled(self, status: SliceStatus) -> None:
-        """The slice owes no answer any more."""
-        status.command = None
-        self.deadlines.pop(status.slice.id, None)
-
-    def set_timer(self, wanted: Iterable[float]) -> None:
-        earliest = min((at for at in wanted if at > self._cluster.now), default=None)
+    def set_timer(self, wanted: Iterable[float | None]) -> None:
+        earliest = min((at for at in wanted if at is not None and at > self._cluster.now), default=None)
         if earliest is not None and earliest != self._timer:
             self.say(SetTimer(at=earliest))
         self._timer = earliest
 
-    def _number(self, status: SliceStatus, patience_s: float) -> int:
+    def _order(self, patience_s: float, story: str) -> Order:
         self._commands += 1
-        status.command = self._commands
-        self.deadlines[status.slice.id] = self._cluster.now + patience_s
-        return self._commands
+        return Order(number=self._commands, deadline=self._cluster.now + patience_s, story=story)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Loan:
+    began: float
+    out: set[SliceId]
+    before: dict[SliceId, int]
+    all_before: int
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class LoanBook:
+    """What lending was worth, in seconds; the same account for every policy.
+
+    A loan is all the slices that one decision lent. Of everything generated while it ran, the lent slices made a share;
+    without them the others would have had to make it, so the loan saved ``duration * share``. The seconds that the
+    trainer then waited for its gang although it wanted it (its data was there and the slices were called back) are
+    taken off. Tokens count when their request ends, so a short loan is valued roughly.
+    """
+
+    _open: dict[int, _Loan] = field(default_factory=dict)
+    _closed: list[tuple[int, float | None, int]] = field(default_factory=list)
+
+    def open(self, decision: int, slices: tuple[SliceId, ...], cluster: Cluster) -> None:
+        self._open[decision] = _Loan(
+            began=cluster.now,
+            out=set(slices),
+            before={s: cluster.generated[s] for s in slices},
+            all_before=sum(cluster.generated.values()),
+        )
+
+    def slice_is_back(self, decision: int | None, slice_id: SliceId, cluster: Cluster) -> None:
+        """The slice drained or failed. When it was the last one the loan is over and waits for its grant.
+
+        Args:
+            decision: that had lent it; None: no loan.
+        """
+        loan = self._open.get(decision) if decision is not None else None
+        if decision is None or loan is None or slice_id not in loan.out:
+            return
+        loan.out.discard(slice_id)
+        loan.tokens += cluster.generated[slice_id] - loan.before[slice_id]
+        if loan.out:
+            return
+        del self._open[decision]
+        generated = sum(cluster.generated.values()) - loan.all_before
+        saved = (cluster.now - loan.began) * loan.tokens / generated if generated else None
+        self._closed.append((decision, saved, loan.tokens))
+
+    def granted(self, late_s: float) -> list[Outcome]:
+        """The gang is granted: every loan that is back is settled and pays for the delay."""
+        settled = [
+            Outcome(
+                decision=decision,
+                realised_benefit_s=None if saved is None else saved - late_s,
+                lent_tokens=tokens,
+                late_s=late_s,
+            )
+            for decision, saved, tokens in self._closed
+        ]
+        self._closed.clear()
+        return settled

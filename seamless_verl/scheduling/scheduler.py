@@ -20,23 +20,25 @@ from collections.abc import Callable
 from typing import Any
 
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.cluster import SERVING_SOON, Cluster, Pending, SliceStatus, ids
+from seamless_verl.scheduling.cluster import Cluster, Pending, ids
 from seamless_verl.scheduling.commands import (
     Command,
+    Decision,
+    FailOver,
     GrantAcquire,
+    Horizon,
+    LookAgain,
+    Proposal,
     RecordOutcome,
     RefuseAcquire,
     ReportStall,
     RevokeGrant,
     SetHorizon,
+    Verb,
 )
-from seamless_verl.scheduling.decisions import Decision, Horizon, LookAgain, Proposal, Verb
-from seamless_verl.scheduling.issuing import Issuer
-from seamless_verl.scheduling.loans import LoanBook
-from seamless_verl.scheduling.patience import Patience
-from seamless_verl.scheduling.policies.policy import Policy
-from seamless_verl.scheduling.slices import InvalidTransition, Move, SliceState, Tag
-from seamless_verl.scheduling.switch_costs import Switch
+from seamless_verl.scheduling.issuing import Issuer, LoanBook, Patience
+from seamless_verl.scheduling.policies import Policy
+from seamless_verl.scheduling.slices import SERVING_SOON, InvalidTransition, Repair, SliceState, SliceStatus, Tag
 
 _REQUEST_EVENTS = (ev.RequestStarted, ev.RequestFinished, ev.SessionFinished)
 
@@ -90,77 +92,48 @@ class Scheduler:
     # ---------------------------------------------------------------- events
 
     def _slice_added(self, event: ev.SliceAdded) -> None:
-        if event.state not in (SliceState.IDLE, SliceState.ROLLOUT):
-            raise InvalidTransition(f"SliceAdded: {event.slice.id} cannot join as {event.state.name}")
-        self.cluster.add(
-            SliceStatus(
-                slice=event.slice,
-                state=event.state,
-                usable=event.slice.capabilities,
-                since=event.at,
-                version=event.version,
-            )
-        )
+        self.cluster.add(event.slice, event.state, event.version)
 
     def _slice_waking(self, event: ev.SliceWaking) -> None:
         status = self.cluster[event.slice]
         if status.command == event.command:
-            self.cluster.costs.begin(event.slice, Switch.TO_ROLLOUT, event.at)
+            status.begin_waking(event.at)
 
     def _slice_ready(self, event: ev.SliceReady) -> None:
         status = self.cluster[event.slice]
-        if status.command != event.command:
-            return
-        status.move(Move.READY, event.at, "SliceReady")
-        self.cluster.costs.end(event.slice, event.at)
-        status.version = event.version
-        self._issuer.settled(status)
+        if status.command == event.command:
+            status.ready(event.at, event.version)
 
     def _slice_drained(self, event: ev.SliceDrained) -> None:
         status = self.cluster[event.slice]
-        if status.command != event.command:
-            return
-        status.move(Move.DRAINED, event.at, "SliceDrained")
-        self.cluster.costs.end(event.slice, event.at)
-        self._issuer.settled(status)
-        self._back_from_loan(status)
+        if status.command == event.command:
+            self._loans.slice_is_back(status.drained(event.at), event.slice, self.cluster)
 
     def _slice_failed(self, event: ev.SliceFailed) -> None:
         self._fail(self.cluster[event.slice], event.reason, event.lost, restartable=event.restartable)
 
     def _fail(self, status: SliceStatus, reason: str, lost: frozenset[Tag], *, restartable: bool) -> None:
         if status.state is SliceState.FAILED:
-            status.lost_for_good = status.lost_for_good or not restartable
+            if not restartable:
+                status.give_up()
             return
-        usable = status.usable - lost
-        whole = Tag.TRAIN in lost or not usable
-        holder = status.holder
-        was_training = status.state is SliceState.TRAINING
-        status.usable = frozenset() if whole else usable
-        status.move(Move.FAIL if whole else Move.LOSE_ROLLOUT, self.cluster.now, f"SliceFailed ({reason})")
-        self._issuer.settled(status)
+        holder, was_training = status.holder, status.state is SliceState.TRAINING
         self.cluster.write_off(status.slice.id)
-        self._back_from_loan(status)
-        self._issuer.fail_over(status, reason, restartable=restartable)
-        if holder is None or (was_training and not whole):
+        decision = status.lose(self.cluster.now, lost, reason, restartable=restartable)
+        self._loans.slice_is_back(decision, status.slice.id, self.cluster)
+        if Tag.ROLLOUT in status.slice.capabilities:
+            self._issuer.say(FailOver(slice=status.slice.id, reason=reason))
+        if holder is None or status.holder is not None:
             return
-        status.holder = None
-        members = tuple(member for member in self._grants[holder] if member is not status)
-        if was_training:
+        self._grants[holder] = tuple(member for member in self._grants[holder] if member is not status)
+        if was_training:  # a grant of rollout slices goes on with those that are left
             self._issuer.say(RevokeGrant(request=holder, slice=status.slice.id, reason=reason))
-            self._grants[holder] = members
             self._hand_back(holder, f"RevokeGrant of {holder}")
-        else:  # a grant of rollout slices goes on with those that are left
-            self._grants[holder] = members
 
     def _slice_returned(self, event: ev.SliceReturned) -> None:
         status = self.cluster[event.slice]
-        if status.usable == status.slice.capabilities:
-            return
-        status.move(Move.RETURN, event.at, "SliceReturned")
-        status.usable = status.slice.capabilities
-        status.restarting = status.restart_begun = status.lost_for_good = False
-        self._issuer.settled(status)
+        if status.usable != status.slice.capabilities:
+            status.restarted(event.at)
 
     def _acquire_requested(self, event: ev.AcquireRequested) -> None:
         if event.request in self.cluster.pending or event.request in self._grants or event.request in self._closed:
@@ -184,9 +157,7 @@ class Scheduler:
         held = [self.cluster.now - status.since for status in gang if status.state is SliceState.TRAINING]
         self.cluster.training_s += max(held, default=0.0)
         for status in gang:
-            status.holder = None
-            if status.state is SliceState.TRAINING:
-                status.move(Move.RELEASE, self.cluster.now, story)
+            status.release(self.cluster.now, story)
         self._closed.add(request)
 
     def _step_ended(self, event: ev.StepEnded) -> None:
@@ -200,11 +171,6 @@ class Scheduler:
 
     def _groups_ready(self, event: ev.GroupsReady) -> None:
         self.cluster.ready, self.cluster.in_flight = event.ready, event.in_flight
-
-    def _back_from_loan(self, status: SliceStatus) -> None:
-        if status.decision is not None:
-            self._loans.slice_is_back(status.decision, status.slice.id, self.cluster)
-        status.decision, status.interrupted, status.version = None, False, None
 
     # ---------------------------------------------------------------- what must be, then what may be
 
@@ -224,17 +190,13 @@ class Scheduler:
             for pending in self.cluster.pending.values()
             if pending.due_since is not None and not pending.stall_reported
         ]
-        self._issuer.set_timer(
-            [*self._issuer.deadlines.values(), *stalls, *(look for look in looks if look is not None)]
-        )
+        self._issuer.set_timer([*(status.deadline for status in self.cluster), *stalls, *looks])
 
     def _expire(self) -> None:
         now = self.cluster.now
-        for slice_id in [s for s, deadline in self._issuer.deadlines.items() if deadline <= now]:
-            status = self.cluster[slice_id]
-            if status.restart_begun:
-                status.restarting, status.restart_begun, status.lost_for_good = False, False, True
-                self._issuer.settled(status)
+        for status in [s for s in self.cluster if s.deadline is not None and s.deadline <= now]:
+            if status.repair is Repair.UNDER_WAY:
+                status.give_up()
             elif status.state is SliceState.DRAINING and not status.interrupted:
                 self._issuer.drain([status], status.decision, "requests did not end", interrupt=True)
             else:
@@ -254,7 +216,7 @@ class Scheduler:
         tag, count = pending.event.tag, pending.event.count
         able = [s for s in self.cluster if self.cluster.may_carry(s, tag)]
         if len(able) < count:
-            gone = [s.slice.id for s in self.cluster if s.lost_for_good]
+            gone = [s.slice.id for s in self.cluster if s.repair is Repair.GIVEN_UP]
             return f"{count} slices wanted for {tag.value}, {len(able)} can; lost: {', '.join(gone) or 'none'}"
         if not self.cluster.is_due(pending) and not any(self.cluster.may_carry(s, Tag.ROLLOUT) for s in self.cluster):
             return f"{pending.event.minimum} groups wanted, {self.cluster.ready} ready and no slice left to generate"
@@ -285,9 +247,7 @@ class Scheduler:
                 continue
             gang = tuple(free[:count])
             for status in gang:
-                status.holder = request
-                if tag is Tag.TRAIN:
-                    status.move(Move.GRANT, self.cluster.now, f"GrantAcquire {request}")
+                status.grant(self.cluster.now, request, tag)
             del self.cluster.pending[request]
             self._grants[request] = gang
             self._issuer.say(GrantAcquire(request=request, slices=ids(gang)))

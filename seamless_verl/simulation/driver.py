@@ -14,7 +14,7 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
-from seamless_verl.scheduling.decisions import Verb
+from seamless_verl.scheduling.commands import Verb
 from seamless_verl.scheduling.slices import Slice, SliceId, SliceState
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock, Signal

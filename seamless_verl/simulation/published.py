@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from seamless_verl.decode_cost import PUBLISHED, DecodeCost
 from seamless_verl.scheduling.slices import Hardware
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics
 from seamless_verl.simulation.workload import LogNormal
-from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

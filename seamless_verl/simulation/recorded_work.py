@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from seamless_verl.decode_cost import DecodeCost, DecodeCostFit
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import SliceState
 from seamless_verl.observe.intervals import Intervals, overlap, union, within
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.workload import Trajectory, Turn
-from seamless_verl.staleness.cost_model import DecodeCost, fit_decode_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from seamless_verl.errors import ConfigError, meant
-from seamless_verl.scheduling.policies.colocated import Colocated
-from seamless_verl.scheduling.policies.disaggregated import Disaggregated
-from seamless_verl.scheduling.policies.greedy import Greedy
-from seamless_verl.scheduling.policies.policy import Policy
-from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
-from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
+from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.verl_gate import VerlGate
 from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
 from seamless_verl.staleness.protocol import StalenessProtocol
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from math import sqrt
 
+from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
-from seamless_verl.staleness.cost_model import DecodeCost
 
 _EPSILON = 1e-6  # tokens
 

@@ -11,10 +11,10 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.patience import Patience
-from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.scheduling.issuing import Patience
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, Tag
+from seamless_verl.scheduling.verl_gate import VerlGate
 from seamless_verl.simulation.agents import Agents, Attempt
 from seamless_verl.simulation.books import Account, Ledger, ledger, snapshot
 from seamless_verl.simulation.clock import Clock, Process

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from seamless_verl.staleness.cost_model import DecodeCost
+from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.staleness.routing import ReplicaLoad
 
 # Tokens that a conversation generates before the newcomer is taken back: two turns of an agent, or twenty seconds of an

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from seamless_verl.staleness.cost_model import DecodeCost
+from seamless_verl.decode_cost import DecodeCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

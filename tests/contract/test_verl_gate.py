@@ -16,10 +16,10 @@ import pytest
 
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.decisions import Verb
-from seamless_verl.scheduling.policies.verl_gate import GateConfig, GateRule, VerlGate
+from seamless_verl.scheduling.commands import Verb
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, SliceState, Tag
+from seamless_verl.scheduling.verl_gate import GateConfig, GateRule, VerlGate
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 

@@ -17,7 +17,7 @@ def test_nested_keys_reach_their_section():
 
 
 def test_every_published_cost_model_can_be_named():
-    from seamless_verl.staleness.cost_model import PUBLISHED
+    from seamless_verl.decode_cost import PUBLISHED
 
     for name in PUBLISHED:
         assert SeamlessConfig.from_mapping({"router": {"cost": name}}).router.cost == name

@@ -1,1 +1,1 @@
-"""What a policy can know about the future: decode speed, lengths, and when groups will be ready under a plan."""
+"""The predictive policy, and what it knows of the future: decode speed, lengths, when groups will be ready."""

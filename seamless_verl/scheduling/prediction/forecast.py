@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from seamless_verl.scheduling.cluster import Cluster, Pending, SliceStatus
+from seamless_verl.scheduling.cluster import Cluster, Pending
 from seamless_verl.scheduling.events import (
     AcquireRequested,
     BatchOpened,
@@ -19,14 +19,118 @@ from seamless_verl.scheduling.events import (
     StepEnded,
 )
 from seamless_verl.scheduling.prediction.course import Course, Crew, Fresh, Work, alike, play
-from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, value
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
-from seamless_verl.scheduling.slices import SliceState, Tag
+from seamless_verl.scheduling.slices import SliceState, SliceStatus, Tag
 
 _SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
 _FRESH = 32  # quantiles that stand for a batch that is not submitted yet
 _ENOUGH_LENGTHS = 4
 _LAST = 5  # steps whose median is taken for training time: the first ones of a run are slow
+_UNEVEN = 0.3  # how much longer steps get when they alternate between nothing and twice their mean
+# The same, where both batches begin and end together, which lasts for many steps, more than a plan looks ahead. To move
+# the border between two steps by a second costs half a second: with both terms it pays where one takes 3.5 times as
+# long as the other (with the first alone 11 times, and skewed lengths then stay locked in steps of 60 and 500 s).
+_LOCKED = 0.5
+_LOCKED_POWER = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """What the trainer wants next.
+
+    Attributes:
+        ready: groups it could take now.
+        minimum: groups of one local update.
+        batch: groups until the end of the step.
+        train_s: seconds of training per group.
+    """
+
+    ready: int
+    minimum: int
+    batch: int
+    train_s: float
+
+
+def end_of_training(course: Course, trainer: Trainer, free_at: float) -> float:
+    """When the last local update of the step ends, if the gang is free from ``free_at`` on."""
+    end = free_at
+    used = 0
+    while used < trainer.batch:
+        update = min(trainer.minimum, trainer.batch - used)
+        used += update
+        end = max(end, course.when_ready(used - trainer.ready)) + trainer.train_s * update
+    return end
+
+
+def next_end(work: Work, course: Course, end: float, fresh: Fresh) -> float:
+    """When the sessions that are left over at ``end`` are done, beside those that are submitted then."""
+    if course.done_at <= end:
+        return end
+    phases = [phase for phase in course.phases if phase[0] < end]
+    return play(work, [*phases, (end, fresh.crew)], (end, fresh)).done_at
+
+
+def value(course: Course, trainer: Trainer, free_at: float, full_rate: float) -> float:
+    """By tokens; seconds, smaller is better, infinity when the batch never gets ready."""
+    end = end_of_training(course, trainer, free_at)
+    return end - course.tokens_by(end) / full_rate if end < math.inf else math.inf
+
+
+def bounded_value(
+    work: Work, course: Course, trainer: Trainer, free_at: float, fresh: Fresh, elapsed_s: float
+) -> float:
+    """Under a bound on staleness; seconds, smaller is better, infinity when the batch never gets ready."""
+    end = end_of_training(course, trainer, free_at)
+    if end == math.inf:
+        return math.inf
+    this = elapsed_s + end
+    last = trainer.train_s * trainer.minimum
+    following = max(next_end(work, course, end, fresh) - end + last, fresh.train_s, 1e-9)
+    uneven = abs(this - following) / (this + following)
+    longer = _UNEVEN * uneven**2 + _LOCKED * uneven**_LOCKED_POWER
+    return this + following / 2 + longer * (this + following) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAgain:
+    """Tokens that had been in a cache and are prefilled once more, and the seconds that this takes from a loan."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def of_loan(
+        cls,
+        work: Work,
+        standing: Crew,
+        joining: Crew,
+        left_behind: float,
+        *,
+        caches_lost: bool,
+        usual_s: float,
+    ) -> PrefillAgain:
+        """What a loan is charged.
+
+        Args:
+            left_behind: tokens that the slices which join will have cached when they are taken back.
+            caches_lost: the loan begins as new weights go out.
+            usual_s: less is not charged.
+        """
+        seconds = prefill_s(work, left_behind, standing)
+        if caches_lost:
+            seconds -= prefill_s(work, work.cached, standing) - prefill_s(work, work.cached, standing + joining)
+        return cls(tokens=left_behind, seconds=seconds) if seconds > usual_s else cls()
+
+    def __str__(self) -> str:
+        """Nothing where it is nothing."""
+        if not self.seconds:
+            return ""
+        return f" and {self.seconds:.2f} s for {self.tokens:.0f} tokens that are prefilled again"
+
+
+def prefill_s(work: Work, tokens: float, crew: Crew) -> float:
+    """Seconds in which a crew that does nothing else prefills so many tokens; 0 without a crew."""
+    return tokens * work.prefill_s / crew.power if crew.power else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

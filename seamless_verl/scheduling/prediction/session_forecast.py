@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from seamless_verl.scheduling.cluster import Roofline
 from seamless_verl.scheduling.events import (
     Ending,
     Event,
@@ -24,10 +25,7 @@ from seamless_verl.scheduling.events import (
     SliceReady,
     WeightsPublished,
 )
-from seamless_verl.scheduling.prediction.decode import DecodeModel
-from seamless_verl.scheduling.prediction.lengths import LengthModel
-from seamless_verl.scheduling.prediction.likeness import Likeness
-from seamless_verl.scheduling.roofline import Roofline
+from seamless_verl.scheduling.prediction.learned import DecodeModel, LengthModel, Likeness
 from seamless_verl.scheduling.slices import SliceId
 
 # Low-discrepancy sequences: quantiles of successive sessions spread evenly, and those of successive groups.

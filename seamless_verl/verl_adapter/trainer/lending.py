@@ -24,10 +24,9 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import Phase, WeightsChecked
 from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.cluster import SERVING_SOON
 from seamless_verl.scheduling.declaration import policy_of
 from seamless_verl.scheduling.scheduler import Scheduler
-from seamless_verl.scheduling.slices import Slice, SliceState, Tag
+from seamless_verl.scheduling.slices import SERVING_SOON, Slice, SliceState, Tag
 from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager

@@ -87,7 +87,7 @@ class Run:
 
     def __init__(self, *trainers):
         from seamless_verl.scheduling import events as ev
-        from seamless_verl.scheduling.policies.greedy import Greedy
+        from seamless_verl.scheduling.policies import Greedy
         from seamless_verl.scheduling.scheduler import Scheduler
         from seamless_verl.scheduling.slices import Gpu, Slice, SliceState, Tag
         from seamless_verl.verl_adapter.slices.slice_driver import SliceDriver
@@ -239,7 +239,7 @@ def test_weights_that_reach_nobody_although_all_live_end_the_run():
 
 def test_a_drain_that_waits_for_requests_ends_when_the_last_of_them_has():
     from seamless_verl.scheduling import commands as cm
-    from seamless_verl.scheduling.slices import Move
+    from seamless_verl.scheduling.slices import Order
 
     run = Run()
     run.step()
@@ -247,8 +247,7 @@ def test_a_drain_that_waits_for_requests_ends_when_the_last_of_them_has():
     run.reports.append(run.ev.RequestStarted(at=0.0, request="q", slice="A", **start))
     run.driver.tell_requests()
     status = run.scheduler.cluster["t/0"]
-    status.move(Move.DRAIN, run.time, "test")
-    status.command = 99
+    status.drain(run.time, Order(number=99, deadline=1e9, story="test"), interrupt=False)
     run.driver._carry_out([cm.DrainSlice(command=99, slice="t/0", interrupt=False)])
     assert run.watched[-1] == ["A"]
     before = run.replicas.told.count("interrupt")
@@ -261,7 +260,7 @@ def test_a_drain_that_waits_for_requests_ends_when_the_last_of_them_has():
 
 
 def test_what_the_other_replicas_take_first_is_no_part_of_a_switch():
-    from seamless_verl.scheduling.switch_costs import Switch
+    from seamless_verl.scheduling.slices import Switch
 
     run = Run()
     for method, seconds in (("sync", 5.0), ("wake", 1.0)):

@@ -6,7 +6,7 @@ from seamless_verl.observe.scheduler_flight import RecordedScheduler, plain_fiel
 from seamless_verl.observe.time_ledger import Category, Ledger
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies import Greedy
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, make_slice

@@ -9,8 +9,8 @@ import pytest
 from seamless_verl.config import ResourceConfig, SchedulerConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.declaration import policy_of, slices_of, verl_keys
-from seamless_verl.scheduling.policies.greedy import Greedy
-from seamless_verl.scheduling.policies.predictive import Predictive
+from seamless_verl.scheduling.policies import Greedy
+from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.slices import Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN
 

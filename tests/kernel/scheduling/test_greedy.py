@@ -6,7 +6,7 @@ import pytest
 
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.policies import Greedy
 from seamless_verl.scheduling.slices import InvalidTransition, SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, World, make_slice
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.prediction.likeness import Likeness
+from seamless_verl.scheduling.cluster import Roofline
+from seamless_verl.scheduling.prediction.learned import Likeness
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
-from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import SliceId
 from seamless_verl.simulation.workload import Bimodal, Constant, LogNormal, Workload
 

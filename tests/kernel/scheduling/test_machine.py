@@ -19,13 +19,21 @@ from hypothesis.stateful import (
 
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling import slices as slices_module
-from seamless_verl.scheduling.cluster import SERVING_SOON, Cluster, ids
-from seamless_verl.scheduling.decisions import Decision, LookAgain, Verb
-from seamless_verl.scheduling.patience import Patience
-from seamless_verl.scheduling.policies.greedy import Greedy
+from seamless_verl.scheduling.cluster import Cluster, ids
+from seamless_verl.scheduling.commands import Decision, LookAgain, Verb
+from seamless_verl.scheduling.issuing import Patience
+from seamless_verl.scheduling.policies import Greedy
 from seamless_verl.scheduling.scheduler import Scheduler
-from seamless_verl.scheduling.slices import TRANSITIONS, Move, SliceId, SliceState, Tag
+from seamless_verl.scheduling.slices import (
+    SERVING_SOON,
+    TRANSITIONS,
+    Move,
+    Repair,
+    SliceId,
+    SliceState,
+    SliceStatus,
+    Tag,
+)
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, make_slice
 
 PATIENCE = Patience(wake_s=50, drain_s=20, interrupt_s=30, restart_s=90, stall_s=40)
@@ -100,7 +108,7 @@ class ClusterLife(RuleBasedStateMachine):
                 event_asked = self.asked.pop(command.request)  # KeyError: answered twice
                 assert len(command.slices) == event_asked.count
                 self.granted[command.request] = command.slices
-                given_up = {s.slice.id for s in self.scheduler.cluster if s.lost_for_good}
+                given_up = {s.slice.id for s in self.scheduler.cluster if s.repair is Repair.GIVEN_UP}
                 restarting = {s for s, begun in self.dead.items() if begun} - given_up
                 assert event_asked.tag is Tag.ROLLOUT or not restarting & set(command.slices)
                 if event_asked.tag is Tag.ROLLOUT:
@@ -326,14 +334,14 @@ class ClusterLife(RuleBasedStateMachine):
 
 def test_safety_and_liveness_and_every_transition_is_exercised(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     SEEN.clear()
-    original = slices_module.next_state
+    original = SliceStatus._move
 
-    def noted(slice_id: SliceId, state: SliceState, move: Move, story: str) -> SliceState:
-        after = original(slice_id, state, move, story)
-        SEEN.add((state, move))
-        return after
+    def noted(status: SliceStatus, move: Move, at: float, story: str) -> None:
+        before = status.state
+        original(status, move, at, story)
+        SEEN.add((before, move))
 
-    monkeypatch.setattr("seamless_verl.scheduling.cluster.next_state", noted)
+    monkeypatch.setattr(SliceStatus, "_move", noted)
     for number in range(_ROUNDS):  # a round may miss a rare transition, or two
         run_state_machine_as_test(
             seed(number)(ClusterLife),

@@ -8,13 +8,10 @@ from collections import Counter
 import pytest
 
 from seamless_verl.scheduling import commands as cm
-from seamless_verl.scheduling.decisions import Verb
-from seamless_verl.scheduling.policies.colocated import Colocated
-from seamless_verl.scheduling.policies.disaggregated import Disaggregated
-from seamless_verl.scheduling.policies.greedy import Greedy
-from seamless_verl.scheduling.policies.policy import Policy
-from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
-from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.scheduling.commands import Verb
+from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
+from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.verl_gate import VerlGate
 from tests.kernel.scheduling.toy import Result, Setting, Toy
 
 

@@ -9,14 +9,12 @@ from dataclasses import replace
 import pytest
 
 from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.cluster import Roofline, balance
 from seamless_verl.scheduling.prediction.course import Crew, Fresh, Work, alike, play
-from seamless_verl.scheduling.prediction.decode import DecodeModel
-from seamless_verl.scheduling.prediction.lengths import LengthModel
-from seamless_verl.scheduling.prediction.plans import Trainer, bounded_value, end_of_training, next_end, value
+from seamless_verl.scheduling.prediction.forecast import Trainer, bounded_value, end_of_training, next_end, value
+from seamless_verl.scheduling.prediction.learned import DecodeModel, LengthModel
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
-from seamless_verl.scheduling.roofline import Roofline, balance
-from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
-from seamless_verl.scheduling.switch_costs import Switch, SwitchCosts
+from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Switch, SwitchCosts, Tag
 
 # floor, b, k, attn_b, attn_k of PAPERS 2.3
 PUBLISHED = {

@@ -9,13 +9,13 @@ import pytest
 
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.decisions import Decision, Verb
-from seamless_verl.scheduling.policies.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.cluster import Roofline
+from seamless_verl.scheduling.commands import Decision, Verb
 from seamless_verl.scheduling.prediction.course import Work, alike, play
-from seamless_verl.scheduling.prediction.decode import DecodeModel
-from seamless_verl.scheduling.prediction.prefill import PrefillAgain
+from seamless_verl.scheduling.prediction.forecast import PrefillAgain
+from seamless_verl.scheduling.prediction.learned import DecodeModel
+from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
-from seamless_verl.scheduling.roofline import Roofline
 from seamless_verl.scheduling.slices import SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, World, make_slice
 

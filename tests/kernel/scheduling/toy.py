@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.policies.policy import Policy
+from seamless_verl.scheduling.policies import Policy
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, make_slice

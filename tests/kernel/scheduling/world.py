@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.policies.policy import Policy
+from seamless_verl.scheduling.policies import Policy
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, SliceState, Tag
 

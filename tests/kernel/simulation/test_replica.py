@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
-from seamless_verl.staleness.cost_model import DecodeCost
 from tests.kernel.simulation.build import ENGINE
 
 

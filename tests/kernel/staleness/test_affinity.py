@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from seamless_verl.decode_cost import PUBLISHED
 from seamless_verl.staleness.affinity import MovePrice, Newcomers, requests_to_move
-from seamless_verl.staleness.cost_model import PUBLISHED
 from seamless_verl.staleness.routing import ReplicaLoad
 
 H100 = MovePrice(prefill_steps=700, request_tokens=700)

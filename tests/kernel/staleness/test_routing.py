@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost
+from seamless_verl.decode_cost import PUBLISHED, DecodeCost
 from seamless_verl.staleness.routing import (
     Hold,
     LeastRequests,

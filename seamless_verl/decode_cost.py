@@ -26,7 +26,7 @@ class DecodeCost:
     attention_base_s: float
     attention_per_token_s: float
 
-    def step_s(self, running: int, kv_tokens: int) -> float:
+    def step_s(self, running: float, kv_tokens: float) -> float:
         """Seconds of one decode step: one token for each of ``running`` requests over ``kv_tokens`` cached tokens."""
         attention = self.attention_base_s + self.attention_per_token_s * kv_tokens
         return attention + max(self.floor_s, self.base_s + self.per_request_s * running)

@@ -25,8 +25,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from seamless_verl.scheduling.cluster import Cluster, Pending, SliceStatus, ids
-from seamless_verl.scheduling.decisions import Decision, Horizon, LookAgain, Proposal, Verb
+from seamless_verl.scheduling.cluster import Cluster, Pending, ids
+from seamless_verl.scheduling.commands import Decision, Horizon, LookAgain, Proposal, Verb
 from seamless_verl.scheduling.events import (
     AcquireRequested,
     Event,
@@ -36,11 +36,8 @@ from seamless_verl.scheduling.events import (
     WeightsPublished,
 )
 from seamless_verl.scheduling.prediction.course import Course, Crew, Work
-from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, crew_of
-from seamless_verl.scheduling.prediction.plans import Trainer
-from seamless_verl.scheduling.prediction.prefill import PrefillAgain, prefill_s
-from seamless_verl.scheduling.slices import SliceState, Tag
-from seamless_verl.scheduling.switch_costs import Switch
+from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, PrefillAgain, Trainer, crew_of, prefill_s
+from seamless_verl.scheduling.slices import SliceState, SliceStatus, Switch, Tag
 
 _ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it

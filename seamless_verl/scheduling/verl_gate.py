@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from seamless_verl.scheduling.cluster import Cluster, ids
-from seamless_verl.scheduling.decisions import Decision, Verb
+from seamless_verl.scheduling.commands import Decision, Verb
 from seamless_verl.scheduling.events import AcquireRequested, Event, StepEnded
-from seamless_verl.scheduling.slices import SliceState, Tag
-from seamless_verl.scheduling.switch_costs import Switch
+from seamless_verl.scheduling.slices import SliceState, Switch, Tag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,0 @@
-"""Policies: when to lend idle training slices to rollout, and when to take them back."""
