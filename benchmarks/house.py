@@ -3,6 +3,7 @@
 * lines of code of the package without blanks, comments and docstrings; files, their sizes, the longest function
 * lines of test per line of kernel
 * methods of verl's trainer that our trainer overrides, and in how many places
+* files of ours that one loan passes under ``predictive`` (``benchmarks.house_loan``)
 * files and types of ours that one chat completion passes, from its socket to the row, in the stand-alone proxy: a real
   process notes them while a request runs (``benchmarks.house_trace``)
 """
@@ -150,6 +151,15 @@ async def completion() -> list[Record]:
     ]
 
 
+def loan() -> list[Record]:
+    """Needs verl installed, as what is lent are its replicas."""
+    from benchmarks.house_loan import loan_files
+
+    files = loan_files()
+    print(f"files that a loan passes: {', '.join(files)}")
+    return [_at_most("files that a loan passes", len(files), 18)]
+
+
 async def _turn(admin: HttpPool, port: int, session: str = "", key: str = "") -> None:
     if not session:
         opened = await open_ours(admin, group="warm")
@@ -171,7 +181,7 @@ def main() -> int:
     options = arguments(__doc__ or "")
     records = [*sizes(), *tests_per_kernel()]
     if not options.quick:
-        records += [*overrides(), *asyncio.run(completion())]
+        records += [*overrides(), *loan(), *asyncio.run(completion())]
     return report(records, options.json)
 
 

@@ -59,9 +59,12 @@ class Trace:
         threading.setprofile(self.note)
         sys.setprofile(self.note)
 
-    def end(self, out: Path) -> None:
+    def stop(self) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
+
+    def end(self, out: Path) -> None:
+        self.stop()
         temporary = out.with_suffix(".part")
         temporary.write_text(json.dumps({"files": sorted(self.files), "types": sorted(self.types)}))
         temporary.replace(out)
