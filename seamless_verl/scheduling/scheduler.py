@@ -7,7 +7,7 @@ from idle slices, so nobody generates on what trains.
 
 Liveness: every acquire is granted, refused or withdrawn, whatever the policy does and whatever the edge fails to do:
 
-* every command to a slice has a deadline (`patience`): an answer, an interrupt or a failure comes of it;
+* every command to a slice has a deadline (`Patience`): an answer, an interrupt or a failure comes of it;
 * an acquire whose data is complete, or for which nothing is on its way, preempts without asking the policy;
 * while an acquire waits for data, at least one slice that can generate does (`_keep_generating`), and no proposal
   that would stop the last one is carried out;

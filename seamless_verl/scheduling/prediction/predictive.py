@@ -1,11 +1,11 @@
 """Lend what pays, for as long as it pays, by prediction.
 
-The policy fits generation speed and lengths to what finishes (`prediction.sessions`), plays plans forward
-(`prediction.plans`) and compares their value in seconds (`prediction.forecast`):
+The policy fits generation speed and lengths to what finishes (`learned`, `session_forecast`), plays plans forward
+(`course`) and compares their value in seconds (`forecast`):
 
 * **hold** against **lend m slices until t**, for several m and t, with the measured costs of waking and of taking back;
   lent is the cheapest plan if it beats holding (by a margin, if one is asked for), also after what has to be prefilled
-  again because of the loan (`prediction.prefill`);
+  again because of the loan (`forecast.PrefillAgain`);
 * while slices are lent, **take back now** against later. Candidates for t are one switch before the groups of each
   local update are expected, and as late as the gang's training lets it; shortly before that lent slices get no new
   requests; a forecast of which nothing has come true yet is not believed (lengths that are all equal all come at once,
