@@ -1,4 +1,8 @@
-"""A scheduler that is recorded: what goes in, what comes out, why, and what became of every slice."""
+"""A scheduler that is recorded: what goes in, what comes out, why, and what became of every slice.
+
+Four names stand in both vocabularies, `SliceAdded`, `RequestStarted`, `StepEnded` and `WeightsPublished`, each for the
+same fact: in `scheduling.events` with what a scheduler decides by, in `flight` with what a reader of the run wants.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from seamless_verl.decode_cost import DecodeCost, DecodeCostFit
+from seamless_verl.decode_cost import DecodeCost, fit_decode_cost
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import SliceState
 from seamless_verl.observe.intervals import Intervals, overlap, union, within

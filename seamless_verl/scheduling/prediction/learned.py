@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from statistics import NormalDist, mean
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seamless_verl.decode_cost import DecodeCost
 
@@ -83,8 +84,9 @@ class DecodeModel:
 
     def _fit(self, index: int) -> tuple[float, list[float]]:
         """(sum of squared errors, non-negative coefficients) with one knee."""
-        data, target = self._gram[index], self._moment[index]
-        mean_n, mean_kv, mean_s = self._n / self._weight, data[0, 2] / self._weight, target[0] / self._weight
+        data = np.triu(self._gram[index]) + np.triu(self._gram[index], 1).T
+        target = self._moment[index]
+        mean_n, mean_kv, mean_s = self._n / self._weight, float(data[0, 2]) / self._weight, target[0] / self._weight
         gram, moment = data.copy(), target.copy()
         for n, seconds in ((_KNEES[index], 0.5 * mean_s), (_KNEES[index] + 2 * mean_n, 1.5 * mean_s)):
             prior = np.array((1.0, n, mean_kv, 0.0))
@@ -94,15 +96,37 @@ class DecodeModel:
         gram[3, 3] += 1e-3 * gram[0, 0]
         active = [0, 1, 2, 3]
         while True:
-            found = np.linalg.solve(gram[np.ix_(active, active)], moment[active])
+            found = _solve(gram[np.ix_(active, active)], moment[active])
             negative = [i for i, value in zip(active, found, strict=True) if value < 0]
             if not negative or len(active) == 1:
                 break
             active.remove(negative[-1])
         solution = np.zeros(4)
         solution[active] = np.maximum(found, 0.0)
-        error = self._squares - 2 * solution @ target + solution @ data @ solution
-        return float(error), solution.tolist()
+        w = solution.tolist()
+        error = self._squares - 2 * sum(w[i] * target[i] for i in range(4))
+        error += sum(w[i] * data[i, j] * w[j] for i in range(4) for j in range(4))
+        return float(error), w
+
+
+def _solve(matrix: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Gauss-Jordan with pivots; a singular direction gets 0.
+
+    Not `numpy.linalg`: plans may be worth the same, and forecasts whose last digit differs then decide otherwise. So
+    would runs on another build of LAPACK.
+    """
+    rows = np.column_stack((matrix, right))
+    least = 1e-12 * np.abs(matrix).max()
+    found = np.zeros(len(right))
+    for i in range(len(right)):
+        pivot = i + int(np.abs(rows[i:, i]).argmax())
+        rows[[i, pivot]] = rows[[pivot, i]]
+        if abs(rows[i, i]) >= least:
+            others = np.arange(len(right)) != i
+            rows[others] -= np.outer(rows[others, i] / rows[i, i], rows[i])
+    regular = np.abs(np.diag(rows)) >= least
+    found[regular] = rows[regular, -1] / np.diag(rows)[regular]
+    return found
 
 
 _REMEMBERED = 1024
