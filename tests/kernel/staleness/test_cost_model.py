@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.staleness.cost_model import PUBLISHED, DecodeCost, fit_decode_cost
+from seamless_verl.decode_cost import PUBLISHED, DecodeCost, fit_decode_cost
 
 COST = PUBLISHED["7b-tp1"]
 # 10 ms up to 8 requests, 1 ms for each further one, 1 us per cached token.

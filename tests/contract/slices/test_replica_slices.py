@@ -1,0 +1,71 @@
+"""What our slices tell verl's replicas, router and checkpoint engine, and that one loan stays within its files."""
+
+import pytest
+from ray.exceptions import RayError
+
+from tests.replicas import fake_slices, given
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def edge():
+    with given():
+        yield fake_slices(["t/0", "t/1"], ["r/0"])
+
+
+def told(slices, name):
+    return slices._replicas[name].told
+
+
+def test_a_lent_slice_wakes_with_the_weights_and_the_others_sleep_again(edge):
+    slices, router = edge
+    slices.unregister(["t/0", "t/1"])
+    assert router.on_it == {"r/0"}
+    slices.hold(["t/0"])
+    slices.register(["t/0"])
+    assert router.on_it == {"r/0", "t/0"}
+    slices.wake(["t/0"], version=3, serving=[])
+    assert (told(slices, "t/0"), told(slices, "t/1")) == (["abort", "resume"], ["sleep"])
+    assert slices._hybrid_weights.versions == [3]
+    slices.wake(["t/1"], version=3, serving=["t/0"])
+    assert told(slices, "t/0") == ["abort", "resume"], "it serves on"
+
+
+def test_what_is_taken_back_is_interrupted_before_it_sleeps_and_who_cannot_is_named():
+    def dies(address, what):
+        if (address, what) == ("t/1", "abort"):
+            raise RayError("killed")
+
+    with given():
+        slices, _ = fake_slices(["t/0", "t/1"], ["r/0"], dies)
+        failed = slices.interrupt(["t/0", "t/1"])
+    assert told(slices, "t/0") == ["abort", "sleep"]
+    assert list(failed) == ["t/1"]
+
+
+def test_standing_replicas_take_weights_together_and_one_that_is_out_takes_none(edge):
+    slices, router = edge
+    slices.sync(4)
+    assert slices._standing_weights.versions == [4]
+    slices.leave_out("r/0")
+    assert "r/0" not in router.on_it
+    slices.sync(5)
+    assert slices._standing_weights.versions == [4], "nobody is left to take them"
+    slices.take_in(["r/0"])
+    slices.take_in(["r/0"])
+    assert slices._standing_weights.replicas == [slices._replicas["r/0"]]
+
+
+def test_the_router_is_told_what_outlasts_a_loan(edge):
+    slices, router = edge
+    slices.set_horizon(["t/0"], frozenset({"s"}))
+    assert router.outlasting == {"s"}
+
+
+def test_a_loan_passes_few_of_our_files():
+    from benchmarks.house_loan import loan_files
+
+    files = {*loan_files()}
+    assert {"scheduling/scheduler.py", "verl_adapter/slices/slice_driver.py", "observe/scheduler_flight.py"} <= files
+    assert len(files) <= 18
