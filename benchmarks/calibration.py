@@ -25,8 +25,8 @@ from benchmarks import parts
 from benchmarks.records import Record, arguments
 from benchmarks.runs import Figures, Runs, conclude
 from benchmarks.settings import KV_BYTES_PUBLISHED
+from seamless_verl.decode_cost import PUBLISHED
 from seamless_verl.simulation.published import H20, MODES, SWITCHING, Fitted, Measured, scenario
-from seamless_verl.staleness.cost_model import PUBLISHED
 
 _BAR = 0.10
 _NAMES = ("decode factor", "training", "attention efficiency", "sigma")

@@ -18,7 +18,7 @@ from seamless_verl.scheduling.slices import (
     SliceId,
     SliceState,
     SliceStatus,
-    SwitchCosts,
+    SwitchTimes,
     Tag,
 )
 
@@ -157,7 +157,7 @@ class Cluster:
     steps: int = 0
     last_step: bool = False
     training_s: float = 0.0
-    costs: SwitchCosts = field(default_factory=SwitchCosts)
+    costs: SwitchTimes = field(default_factory=SwitchTimes)
     roofline: Roofline = field(default_factory=Roofline)
 
     def __getitem__(self, slice_id: SliceId) -> SliceStatus:

@@ -164,7 +164,7 @@ _WINDOW = 5
 
 
 @dataclass(slots=True)
-class SwitchCosts:
+class SwitchTimes:
     """Measured seconds per episode, oldest first, at most five of each kind; failed slices are left out.
 
     An episode is everything that was ordered at one instant with one kind of command; it lasts until the last of its
@@ -241,7 +241,7 @@ class SliceStatus:
     """
 
     slice: Slice
-    costs: SwitchCosts
+    costs: SwitchTimes
     state: SliceState
     usable: frozenset[Tag]
     since: float

@@ -299,11 +299,7 @@ def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float,
         change_at = changes[0][0] if changes else math.inf
         stop = min(change_at, joining[0] if joining else math.inf)
         busy = [(engines, engines.pace(work)) for engines in hall.engines if engines.ends]
-        first, took = None, math.inf
-        for engines, pace in busy:
-            until = (engines.ends[0][0] - engines.made) * pace
-            if until < took:
-                first, took = engines, until
+        first, took = _first_to_end(busy)
         ends = now + took
         if first is None or ends > stop:
             first, took, ends = None, stop - now, stop
@@ -333,6 +329,16 @@ def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float,
         course.tokens.append(total)
     course.done_at = now
     return course
+
+
+def _first_to_end(busy: Sequence[tuple[_Engines, float]]) -> tuple[_Engines | None, float]:
+    """Where the next session ends, and in how many seconds; ``busy``: engines and seconds per step."""
+    first, took = None, math.inf
+    for engines, pace in busy:
+        until = (engines.ends[0][0] - engines.made) * pace
+        if until < took:
+            first, took = engines, until
+    return first, took
 
 
 class _Groups:

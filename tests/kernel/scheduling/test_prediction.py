@@ -14,7 +14,7 @@ from seamless_verl.scheduling.prediction.course import Crew, Fresh, Work, alike,
 from seamless_verl.scheduling.prediction.forecast import Trainer, bounded_value, end_of_training, next_end, value
 from seamless_verl.scheduling.prediction.learned import DecodeModel, LengthModel
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
-from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Switch, SwitchCosts, Tag
+from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Switch, SwitchTimes, Tag
 
 # floor, b, k, attn_b, attn_k of PAPERS 2.3
 PUBLISHED = {
@@ -462,7 +462,7 @@ def test_the_cache_of_growing_requests_is_seen_though_no_event_names_it() -> Non
 
 
 def test_a_switch_that_was_broken_off_lasts_at_least_so_long() -> None:
-    costs, slice_id = SwitchCosts(), SliceId("a")
+    costs, slice_id = SwitchTimes(), SliceId("a")
     assert costs.typical_s(Switch.TO_TRAIN) is None
     costs.begin(slice_id, Switch.TO_TRAIN, 10.0)
     costs.abandon(slice_id, 130.0)

@@ -351,6 +351,18 @@ def test_a_slice_does_not_restart_on_gpus_that_a_gang_could_have_at_once() -> No
     assert len(world.given(cm.GrantAcquire)) == 2
 
 
+def test_a_replica_that_dies_on_its_way_to_a_gang_is_restarted_after_the_gang() -> None:
+    world = world_of(a=BOTH, b=BOTH, r=ROLLOUT)
+    world.do(groups(2.0, 8, 0))
+    world.do(acquire(2.0, count=2))
+    world.do(ev.SliceFailed(at=3.0, slice=SliceId("a"), reason="gone", lost=ROLLOUT))
+    assert not world.given(cm.RestartSlice), "the other is nearly there"
+    world.answer()
+    assert [set(command.slices) for command in world.given(cm.GrantAcquire)] == [{"a", "b"}]
+    world.do(ev.Released(at=9.0, request="step-1"))
+    assert [command.slice for command in world.given(cm.RestartSlice)] == ["a"]
+
+
 def test_a_member_that_dies_takes_the_grant_with_it_and_leaves_the_others_idle() -> None:
     world = World(Says(), a=TRAIN, b=TRAIN, r=ROLLOUT)
     world.answer()

@@ -16,7 +16,7 @@ from seamless_verl.scheduling.slices import (
     SliceState,
     SliceStatus,
     Switch,
-    SwitchCosts,
+    SwitchTimes,
     Tag,
 )
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, make_slice
@@ -24,7 +24,7 @@ from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, make_slice
 
 def a_slice(state: SliceState = SliceState.IDLE, capabilities: frozenset[Tag] = BOTH, name: str = "a") -> SliceStatus:
     return SliceStatus(
-        slice=make_slice(name, capabilities), costs=SwitchCosts(), state=state, usable=capabilities, since=0.0
+        slice=make_slice(name, capabilities), costs=SwitchTimes(), state=state, usable=capabilities, since=0.0
     )
 
 
@@ -147,7 +147,7 @@ def test_a_drain_that_waits_for_requests_is_no_switch_and_one_that_cuts_a_waking
 
 
 def test_slices_that_were_ordered_together_are_one_switch_that_ends_with_the_last() -> None:
-    costs = SwitchCosts()
+    costs = SwitchTimes()
     gang = [a_slice(name=name) for name in "abc"]
     for status in gang:
         status.costs = costs
@@ -164,7 +164,7 @@ def test_slices_that_were_ordered_together_are_one_switch_that_ends_with_the_las
 
 
 def test_the_typical_cost_is_the_median_of_the_last_five() -> None:
-    costs, name = SwitchCosts(), make_slice("a").id
+    costs, name = SwitchTimes(), make_slice("a").id
     for number, seconds in enumerate((100.0, 1.0, 9.0, 2.0, 3.0, 4.0)):
         costs.begin(name, Switch.TO_TRAIN, 1000.0 * number)
         costs.end(name, 1000.0 * number + seconds)
@@ -177,7 +177,7 @@ def test_the_typical_cost_is_the_median_of_the_last_five() -> None:
 
 
 def test_of_switches_that_were_broken_off_the_longest_counts() -> None:
-    costs, name = SwitchCosts(), make_slice("a").id
+    costs, name = SwitchTimes(), make_slice("a").id
     for began, ended in ((0.0, 30.0), (100.0, 110.0)):
         costs.begin(name, Switch.TO_ROLLOUT, began)
         costs.abandon(name, ended)

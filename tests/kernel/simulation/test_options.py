@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.options import apply, preset
 from seamless_verl.simulation.replica import slower
