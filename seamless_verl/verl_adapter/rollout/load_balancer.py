@@ -26,10 +26,10 @@ from cachetools import LRUCache
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
+from seamless_verl.decode_cost import PUBLISHED
 from seamless_verl.observe.flight import RequestEnded, RequestStarted, SliceAdded, SliceRemoved, SliceState
 from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
 from seamless_verl.staleness.affinity import Newcomers
-from seamless_verl.decode_cost import PUBLISHED
 from seamless_verl.staleness.routing import (
     LeastRequests,
     MarginalGain,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent, Phase, SliceState
 from seamless_verl.observe.intervals import overlap, union, within
@@ -26,7 +27,6 @@ from seamless_verl.simulation.recorded_work import (
 )
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.workload import Turn
-from seamless_verl.staleness.cost_model import DecodeCost
 from tests.kernel.simulation.build import scenario
 
 SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: (min(pair), max(pair))), max_size=8)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.scheduling.policies.colocated import Colocated
-from seamless_verl.scheduling.policies.disaggregated import Disaggregated
-from seamless_verl.scheduling.policies.greedy import Greedy
-from seamless_verl.scheduling.policies.predictive import Predictive
-from seamless_verl.scheduling.policies.verl_gate import VerlGate
+from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy
+from seamless_verl.scheduling.prediction.predictive import Predictive
+from seamless_verl.scheduling.verl_gate import VerlGate
 from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Quota
 from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, regime
 
