@@ -8,6 +8,7 @@ job of its own and sweeps each node but its own by a task there.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any
@@ -54,7 +55,7 @@ def sweep_nodes(run_id: str, since: float, limit_s: float = _LIMIT_S) -> dict[st
 
 
 def main(run_id: str, since: float) -> int:
-    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
     problems = sweep_nodes(run_id, since)
     ray.shutdown()
     for address, problem in problems.items():

@@ -845,7 +845,7 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     from ray.exceptions import ActorDiedError, RayTaskError
 
     from seamless_verl.verl_adapter.rollout import llm_client
-    from seamless_verl.verl_adapter.rollout.request_log import Attempt
+    from seamless_verl.verl_adapter.rollout.request_log import ReplicaCall
 
     class EngineDeadError(Exception):
         pass
@@ -857,7 +857,7 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     async def generate(self, **kwargs):
         number = len(calls)
         calls.append(number)
-        Attempt.current().routed(f"server-{number}")
+        ReplicaCall.current().routed(f"server-{number}")
         if number in deaths:
             raise deaths[number]
         return await scripted(self, **kwargs)

@@ -21,7 +21,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
-from seamless_verl.verl_adapter.rollout.request_log import Attempt, cut_groups, recorder_of_process, request_log
+from seamless_verl.verl_adapter.rollout.request_log import ReplicaCall, cut_groups, recorder_of_process, request_log
 
 _INTERRUPTED = ("aborted", "abort")
 _FAILED = "error"
@@ -91,8 +91,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             RuntimeError: as `generate`.
         """
         recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
-        attempt = Attempt(recorder, request_id, prompt_tokens=len(prompt_ids), resumed=resumed)
-        with self._freed(group, attempt), attempt.recorded():
+        call = ReplicaCall(recorder, request_id, prompt_tokens=len(prompt_ids), resumed=resumed)
+        with self._freed(group, call), call.recorded():
             try:
                 output: TokenOutput = await LLMServerClient.generate(
                     self, request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
@@ -101,11 +101,11 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 if not self._outlives_replicas or not replica_died(error):
                     raise
                 # What the dead replica had not handed over is lost, unseen by anybody, and is sampled afresh.
-                await self._leave(attempt.address, error)
+                await self._leave(call.address, error)
                 return None
-            attempt.answered(output)
+            call.answered(output)
         if output.stop_reason == _FAILED:
-            raise RuntimeError(f"{attempt.address} gave up on a request with an error; its log tells which")
+            raise RuntimeError(f"{call.address} gave up on a request with an error; its log tells which")
         return output
 
     def _with_budget(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
@@ -116,10 +116,10 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         extra["context_tokens"] = len(extra.get("prompt_ids", ()))  # a number travels, where the tokens need not
-        attempt = Attempt.current()
-        if attempt is not None:  # named before it is placed, so that a balancer may name it, too
-            attempt.engine_name = super()._vllm_request_id(request_id)
-            extra["attempt"] = attempt.engine_name
+        call = ReplicaCall.current()
+        if call is not None:  # named before it is placed, so that a balancer may name it, too
+            call.engine_name = super()._vllm_request_id(request_id)
+            extra["attempt"] = call.engine_name
         while True:
             try:
                 server_id, handle = await self._seat(request_id, **extra)
@@ -129,8 +129,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 # All replicas are with the trainer, or the last one died: the scheduler lends one, or ends the run.
                 await self._someone_serves()
                 continue
-            if attempt is not None:
-                attempt.routed(server_id, handle)
+            if call is not None:
+                call.routed(server_id, handle)
             return server_id, handle
 
     async def _seat(self, request_id: str, **extra: Any) -> tuple[str, Any]:
@@ -186,16 +186,16 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             await self._load_balancer.remove_servers.remote([server])
 
     def _vllm_request_id(self, request_id: str) -> str:
-        attempt = Attempt.current()
-        return super()._vllm_request_id(request_id) if attempt is None else attempt.engine_name
+        call = ReplicaCall.current()
+        return super()._vllm_request_id(request_id) if call is None else call.engine_name
 
     @contextmanager
-    def _freed(self, group: str, attempt: Attempt) -> Iterator[None]:
+    def _freed(self, group: str, call: ReplicaCall) -> Iterator[None]:
         """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
 
         def abort() -> None:
-            if self._is_vllm and attempt.server is not None and attempt.engine_name:
-                attempt.server.abort_request.remote(attempt.engine_name, reset_prefix_cache=False)
+            if self._is_vllm and call.server is not None and call.engine_name:
+                call.server.abort_request.remote(call.engine_name, reset_prefix_cache=False)
 
         try:
             with cut_groups.attempt(group, abort):

@@ -178,7 +178,7 @@ def recorder_of_process(run_dir: str | None, role: str) -> FlightRecorder:
     return FlightRecorder(Path(run_dir) if run_dir else None, role)
 
 
-class Attempt:
+class ReplicaCall:
     """One ``LLMServerClient.generate``: where it runs, and under which name.
 
     Args:
@@ -191,7 +191,7 @@ class Attempt:
         address, server: of the replica that was chosen; None before.
     """
 
-    _current: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
+    _current: ContextVar[ReplicaCall | None] = ContextVar("replica_call", default=None)
 
     def __init__(self, recorder: FlightRecorder, request_id: str, *, prompt_tokens: int, resumed: bool) -> None:
         self._recorder = recorder
@@ -205,7 +205,7 @@ class Attempt:
         self._output: TokenOutput | None = None
 
     @classmethod
-    def current(cls) -> Attempt | None:
+    def current(cls) -> ReplicaCall | None:
         """The one of this task."""
         return cls._current.get()
 
