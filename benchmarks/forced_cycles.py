@@ -17,17 +17,17 @@ _APART_S = 0.3  # time for requests to begin on the lent slice
 
 
 def _force(module: ModuleType) -> None:
-    trainer = module.LendingTrainer
-    original = trainer._wait_for_sampleable_and_switch
+    lending = module.Lending
+    original = lending.acquire_gang
 
-    def wait(self: Any) -> dict[str, Any]:
+    def acquire_gang(self: Any) -> None:
         for _ in range(_CYCLES):
             self._acquire(module.Tag.TRAIN, self._gang)  # needs no data, so it is granted at once
             self._release()
             time.sleep(_APART_S)
-        return dict(original(self))
+        original(self)
 
-    trainer._wait_for_sampleable_and_switch = wait
+    lending.acquire_gang = acquire_gang
 
 
 wrapt.register_post_import_hook(_force, "seamless_verl.verl_adapter.trainer.lending")

@@ -148,15 +148,18 @@ def _watch_transfer(module: ModuleType) -> None:
     transfer.finish = looked_after
 
 
+def _watch_lending(module: ModuleType) -> None:
+    _around(module.Lending, "_wait", "generating")
+
+
 def _watch_trainer(module: ModuleType) -> None:
-    _around(module.LendingTrainer, "_wait", "generating")
-    begin = module.LendingTrainer.on_sample_begin
+    begin = module.SeamlessTrainer.on_sample_begin
 
     def on_sample_begin(self: Any) -> None:
         begin(self)
-        _killer.moment("generating" if self.driver is None else "idle")
+        _killer.moment("generating" if self.lending is None else "idle")
 
-    module.LendingTrainer.on_sample_begin = on_sample_begin
+    module.SeamlessTrainer.on_sample_begin = on_sample_begin
 
 
 def _watch_engines(module: ModuleType) -> None:
@@ -175,5 +178,6 @@ if _killer._plan:
     wrapt.register_post_import_hook(_watch_slices, "seamless_verl.verl_adapter.slices.replica_slices")
     wrapt.register_post_import_hook(_watch_driver, "seamless_verl.verl_adapter.slices.slice_driver")
     wrapt.register_post_import_hook(_watch_transfer, "seamless_verl.verl_adapter.weights.weight_transfer")
-    wrapt.register_post_import_hook(_watch_trainer, "seamless_verl.verl_adapter.trainer.lending")
+    wrapt.register_post_import_hook(_watch_lending, "seamless_verl.verl_adapter.trainer.lending")
+    wrapt.register_post_import_hook(_watch_trainer, "seamless_verl.verl_adapter.trainer.trainer")
     wrapt.register_post_import_hook(_watch_engines, "seamless_verl.verl_adapter.vllm.engine_watch")

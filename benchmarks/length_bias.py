@@ -46,7 +46,7 @@ class Trainer:
     def __init__(self, kind: str, queue: ScriptedTransferQueue, eta: int, seed: int) -> None:
         from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-        from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer
+        from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
 
         self.queue, self.rng = queue, random.Random(seed)
         self.now, self.step = 0.0, 0

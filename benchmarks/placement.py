@@ -95,12 +95,14 @@ def place_once(config: Any) -> Placed:
     from ray.util.placement_group import placement_group_table
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-    from seamless_verl.config import SeamlessConfig
+    from seamless_verl.config import RouterConfig, SeamlessConfig
+    from seamless_verl.verl_adapter.trainer.standing import StandingServers
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     trainer = object.__new__(SeamlessTrainer)
-    trainer.config, trainer.seamless, trainer.slices = config, SeamlessConfig(), ()
-    trainer._enable_hybrid_replicas, trainer._pools_known = bool(config.actor_rollout_ref.hybrid_engine), False
+    trainer.config, trainer.seamless, trainer.resource_pool_manager = config, SeamlessConfig(), None
+    trainer._enable_hybrid_replicas = bool(config.actor_rollout_ref.hybrid_engine)
+    trainer.standing = StandingServers(config, RouterConfig(), hybrid=trainer._enable_hybrid_replicas)
     trainer.reporter = SimpleNamespace(say=lambda line: print(line, file=sys.stderr))
     trainer.use_critic = trainer.use_reference_policy = trainer.use_teacher_policy = False
     placed = Placed()

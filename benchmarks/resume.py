@@ -51,7 +51,7 @@ class Run:
 
     def __init__(self, folder: Path, queue: ScriptedTransferQueue) -> None:
         from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import CurriculumLoader
-        from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer
+        from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
 
         self.folder, self.queue = folder, queue
         self.step = 0

@@ -38,39 +38,38 @@ def _note(kind: str, **values: Any) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def _trainer_sums(trainer: Any) -> Sums:
-    workers = trainer.actor_rollout_wg.workers
-    return add(ray.get([worker.__ray_call__.remote(stage.sums_of_worker, _DTYPE) for worker in workers]))
+def _trainer_sums(group: Any) -> Sums:
+    return add(ray.get([worker.__ray_call__.remote(stage.sums_of_worker, _DTYPE) for worker in group.workers]))
 
 
 def _watch_publications(module: ModuleType) -> None:
     """A version's weights are those that the trainer has when its step ends."""
-    trainer: Any = module.LendingTrainer  # type: ignore[attr-defined]
-    introduce, on_step_end = trainer._introduce, trainer.on_step_end
+    lending: Any = module.Lending  # type: ignore[attr-defined]
+    introduce, close_batch = lending.introduce, lending.close_batch
 
     @functools.wraps(introduce)
     def introduced(self: Any, *args: Any) -> None:
-        _note("published", version=self.global_steps, sums=_trainer_sums(self))
+        _note("published", version=self.step, sums=_trainer_sums(self.weights.workers))
         introduce(self, *args)
 
-    @functools.wraps(on_step_end)
-    def ended(self: Any) -> None:
-        _note("published", version=self.global_steps, sums=_trainer_sums(self))
-        on_step_end(self)
+    @functools.wraps(close_batch)
+    def closed(self: Any) -> None:
+        _note("published", version=self.step, sums=_trainer_sums(self.weights.workers))
+        close_batch(self)
 
-    trainer._introduce, trainer.on_step_end = introduced, ended
+    lending.introduce, lending.close_batch = introduced, closed
 
 
 def _watch_updates(module: ModuleType) -> None:
     """Old log-probs are of the weights that the step began with; what the trainer has learned since stays."""
-    trainer: Any = module.LendingTrainer  # type: ignore[attr-defined]
+    trainer: Any = module.SeamlessTrainer  # type: ignore[attr-defined]
     original = trainer._compute_old_log_prob
 
     @functools.wraps(original)
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _trainer_sums(self)
+        before = _trainer_sums(self.actor_rollout_wg)
         made = original(self, *args, **kwargs)
-        _note("old_log_probs", kept=_trainer_sums(self) == before)
+        _note("old_log_probs", kept=_trainer_sums(self.actor_rollout_wg) == before)
         return made
 
     trainer._compute_old_log_prob = compute
@@ -83,13 +82,13 @@ def _watch_loans(module: ModuleType) -> None:
 
     @functools.wraps(wake)
     def woken(self: Any, lent: Any, version: int, serving: Any) -> None:
-        trainer = self._published_weights.__self__
-        within_step = bool(trainer._within_step)
-        before = _trainer_sums(trainer)
+        weights = self._published_weights.__self__
+        within_step = bool(weights.newer)
+        before = _trainer_sums(weights.workers)
         wake(self, lent, version, serving)
         with self._published_weights():
-            given = _trainer_sums(trainer)
-        kept = _trainer_sums(trainer) == before
+            given = _trainer_sums(weights.workers)
+        kept = _trainer_sums(weights.workers) == before
         for slice_id in lent:
             server = self._replicas[slice_id].servers[0]
             engine = add(ray.get(server.measured.remote("parameter_sums")))
@@ -141,35 +140,41 @@ def _sample() -> None:
 # ---------------------------------------------------------------- kills
 
 
-def _kill_on_time(module: ModuleType) -> None:
-    """Each kill once, in that step or later: ``{"step": 2, "while": "training", "what": "server"}``."""
-    trainer: Any = module.LendingTrainer  # type: ignore[attr-defined]
-    left = list(_KILLS)
+def _kill(lending: Any, moment: str) -> None:
+    """Each of `_KILLS` once, in its step or later: ``{"step": 2, "while": "training", "what": "server"}``."""
+    for plan in [plan for plan in _KILLS if plan["step"] <= lending.step and plan["while"] == moment][:1]:
+        _KILLS.remove(plan)
+        server = next(iter(lending.replicas._replicas.values())).servers[0]
+        engine = ray.get(server.measured.remote("engine_process"))[0]
+        target = engine if plan["what"] == "engine" else ray.get(server.__ray_call__.remote(stage.pid_of))
+        _note("kill", **plan)
+        os.kill(target, signal.SIGKILL)
+        threading.Thread(target=_watch_end, args=(plan, engine), daemon=True).start()
 
-    def kill(self: Any, moment: str) -> None:
-        for plan in [plan for plan in left if plan["step"] <= self.global_steps and plan["while"] == moment][:1]:
-            left.remove(plan)
-            server = next(iter(self._replicas._replicas.values())).servers[0]
-            engine = ray.get(server.measured.remote("engine_process"))[0]
-            target = engine if plan["what"] == "engine" else ray.get(server.__ray_call__.remote(stage.pid_of))
-            _note("kill", **plan)
-            os.kill(target, signal.SIGKILL)
-            threading.Thread(target=_watch_end, args=(plan, engine), daemon=True).start()
 
-    update, wait = trainer._update_actor, trainer._wait
+def _kill_while_training(module: ModuleType) -> None:
+    trainer: Any = module.SeamlessTrainer  # type: ignore[attr-defined]
+    update = trainer._update_actor
 
     @functools.wraps(update)
     def update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kill(self, "training")
+        _kill(self.lending, "training")
         return update(self, *args, **kwargs)
+
+    trainer._update_actor = update_actor
+
+
+def _kill_while_generating(module: ModuleType) -> None:
+    lending: Any = module.Lending  # type: ignore[attr-defined]
+    wait = lending._wait
 
     @functools.wraps(wait)
     def waiting(self: Any, timeout_s: float) -> None:
-        if self.driver is not None and self.driver.lending:
-            kill(self, "generating")
+        if self.driver.lending:
+            _kill(self, "generating")
         wait(self, timeout_s)
 
-    trainer._update_actor, trainer._wait = update_actor, waiting
+    lending._wait = waiting
 
 
 def _watch_end(plan: dict[str, Any], engine: int) -> None:
@@ -182,10 +187,11 @@ def _watch_end(plan: dict[str, Any], engine: int) -> None:
 
 if "weights" in _WATCHES:
     wrapt.register_post_import_hook(_watch_publications, "seamless_verl.verl_adapter.trainer.lending")
-    wrapt.register_post_import_hook(_watch_updates, "seamless_verl.verl_adapter.trainer.lending")
+    wrapt.register_post_import_hook(_watch_updates, "seamless_verl.verl_adapter.trainer.trainer")
     wrapt.register_post_import_hook(_watch_loans, "seamless_verl.verl_adapter.slices.replica_slices")
 if "memory" in _WATCHES:
-    wrapt.register_post_import_hook(_watch_phases, "seamless_verl.verl_adapter.trainer.recorded_trainer")
+    wrapt.register_post_import_hook(_watch_phases, "seamless_verl.verl_adapter.trainer.trainer_flight")
     wrapt.register_post_import_hook(_watch_memory, "verl.experimental.separation.engine_workers")
 if _KILLS:
-    wrapt.register_post_import_hook(_kill_on_time, "seamless_verl.verl_adapter.trainer.lending")
+    wrapt.register_post_import_hook(_kill_while_training, "seamless_verl.verl_adapter.trainer.trainer")
+    wrapt.register_post_import_hook(_kill_while_generating, "seamless_verl.verl_adapter.trainer.lending")

@@ -32,7 +32,7 @@ class Stage:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.slices = trainer._replicas  # lends and reclaims as the scheduler's commands do
+        self.slices = trainer.lending.replicas  # lends and reclaims as the scheduler's commands do
         self.slice: SliceId = next(iter(self.slices.addresses))
         self.replica = trainer.llm_server_manager.get_replicas()[0]
         self.server = self.replica.servers[0]
@@ -184,7 +184,7 @@ def _take_the_place_of_fit(module: ModuleType) -> None:
     name, _, function = _BODY.partition(":")
 
     def fit(trainer: Any, manager: Any) -> None:
-        trainer._declare_slices()
+        trainer.declare_slices([])
         body = getattr(importlib.import_module(f"{__package__}.{name}"), function)
         arguments = json.loads(os.environ["BENCHMARK_ARGUMENTS"])
         records: Iterable[Any] = asyncio.run(body(Stage(trainer), **arguments))

@@ -18,7 +18,7 @@ from seamless_verl.scheduling.declaration import slices_of
 
 TIMELINE = "ray_kwargs.timeline_json_file"
 AGENT_LOOP = "seamless_agent"
-MANAGER = "seamless_verl.verl_adapter.dataloader.arrivals.NotifyingManager"
+MANAGER = "seamless_verl.verl_adapter.dataloader.rollout_workers.NotifyingManager"
 """Rollout workers of ours: they say when a group has ended."""
 _VERLS_MODES = ("sync", "colocate_async", "separate_async")
 _MODE = "trainer.v1.trainer_mode"

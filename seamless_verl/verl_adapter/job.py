@@ -91,7 +91,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     from seamless_verl.verl_adapter.slices.watchdog import Watchdog
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
-    config = OmegaConf.load(run_dir / "config.yaml")
+    config: Any = OmegaConf.load(run_dir / "config.yaml")
     OmegaConf.set_struct(config, True)
     configure_verl_logging()
     auto_set_device(config)
@@ -158,7 +158,7 @@ def _agent_loops(config: Any, trainer: Any) -> Iterator[Any]:
     from verl.utils.import_utils import load_class_from_fqn
 
     name = config.actor_rollout_ref.rollout.get("agent", {}).get("agent_loop_manager_class")
-    manager_cls = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
+    manager_cls: Any = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
     manager = manager_cls.create(
         config=config,
         llm_client=trainer.get_llm_client(),
@@ -229,14 +229,14 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     import ray
     from omegaconf import OmegaConf
 
-    settings = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
+    settings: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     own = {key: value for key, value in (settings.pop("runtime_env", None) or {}).items() if value is not None}
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
     if INTERPRETER in os.environ:
         environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
     # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left.
     marks = {name: os.environ[name] for name in MARKS if name in os.environ}
-    merged = OmegaConf.to_container(OmegaConf.merge({"env_vars": marks}, environment, own))
+    merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": marks}, environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
     if settings.get("address") == "local":
         settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))

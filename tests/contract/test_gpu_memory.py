@@ -64,20 +64,18 @@ def test_replicas_with_gpus_of_their_own_are_made_with_their_own_share(monkeypat
     importlib.import_module("verl.trainer.ppo.v1")
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter.trainer import trainer as ours
+    from seamless_verl.config import RouterConfig
+    from seamless_verl.verl_adapter.trainer import standing as ours
 
     made = []
     monkeypatch.setattr(ours.PlacedServers, "create", lambda *, config, **_: made.append(config))
-    trainer = object.__new__(ours.SeamlessTrainer)
-    trainer._enable_hybrid_replicas = False
-    trainer._balancer_class = lambda: None
     for alone, expected in ((None, 0.7), (0.85, 0.85)):
-        rollout = {"gpu_memory_utilization": 0.7, "standalone_gpu_memory_utilization": alone}
-        trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-        trainer._start_standalone_replicas({})
+        rollout = {"gpu_memory_utilization": 0.7, "standalone_gpu_memory_utilization": alone, "max_num_seqs": 8}
+        config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+        ours.StandingServers(config, RouterConfig(), hybrid=False).start({})
         assert made[-1].actor_rollout_ref.rollout.gpu_memory_utilization == expected
         # The trainer's own replicas, which are made from it at the same time, keep theirs.
-        assert trainer.config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.7
+        assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.7
 
 
 def test_verl_has_the_key_and_its_v1_trainers_still_do_not_read_it():

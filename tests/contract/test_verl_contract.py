@@ -32,6 +32,8 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._reissue_inflight_prompts",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.step",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._step_once",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._add_batch_to_generate",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
     "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
@@ -282,7 +284,8 @@ def test_a_rollout_worker_can_be_imported_before_anything_else_of_ours():
     import subprocess
     import sys
 
-    code = "import seamless_verl.verl_adapter.dataloader.arrivals as a; print(a.NotifyingWorker.__mro__[1].__name__)"
+    module = "seamless_verl.verl_adapter.dataloader.rollout_workers"
+    code = f"import {module} as ours; print(ours.NotifyingWorker.__mro__[1].__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert done.stdout.split() == ["AgentLoopWorkerTQ"], done.stderr
 
@@ -362,6 +365,49 @@ def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch
     assert busy() == {"a": (6.0, 13.0), "b": (0.0, 7.0)}
 
 
+def _calls_of(function, names):
+    """``self.NAME(…)`` and ``marked_timer(NAME, …)`` in the order of the source, with the conditions around them."""
+    import ast
+    import textwrap
+
+    found = []
+
+    class Calls(ast.NodeVisitor):
+        def visit_If(self, node):
+            found.append(f"if {ast.unparse(node.test)}")
+            self.generic_visit(node)
+
+        def visit_Call(self, node):
+            self.generic_visit(node)
+            if isinstance(node.func, ast.Name) and node.func.id == "marked_timer":
+                found.append(f"timer {ast.unparse(node.args[0])}")
+            elif isinstance(node.func, ast.Attribute) and node.func.attr in names:
+                found.append(node.func.attr)
+
+    Calls().visit(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    return found
+
+
+def test_a_mini_batch_makes_verls_own_calls_in_verls_order():
+    """`SeamlessTrainer._step_once` is written out; what verl adds to its own shows here."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer as Ours
+
+    names = {name for name in vars(PPOTrainer) if inspect.isfunction(vars(PPOTrainer)[name])} | {"sample"}
+    verls = _calls_of(PPOTrainer._step_once, names)
+    parts = {
+        "_sample": [name for name in _calls_of(Ours._sample, names) if not name.startswith("if ")],
+        "_balanced": ["_balance_batch"],
+        "_audited_old_log_prob": ["_compute_old_log_prob"],
+    }
+    ours = []
+    for call in _calls_of(Ours._step_once, names | parts.keys()):
+        ours += parts.get(call, [call])
+    assert ours[: len(verls)] == verls
+    assert [call for call in ours[len(verls) :] if not call.startswith("if ")] == []
+
+
 def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1):
     """A trainer that can only balance; prompts have two rollouts each."""
     from omegaconf import OmegaConf
@@ -415,7 +461,7 @@ def test_rows_of_like_length_lie_side_by_side_and_every_optimizer_step_keeps_the
 
     lengths = random.Random(0).sample(range(400, 8000), 32)
     trainer = _balancing_trainer(ranks=2, mini_batch=8)
-    ours = _lengths_per_optimizer_step(trainer._balance_batch(_batch_of(lengths), {}), 2, 16)
+    ours = _lengths_per_optimizer_step(trainer._balanced(_batch_of(lengths), {}), 2, 16)
     verl = separate_async.PPOTrainerSeparateAsync._balance_batch(trainer, _batch_of(lengths), {})
     verls = _lengths_per_optimizer_step(verl, 2, 16)
     assert [len(steps) for steps in verls] == [2, 2]
@@ -431,7 +477,7 @@ def test_a_critic_with_mini_batches_of_another_size_keeps_its_rows_per_step_too(
 
     lengths = random.Random(1).sample(range(400, 8000), 96)
     trainer = _balancing_trainer(2, 8, critic_mini_batch, critic_ranks)
-    ours = trainer._balance_batch(_batch_of(lengths), {})
+    ours = trainer._balanced(_batch_of(lengths), {})
     verl = separate_async.PPOTrainerSeparateAsync._balance_batch(trainer, _batch_of(lengths), {})
     for ranks, mini_batch_rows in [(2, 16), (critic_ranks, 2 * critic_mini_batch)]:
         kept, given = (_lengths_per_optimizer_step(batch, ranks, mini_batch_rows) for batch in (ours, verl))
@@ -517,8 +563,8 @@ def test_the_step_of_a_refused_batch_is_reported_with_the_number_of_its_rows(mon
     from seamless_verl.observe.reporter import STEPS, Reporter, read_records
     from seamless_verl.observe.run_folder import load_digest
     from seamless_verl.verl_adapter.trainer import step_report
-    from seamless_verl.verl_adapter.trainer.recorded_trainer import TrainerFlight
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
+    from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight
 
     stamps = [{"digest": "of another row", "violations": 0}, {"digest": "", "violations": 2}, None]
     column = [torch.tensor([1])] * 3
@@ -527,16 +573,16 @@ def test_the_step_of_a_refused_batch_is_reported_with_the_number_of_its_rows(mon
     monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: fields)
     terminal, logged = io.StringIO(), []
     trainer = object.__new__(SeamlessTrainer)
-    trainer._meter, trainer.flight = step_report.StepMeter(), TrainerFlight(str(tmp_path))
+    trainer.meter, trainer.flight = step_report.StepMeter(), TrainerFlight(str(tmp_path))
     trainer._step_began_at = trainer.flight.recorder.now() - 2.0
-    trainer._server_books = lambda: ()
+    trainer._books = lambda: ()
     trainer.reporter = Reporter(tmp_path, terminal)
     trainer.global_steps, trainer.total_training_steps = 4, 9
-    trainer.seamless = SimpleNamespace(curriculum=SimpleNamespace(enabled=False))
+    trainer.curriculum = None
     trainer.logger = SimpleNamespace(log=lambda data, step: logged.append((step, data["seamless/audit_violations"])))
     batch = KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0", "c_0_0"], tags=[{}] * 3, extra_info={})
     with pytest.raises(step_report.AuditFailed, match=r"a_0_0 .*\(2 such rows\)"):
-        trainer._compute_old_log_prob(batch, {})
+        trainer._audited_old_log_prob(batch, {})
     (record,) = read_records(tmp_path / STEPS)
     assert (record["step"], record["rows"], record["rows_audited"], record["audit_violations"]) == (4, 3, 2, 2)
     assert record["step_s"] >= 2.0

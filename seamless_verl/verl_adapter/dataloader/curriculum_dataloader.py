@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import transfer_queue as tq
+from omegaconf import DictConfig
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from seamless_verl.config import CurriculumConfig
@@ -15,6 +16,8 @@ from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered, 
 from seamless_verl.curriculum.prompt_pool import Outcome
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe.report import EpochReport, PoolStanding
+from seamless_verl.observe.reporter import Reporter
+from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
 
 
 class CurriculumLoader:
@@ -167,6 +170,35 @@ class CurriculumLoader:
         self._step = state["step"]
         self._draws = {uid: Draw(prompt=prompt, epoch=epoch) for uid, (prompt, epoch) in state["draws"].items()}
         self.given_up([uid for uid in self._draws if uid not in in_flight])
+
+
+def curriculum_of(
+    config: DictConfig, settings: CurriculumConfig, dataset: Any, rows: object, reporter: Reporter
+) -> CurriculumLoader:
+    """That of a run, followed by ``rows``, the dataloader.
+
+    Raises:
+        ConfigError: the dataloader does not see every group.
+    """
+    if not isinstance(rows, StreamingReplayBuffer) or not rows.admits:
+        raise ConfigError(
+            "seamless.curriculum",
+            "enabled",
+            "needs to see every group: no custom_sampler, no staleness.policy=verl, no replayed rollouts",
+            "leave those out, or the curriculum",
+        )
+    data = config.data
+    loader = CurriculumLoader(
+        dataset,
+        settings,
+        train_batch_size=data.train_batch_size,
+        shuffle=data.shuffle,
+        seed=data.get("seed"),
+        on_epoch=reporter.epoch,
+        say=reporter.say,
+    )
+    rows.follow(loader)
+    return loader
 
 
 def _column(dataset: Any, name: str) -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -32,7 +31,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
     """
     section = OmegaConf.select(config, "seamless")
-    seamless = SeamlessConfig.from_mapping(OmegaConf.to_container(section, resolve=True) if section else None)
+    seamless = SeamlessConfig.from_mapping(plain(section) if section else None)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     with open_dict(config):
         modes = config.trainer.v1
@@ -67,11 +66,17 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     Raises:
         ConfigError: key, value and fix, before a worker has been started.
     """
-    plain, machine = dict(OmegaConf.to_container(config, resolve=True)), survey(Path.cwd())
-    check_adapter(plain, seamless)
-    check_packages(plain, machine)
-    for warning in check_memory(plain, machine):
+    settings, machine = plain(config), survey(Path.cwd())
+    check_adapter(settings, seamless)
+    check_packages(settings, machine)
+    for warning in check_memory(settings, machine):
         _log.warning("%s", warning)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Without interpolations."""
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    return dict(values)
 
 
 def standalone_config(config: DictConfig) -> DictConfig:
@@ -101,17 +106,14 @@ def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
         correction.rollout_is = "token"
 
 
-@contextmanager
-def some_standing(config: DictConfig) -> Iterator[None]:
-    """verl 0.9.1's separate_async trainer is not constructed without standalone replicas, although only its
-    ``_setup``, which is ours, and its own switch, which is off, have a use for them.
+def with_standing(config: DictConfig) -> DictConfig:
+    """What verl's separate_async trainer is constructed from; without standalone replicas, a copy that has some.
+
+    verl 0.9.1 asserts that there are some, although only its ``_setup``, which is ours, and its own switch, which is
+    off then, have a use for them. Remove when it does not.
     """
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.nnodes:
-        yield
-        return
-    rollout.nnodes = 1
-    try:
-        yield
-    finally:
-        rollout.nnodes = 0
+    if config.actor_rollout_ref.rollout.nnodes:
+        return config
+    some = copy.deepcopy(config)
+    some.actor_rollout_ref.rollout.nnodes = 1
+    return some

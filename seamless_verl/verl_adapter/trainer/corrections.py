@@ -10,7 +10,24 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD
+
+
+def correct(
+    batch: KVBatchMeta, metrics: dict[str, Any], seamless: SeamlessConfig, *, limit: int, version: int
+) -> KVBatchMeta:
+    """What the configuration asks for beyond verl's advantages, which are there.
+
+    Args:
+        limit: tokens of a response (``data.max_response_length``).
+        version: weight version being trained.
+    """
+    if seamless.curriculum.zero_overlong_advantage:
+        metrics["training/overlong_share"] = zero_overlong_advantages(batch, limit)
+    if seamless.staleness.correction == "a3po":
+        batch = write_interpolation_weights(batch, version)
+    return batch
 
 
 def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:

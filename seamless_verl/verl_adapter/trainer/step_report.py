@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,10 +15,11 @@ from transfer_queue import KVBatchMeta
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import RowsTrained
 from seamless_verl.observe.report import PoolStanding, StepReport, ValidationReport
+from seamless_verl.observe.reporter import Reporter
 from seamless_verl.observe.statistics import clustered_mean
 from seamless_verl.observe.time_ledger import SliceSeconds, idle_shares
 from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD, row_digest
-from seamless_verl.verl_adapter.trainer.recorded_trainer import ROLLOUT, TRAINER
+from seamless_verl.verl_adapter.trainer.trainer_flight import ROLLOUT, TRAINER
 
 _AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
 _ROWS_PER_COMPARED_ROW = 32  # a forward pass is a third of training at most, so this costs about 1 % of it
@@ -169,6 +170,34 @@ class StepMeter:
         if refused:
             self._refuse(refused)
 
+    def compare_a_sample(
+        self,
+        batch: KVBatchMeta,
+        current_version: int,
+        ranks: int,
+        correction: Any,
+        compute: Callable[[KVBatchMeta, dict[str, Any]], object],
+    ) -> dict[str, Any]:
+        """Where verl copies the rollout's log-probs, a forward pass over a few rows shows whether the trainer agrees.
+
+        Args:
+            ranks: see `rows_to_compare`.
+            correction: verl's configuration, in which ``bypass_mode`` is on.
+            compute: verl's old log-probs of a batch, into its rows, and metrics.
+
+        Returns:
+            What verl would report of all rows.
+        """
+        sample = rows_to_compare(batch, current_version, ranks)
+        if sample is None:
+            return {}
+        found: dict[str, Any] = {}
+        correction.bypass_mode = False
+        compute(sample, found)
+        correction.bypass_mode = True
+        self.compare_log_probs(sample, current_version)
+        return {name: value for name, value in found.items() if name.startswith("training/rollout_")}
+
     def rows_trained(self, at: float, step: int) -> RowsTrained:
         """The rows of the step that is about to be closed, for the flight recorder."""
         return RowsTrained(
@@ -219,6 +248,27 @@ class StepMeter:
     def close_window(self, books: tuple[SliceSeconds, ...]) -> None:
         """The step's work is done; validation and bookkeeping that follow are no part of it."""
         self._idle_share = idle_shares(self._books_before, books)
+
+
+def report_validation(
+    reporter: Reporter,
+    step: int,
+    wanted: int,
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    infos: Mapping[str, Sequence[Any]],
+) -> None:
+    """Args:
+    wanted: rollouts that were asked for.
+    uids: of the group of each that came, as ``data_sources`` and the columns of ``infos``.
+    """
+    for report in validation_report(step, data_sources, uids, infos):
+        reporter.validation(report)
+    if missing := wanted - len(uids):
+        reporter.say(
+            f"validation after step {step}: {missing} of {wanted} rollouts are missing; verl leaves out the whole "
+            "group of a rollout that failed (the reasons are in logs/)"
+        )
 
 
 def validation_report(

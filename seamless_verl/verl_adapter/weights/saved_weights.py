@@ -1,7 +1,7 @@
 """Weights that verl saves beside the live ones: copies under FSDP2, and one copy each under Megatron.
 
 verl's decoupled old log-probs and our loans within a step save the weights, put others in their place, and bring them
-back (`LendingTrainer._published_weights`). Two of verl 0.9.1's pairs of functions for that are replaced. What is saved
+back (`PublishedWeights.in_place`). Two of verl 0.9.1's pairs of functions for that are replaced. What is saved
 keeps verl's layout, so either half works with verl's other one.
 """
 

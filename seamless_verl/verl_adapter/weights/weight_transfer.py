@@ -74,12 +74,14 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         return cls(config=manager.config, actor_wg=manager.actor_wg, replicas=manager.replicas)
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's, step by step; it is written out because verl's waits for each step itself.
+        """As verl's, step by step; it is written out because verl's waits for each step itself. To nobody: nothing.
 
         Raises:
             TransferBroken: a replica died, or nothing moved for too long; the others may be sent to again.
             TransferStuck: a worker of the trainer does not return.
         """
+        if not self.replicas:
+            return {}
         health = ReplicaHealth(self.replicas)
         dead = health.deaths(_LOOK_S)
         if dead:

@@ -23,7 +23,7 @@ class Members:
     """Rollouts of one prompt that end when the test says so, and the rows they wrote."""
 
     def __init__(self, redundancy):
-        from seamless_verl.verl_adapter.dataloader.group_runs import GroupRuns
+        from seamless_verl.verl_adapter.dataloader.rollout_workers import GroupRuns
 
         self.runs = GroupRuns(redundancy, self.clear)
         self.rows = set()
@@ -142,8 +142,8 @@ def worker(monkeypatch, queue, redundancy, n=2):
     import transfer_queue as tq
     from omegaconf import OmegaConf
 
-    from seamless_verl.verl_adapter.dataloader import arrivals
-    from seamless_verl.verl_adapter.dataloader.group_runs import GroupRuns
+    from seamless_verl.verl_adapter.dataloader import rollout_workers
+    from seamless_verl.verl_adapter.dataloader.rollout_workers import GroupRuns
 
     async def put(key, partition_id, tag):
         queue.kv_batch_put([key], partition_id, [tag])
@@ -153,10 +153,10 @@ def worker(monkeypatch, queue, redundancy, n=2):
 
     monkeypatch.setattr(tq, "async_kv_put", put)
     monkeypatch.setattr(tq, "async_kv_clear", clear)
-    made = object.__new__(arrivals.NotifyingWorker)
+    made = object.__new__(rollout_workers.NotifyingWorker)
     made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": n}}})
     made._news, made._waiting = 0, []
-    made._groups = GroupRuns(redundancy, arrivals._clear)
+    made._groups = GroupRuns(redundancy, rollout_workers._clear)
     made.ends = {}
 
     async def run_agent_loop(params, *, trajectory, trace, session_id, uid, **kwargs):
@@ -316,18 +316,24 @@ def test_patience_runs_out_while_the_trainer_waits_for_its_gpus_too(queue):
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from seamless_verl.scheduling.slices import Tag
-    from seamless_verl.verl_adapter.trainer.lending import LendingTrainer
+    from seamless_verl.verl_adapter.trainer.lending import Lending, StepShape
     from tests.contract.slices.test_slice_driver import Run
 
     rollout, handle = waiting(queue, Treatment.TRUNCATE)
     rollout.while_waiting = [lambda: None, lambda: None, lambda: [rollout.finish(uid) for uid in ("u0", "u1")]]
-    trainer = object.__new__(LendingTrainer)
-    trainer.driver, trainer.replay_buffer, trainer.global_steps = Run().driver, rollout.buffer, 2
-    trainer._asked = trainer._starved_s = trainer._starved_groups = 0
-    trainer.flight = SimpleNamespace(phase=lambda phase: nullcontext(), progress=lambda ready, needed: None)
-    trainer._wait = lambda timeout_s: rollout.wait("train", 0.0)
-    trainer._acquire(Tag.TRAIN, 1, minimum=2, batch=2)
+    rollout.buffer.wait_for_news = lambda timeout_s: rollout.wait("train", 0.0)
+    lending = Lending(
+        scheduler=None,
+        driver=Run().driver,
+        replicas=None,
+        weights=None,
+        rows=rollout.buffer,
+        flight=SimpleNamespace(phase=lambda phase: nullcontext(), progress=lambda ready, needed: None),
+        shape=StepShape(batch=2, mini_batch=2, rollouts=2, saves=False),
+        gang=1,
+        step=2,
+    )
+    lending.acquire_gang()
     assert handle.told == [("cut", ["u0", "u1"])]
     assert rollout.while_waiting == []
 

@@ -22,7 +22,7 @@ class Rollout:
     """The trainer and its rollout workers around a buffer: prompts come in, groups end when the test says so."""
 
     def __init__(self, queue, eta=1, batch_size=4, n=2, dataset=None, curriculum=None, **options):
-        from seamless_verl.verl_adapter.dataloader.replay import StreamingReplayBuffer
+        from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
 
         self.queue, self.n, self.step, self.version = queue, n, 1, 0
         self.running: dict[str, int] = {}  # uid -> version of its first token
@@ -133,7 +133,7 @@ def test_stock_counts_what_took_the_place_of_groups_that_failed(queue):
 
 
 def test_under_verls_policy_stock_replaces_what_failed_and_waits_for_what_is_too_old_to_miss(queue):
-    from seamless_verl.verl_adapter.dataloader.replay import WokenReplayBuffer
+    from seamless_verl.verl_adapter.dataloader.woken_buffer import WokenReplayBuffer
 
     submitted = []
 
@@ -446,7 +446,7 @@ def test_other_data_is_refused(queue):
 def test_verls_own_drop_and_wait_are_a_policy(queue):
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-    from seamless_verl.verl_adapter.dataloader.replay import WokenReplayBuffer
+    from seamless_verl.verl_adapter.dataloader.woken_buffer import WokenReplayBuffer
 
     refilled = []
     buffer = WokenReplayBuffer(
@@ -470,7 +470,7 @@ def test_verls_own_drop_and_wait_are_a_policy(queue):
 async def test_a_worker_rings_when_a_group_has_ended(monkeypatch):
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-    from seamless_verl.verl_adapter.dataloader.arrivals import NotifyingWorker
+    from seamless_verl.verl_adapter.dataloader.rollout_workers import NotifyingWorker
 
     ended = asyncio.Event()
 
@@ -507,6 +507,6 @@ def test_the_configuration_names_our_rollout_manager_unless_the_user_did(monkeyp
         adopt_config(config)
         return config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
 
-    assert adopted() == "seamless_verl.verl_adapter.dataloader.arrivals.NotifyingManager"
+    assert adopted() == "seamless_verl.verl_adapter.dataloader.rollout_workers.NotifyingManager"
     own = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
     assert adopted(own) == "my.Manager"

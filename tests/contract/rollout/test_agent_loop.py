@@ -144,7 +144,7 @@ async def test_each_row_of_an_attempt_has_its_reward(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seamless_verl.verl_adapter.dataloader import arrivals
+    from seamless_verl.verl_adapter.dataloader import rollout_workers
     from seamless_verl.verl_adapter.rollout import proxy_shard
 
     runner = Runner(max_concurrent=2)
@@ -155,13 +155,13 @@ async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypat
 
     at_worker_end = AsyncExitStack()
     monkeypatch.setattr(proxy_shard, "at_worker_end", at_worker_end)
-    monkeypatch.setattr(arrivals, "at_worker_end", at_worker_end)
+    monkeypatch.setattr(rollout_workers, "at_worker_end", at_worker_end)
     monkeypatch.setattr(ProxyShard, "_start", started)
     monkeypatch.setattr(ProxyShard, "_current", None)
     attempts = [start(f"g{number}") for number in range(3)]
     prompt = asyncio.ensure_future(gathered(attempts))  # as verl runs a prompt
     await settle()
-    worker = object.__new__(arrivals.NotifyingWorker)
+    worker = object.__new__(rollout_workers.NotifyingWorker)
     worker.background_tasks = {prompt}
 
     await worker.close()
@@ -176,10 +176,10 @@ async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypat
 
 
 async def test_a_worker_without_agents_closes_what_it_generates() -> None:
-    from seamless_verl.verl_adapter.dataloader import arrivals
+    from seamless_verl.verl_adapter.dataloader import rollout_workers
 
     prompt = asyncio.ensure_future(asyncio.Event().wait())
-    worker = object.__new__(arrivals.NotifyingWorker)
+    worker = object.__new__(rollout_workers.NotifyingWorker)
     worker.background_tasks = {prompt}
     await worker.close()
     assert prompt.cancelled()

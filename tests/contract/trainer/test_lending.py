@@ -1,7 +1,5 @@
 """Which weights a slice gets that is lent between mini-batches."""
 
-from types import SimpleNamespace
-
 import pytest
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -26,20 +24,20 @@ class Workers:
 def test_between_mini_batches_lent_slices_get_the_published_weights():
     import verl.trainer.ppo.v1  # noqa: F401  (brings our trainer in; to begin with a module of ours is a cycle)
 
-    from seamless_verl.verl_adapter.trainer.lending import LendingTrainer
+    from seamless_verl.verl_adapter.trainer.lending import PublishedWeights
 
     workers = Workers()
-    trainer = SimpleNamespace(actor_rollout_wg=workers, _within_step=False)
-    workers.save_model_to_cpu(0)
-    with LendingTrainer._published_weights(trainer):
+    published = PublishedWeights(workers)
+    published.save()
+    with published.in_place():
         assert workers.weights == "published"
-    workers.weights, trainer._within_step = "after a mini-batch", True
+    workers.weights, published.newer = "after a mini-batch", True
 
     def fail():
         assert workers.weights == "published"
         raise RuntimeError("the transfer failed")
 
-    with pytest.raises(RuntimeError), LendingTrainer._published_weights(trainer):
+    with pytest.raises(RuntimeError), published.in_place():
         fail()
     assert workers.weights == "after a mini-batch"
     assert list(workers.saved) == [0]

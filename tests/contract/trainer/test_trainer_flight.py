@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 def begun(run: Path):
     import verl.trainer.ppo.v1  # noqa: F401  (first, as in a run: it loads our trainer, which loads what is tested here)
 
-    from seamless_verl.verl_adapter.trainer.recorded_trainer import ROLLOUT, TRAINER, TrainerFlight
+    from seamless_verl.verl_adapter.trainer.trainer_flight import ROLLOUT, TRAINER, TrainerFlight
 
     flight = TrainerFlight(str(run))
     now = flight.recorder.now()

@@ -7,29 +7,32 @@
 Nothing is dropped to keep the bound: a prompt is admitted only when a training step within the bound has a slot for it.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import transfer_queue as tq
+from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 from verl.utils.skip import SkipManager
 
+from seamless_verl.config import StalenessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.staleness.groups import StuckPolicy
+from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
-from seamless_verl.verl_adapter.dataloader.bell import Bell
 from seamless_verl.verl_adapter.dataloader.stragglers import Stragglers
+from seamless_verl.verl_adapter.dataloader.woken_buffer import LOOK_S, WokenReplayBuffer
+from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 
-# With a bell, how long to wait before looking without having been called (a killed worker never rings).
-_LOOK_S = 10.0
-# Without one (a rollout manager of the user's own); the price of a look is one RPC to TransferQueue's controller.
-_POLL_S = 0.05
 FAILURES_IN_A_ROW = 32
+STATE_FILE = "streaming.json"
 _STATE_VERSION = 1
 
 
@@ -53,66 +56,6 @@ class PromptSource(Protocol):
 
     def restore(self, state: Mapping[str, Any], in_flight: Collection[str]) -> None:
         """Continue from ``state``; prompts that it knows and that are not among ``in_flight`` are given up."""
-
-
-class WokenReplayBuffer(ReplayBufferAsync):
-    """verl's asynchronous buffer with its ``max_off_policy_*`` semantics, woken by a bell instead of its 2 s poll."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(poll_interval=_POLL_S, **kwargs)
-        self._bell: Bell | None = None
-        self._look_s = _LOOK_S
-        self._meanwhile: Callable[[], None] = lambda: None
-        self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
-
-    def listen(self, workers: Sequence[Any]) -> None:
-        """Wait for these rollout workers from now on; workers that cannot ring are polled."""
-        if workers and all(hasattr(worker, "news") for worker in workers):
-            self._bell = Bell(workers)
-
-    def wait_for_news(self, timeout_s: float) -> None:
-        """Return when a group may have ended, after ``timeout_s`` at the latest."""
-        if self._bell is None:
-            time.sleep(min(timeout_s, _POLL_S))
-        else:
-            self._bell.wait(min(timeout_s, self._look_s))
-
-    def attend(self, meanwhile: Callable[[], None]) -> None:
-        """Whoever waits for rows calls this after every wait: what serves them may need attention."""
-        self._meanwhile = meanwhile
-
-    def take_stock(self, global_steps: int) -> tuple[int, int]:
-        """Training groups that could be taken now, and those on their way; what ended for nothing is replaced first."""
-        while True:
-            self._sync_metadata_from_transfer_queue()
-            reasons = self._terminal_eviction_reasons(global_steps, "train")
-            evicted, stale, _, metrics = self._evict_terminal_groups(global_steps, "train", reasons)
-            if not evicted:
-                break
-            _accumulate_eviction_metrics(self._evicted, metrics, stale)
-            if self.refill_fn is not None:
-                self.refill_fn(len(evicted))
-        keys = self._sampleable_terminal_keys("train", reasons)
-        on_their_way = len(self.pending_keys["train"]) + len(self.running_keys["train"])
-        return len(keys) if self._has_enough_samples(global_steps, "train", 0, keys) else 0, on_their_way
-
-    def wait_for_sampleable(
-        self, global_steps: int, partition_id: str, target_count: int
-    ) -> tuple[set[str], dict[str, float]]:
-        keys, metrics = super().wait_for_sampleable(global_steps, partition_id, target_count)
-        if partition_id == "train":
-            before, self._evicted = self._evicted, {}
-            stale = next((count for name, count in before.items() if name.endswith("/off_policy/evicted_samples")), 0)
-            _accumulate_eviction_metrics(metrics, before, int(stale))
-        return keys, metrics
-
-    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
-        if self._bell is None:
-            last_debug_time = super()._wait_for_next_poll(partition_id, last_debug_time)
-        else:
-            self._bell.wait(self._look_s)
-        self._meanwhile()
-        return last_debug_time
 
 
 class StreamingReplayBuffer(WokenReplayBuffer):
@@ -147,7 +90,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         filter_groups_metric: str | None = None,
     ) -> None:
         super().__init__(
-            trainer_mode="seamless",
+            trainer_mode=TRAINER_MODE,
             trainer_config=trainer_config,
             max_off_policy_threshold=None,
             max_off_policy_strategy="wait",
@@ -156,9 +99,9 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             filter_groups_metric=filter_groups_metric,
         )
         self.protocol = StalenessProtocol(eta=eta, batch_size=batch_size, redundancy=redundancy, in_flight=in_flight)
-        self._admits = admits
+        self.admits = admits
         self.stragglers = Stragglers(stuck or StuckPolicy())
-        self._look_s = min(_LOOK_S, self.stragglers.look_again_s)
+        self.look_s = min(LOOK_S, self.stragglers.look_again_s)
         self._source: PromptSource | None = None
         self._on_progress = on_progress
         self._abandoned: set[str] = set()  # surplus groups that are still generated
@@ -199,8 +142,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._sync_metadata_from_transfer_queue()
         if self.partitions["train"]:
             tq.kv_clear(partition_id="train", keys=list(self.partitions["train"]))
-        prompts = list(self.prompt_global_steps["train"])
-        if prompts:  # verl re-issues what is pending
+        if prompts := list(self.prompt_global_steps["train"]):  # verl re-issues what is pending
             tq.kv_batch_put(keys=prompts, partition_id="train", tags=[{"status": "pending"} for _ in prompts])
 
     def admit(self, global_steps: int) -> int:
@@ -225,6 +167,12 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         if self._source is not None:
             self._source.name(uids)
 
+    def awaited(self) -> frozenset[str]:
+        return frozenset(self.protocol.awaited())
+
+    def waiting(self, global_steps: int) -> AbstractContextManager[None]:
+        return self.stragglers.waiting(global_steps)
+
     # ---------------------------------------------------------------- verl's interface
 
     def get_sampleable_count(self, global_steps: int, partition_id: str) -> int:
@@ -236,7 +184,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def take_stock(self, global_steps: int) -> tuple[int, int]:
         """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts."""
         self._look(global_steps)
-        if self._admits:
+        if self.admits:
             self.admit(global_steps)
         return self.protocol.num_available, len(self._groups(EntryState.RESERVED))
 
@@ -301,8 +249,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         done = [uid for uid in ended if uid not in empty and uid not in filtered]
         for uid in done:
             tags = [self.partitions["train"][key] for key in rows[uid]]
-            started = [tag.get("min_global_steps") for tag in tags]
-            known = uid not in self._adopted and None not in started
+            started = [tag["min_global_steps"] for tag in tags if tag.get("min_global_steps") is not None]
+            known = uid not in self._adopted and len(started) == len(tags)
             tokens = sum(tag.get("seq_len", 0) for tag in tags)
             self.protocol.occupy(uid, min(started) if known else None, tokens=tokens)
         if filtered and self._source is not None:
@@ -362,6 +310,20 @@ class StreamingReplayBuffer(WokenReplayBuffer):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def save(self, folder: Path) -> None:
+        """Into the folder of a checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STATE_FILE).write_text(json.dumps(self.state()), encoding="utf-8")
+
+    def load(self, folder: Path, version: int) -> bool:
+        """Continue from a checkpoint of weights ``version``; False: it has no state of ours (see `start_at`)."""
+        file = folder / STATE_FILE
+        if not file.exists():
+            self.start_at(version)
+            return False
+        self.restore(json.loads(file.read_text(encoding="utf-8")))
+        return True
+
     def state(self) -> dict[str, Any]:
         """What the checkpoint of a step keeps beside verl's own; TransferQueue's content is in verl's."""
         return {
@@ -390,10 +352,49 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             self._source.restore(state["source"], {group for group, _ in self.protocol.groups()})
         self._sync_metadata_from_transfer_queue()
         prompts = self.prompt_global_steps["train"]
-        lost = [group for group, _ in self.protocol.groups() if group not in prompts]
-        if lost:
+        if lost := [group for group, _ in self.protocol.groups() if group not in prompts]:
             raise SeamlessError(f"the checkpoint's TransferQueue lacks {len(lost)} groups in flight, first {lost[0]}")
         surplus = [uid for uid in prompts if self.protocol.state_of(uid) is None]
         trained = [key for uid, keys in self._rows_by_group().items() if uid not in prompts for key in keys]
         if surplus or trained:
             tq.kv_clear(partition_id="train", keys=[*surplus, *trained])
+
+
+def row_buffer(
+    config: DictConfig,
+    staleness: StalenessConfig,
+    *,
+    refill: Callable[[int], int],
+    filter_metric: str | None,
+    on_progress: Callable[[int, int], None],
+) -> WokenReplayBuffer:
+    """That of a run: ours, or with ``staleness.policy=verl`` verl's semantics.
+
+    Args:
+        refill: submits that many new prompts.
+        filter_metric: of DAPO's filter; None: it is off.
+    """
+    sampler = config.trainer.v1.sampler
+    common = {
+        "trainer_config": config.trainer.v1.get(TRAINER_MODE),
+        "sampler_kwargs": sampler.sampler_kwargs,
+        "refill_fn": refill,
+        "filter_groups_metric": filter_metric,
+    }
+    if staleness.policy == "verl":
+        return WokenReplayBuffer(
+            trainer_mode=TRAINER_MODE,
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            max_off_policy_strategy=sampler.max_off_policy_strategy,
+            **common,
+        )
+    return StreamingReplayBuffer(
+        eta=staleness.eta,
+        batch_size=config.data.train_batch_size,
+        redundancy=staleness.redundancy,
+        in_flight=staleness.in_flight,
+        stuck=StuckPolicy(treatment=Treatment(staleness.stuck), patience_s=staleness.stuck_patience_s),
+        admits=not config.skip.rollout_tq.enable,
+        on_progress=on_progress,
+        **common,
+    )

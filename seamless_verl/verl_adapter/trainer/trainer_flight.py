@@ -1,18 +1,14 @@
-"""The trainer's side of the flight recorder: phases, slices, weights and progress of verl's ``separate_async``.
+"""The trainer's side of the flight recorder: phases, slices, weights and progress of a run.
 
-verl's trainer offers no hook around its phases, so each is overridden, recorded and passed on. The same events go
-into a ledger, from which the idle share on the step line is taken.
+The same events go into a ledger, from which the idle share on the step line is taken.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
 
-import verl.trainer.ppo.v1.trainer_separate_async as separate_async
 from omegaconf import DictConfig
 
 from seamless_verl.config import SeamlessConfig
@@ -30,6 +26,7 @@ from seamless_verl.observe.flight import (
     SliceState,
     StepBegan,
     StepEnded,
+    WeightsChecked,
     WeightsPublished,
 )
 from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
@@ -37,8 +34,6 @@ from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process
 from seamless_verl.verl_adapter.trainer.memory_flight import MemoryFlight
 
 TRAINER, ROLLOUT = "trainer", "rollout"
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class TrainerFlight:
@@ -107,6 +102,16 @@ class TrainerFlight:
         for event in self._memory.news(self.recorder.now()):
             self.recorder.record(event)
 
+    @contextmanager
+    def whole_run(self) -> Iterator[None]:
+        """Training; the recording is closed with how it ended."""
+        try:
+            yield
+        except BaseException as error:
+            self.broke(error)
+            raise
+        self.end("finished")
+
     def end(self, outcome: str) -> None:
         self.follow_memory()
         self._note(RunEnded(at=self.recorder.now(), outcome=outcome))
@@ -148,6 +153,11 @@ class TrainerFlight:
             self._progress = ready, needed
             self._note(BatchProgress(at=self.recorder.now(), ready=ready, needed=needed))
 
+    def weights_checked(self, slice_id: str, version: int, published: str, held: str) -> None:
+        """The weights of a slice were compared with the published ones."""
+        at = self.recorder.now()
+        self.recorder.record(WeightsChecked(at=at, slice=slice_id, version=version, published=published, held=held))
+
     @contextmanager
     def publishing(self, version: int, *, lent: bool) -> Iterator[None]:
         """Weights go to the rollout slices (and to lent trainers), which generate nothing meanwhile."""
@@ -185,111 +195,42 @@ class TrainerFlight:
         self._ledger.handle(event)
 
 
-def _in_phase(phase: Phase) -> Callable[[_Method], _Method]:
-    def wrap(method: Any) -> Any:
-        @functools.wraps(method)
-        def recorded(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
-            with self.flight.phase(phase):
-                return method(self, *args, **kwargs)
-
-        return recorded
-
-    return wrap
-
-
-_BASE = separate_async.PPOTrainerSeparateAsync
+def run_started(config: DictConfig, seamless: SeamlessConfig, at: float, policy: str, total_steps: int) -> RunStarted:
+    """``at`` is not after the slices': a recording is read in the order of time, and a run ends what was before it."""
+    return RunStarted(
+        at=at,
+        name=seamless.recipe or config.trainer.experiment_name,
+        policy=policy,
+        eta=seamless.staleness.eta,
+        total_steps=total_steps,
+    )
 
 
-class RecordedTrainer(_BASE):
-    """verl's trainer, recorded; what it does is unchanged. `seamless` is set by the subclass before ``__init__``."""
+def slices_of_verl(
+    config: DictConfig, at: float, hybrid: Sequence[str], standing: Sequence[str], *, lent: bool
+) -> tuple[list[SliceAdded], list[SliceAdded]]:
+    """The trainer's devices and every standalone replica, in the state that verl's initialization left them in.
 
-    seamless: SeamlessConfig
-
-    def __init__(self, config: DictConfig) -> None:
-        self.flight = TrainerFlight(self.seamless.run_dir)
-        super().__init__(config)
-
-    _compute_reward_colocate = _in_phase(Phase.REWARD)(_BASE._compute_reward_colocate)
-    _compute_old_log_prob = _in_phase(Phase.OLD_LOG_PROB)(_BASE._compute_old_log_prob)
-    _compute_ref_log_prob = _in_phase(Phase.REF_LOG_PROB)(_BASE._compute_ref_log_prob)
-    _compute_values = _in_phase(Phase.VALUES)(_BASE._compute_values)
-    _compute_advantage = _in_phase(Phase.ADVANTAGE)(_BASE._compute_advantage)
-    _update_critic = _in_phase(Phase.UPDATE_CRITIC)(_BASE._update_critic)
-    _update_actor = _in_phase(Phase.UPDATE_ACTOR)(_BASE._update_actor)
-    _save_checkpoint = _in_phase(Phase.CHECKPOINT)(_BASE._save_checkpoint)
-    _validate = _in_phase(Phase.VALIDATE)(_BASE._validate)
-
-    def fit(self, agent_loop_manager: Any) -> None:
-        self._declare_slices()
-        try:
-            super().fit(agent_loop_manager)
-        except BaseException as error:
-            self.flight.broke(error)
-            raise
-        self.flight.end("finished")
-
-    def _declare_slices(self) -> None:
-        """The trainer's devices and every replica, in the state that initialization left them in."""
-        rollout, trainer = self.config.actor_rollout_ref.rollout, self.config.trainer
-        replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        now = self.flight.recorder.now()
-        if self._enable_hybrid_replicas:
-            state = SliceState.ROLLOUT if self._is_lent() else SliceState.TRAINING
-            trainers = [
-                _slice(now, TRAINER, rank, replica, ("train", "rollout"), state, address)
-                for rank, address in enumerate(self.llm_server_manager.server_addresses)
-            ]
-        else:
-            devices = trainer.nnodes * trainer.n_gpus_per_node
-            trainers = [_slice(now, TRAINER, 0, devices, ("train",), SliceState.TRAINING)]
-        rollouts = [
-            _slice(now, ROLLOUT, rank, replica, ("rollout",), SliceState.ROLLOUT, address)
-            for rank, address in enumerate(self.standalone_server_manager.server_addresses)
+    Args:
+        hybrid: addresses of the replicas on the trainer's devices; none: they only train.
+        standing: addresses of the standalone replicas.
+        lent: those on the trainer's devices are awake.
+    """
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    if hybrid:
+        state = SliceState.ROLLOUT if lent else SliceState.TRAINING
+        trainers = [
+            _slice(at, TRAINER, rank, replica, ("train", "rollout"), state, address)
+            for rank, address in enumerate(hybrid)
         ]
-        policy = "verl_gate" if self.hybrid_rollout_config.enable_switch else "disaggregated"
-        self.flight.begin(self._run_started(now, policy), trainers, rollouts)
-
-    def _run_started(self, at: float, policy: str) -> RunStarted:
-        """``at`` is not after the slices': a recording is read in the order of time, and a run ends what was before."""
-        return RunStarted(
-            at=at,
-            name=self.seamless.recipe or self.config.trainer.experiment_name,
-            policy=policy,
-            eta=self.seamless.staleness.eta,
-            total_steps=self.total_training_steps,
-        )
-
-    def _is_lent(self) -> bool:
-        return self.current_mode == separate_async.HybridEngineMode.ROLLOUT
-
-    def on_step_begin(self) -> None:
-        self.flight.step_began(self.global_steps)
-        super().on_step_begin()
-
-    def on_step_end(self) -> None:
-        with self.flight.publishing(self.global_steps, lent=self._is_lent()):
-            super().on_step_end()
-        self.flight.step_ended()
-
-    def on_sample_begin(self) -> None:
-        self.flight.began(Phase.WAIT_FOR_BATCH)
-        super().on_sample_begin()
-
-    def on_sample_end(self) -> None:
-        super().on_sample_end()
-        self.flight.ended(Phase.WAIT_FOR_BATCH)
-
-    def switch_to_rollout(self, **kwargs: Any) -> None:
-        if self._enable_hybrid_replicas:  # without them verl calls it all the same, and nothing happens
-            with self.flight.phase(Phase.SWITCH):
-                super().switch_to_rollout(**kwargs)
-            self.flight.lent()
-
-    def switch_to_trainer(self) -> None:
-        if self._enable_hybrid_replicas:
-            with self.flight.phase(Phase.SWITCH):
-                super().switch_to_trainer()
-            self.flight.reclaimed()
+    else:
+        trainers = [_slice(at, TRAINER, 0, trainer.nnodes * trainer.n_gpus_per_node, ("train",), SliceState.TRAINING)]
+    rollouts = [
+        _slice(at, ROLLOUT, rank, replica, ("rollout",), SliceState.ROLLOUT, address)
+        for rank, address in enumerate(standing)
+    ]
+    return trainers, rollouts
 
 
 def _slice(

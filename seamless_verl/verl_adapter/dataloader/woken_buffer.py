@@ -1,0 +1,151 @@
+"""verl's asynchronous replay buffer, woken when a prompt group ends instead of by its 2 s poll."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import ray
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
+
+# With a bell, how long to wait before looking without having been called (a killed worker never rings).
+LOOK_S = 10.0
+# Without one (a rollout manager of the user's own); the price of a look is one RPC to TransferQueue's controller.
+_POLL_S = 0.05
+# A blocked `ray.wait` does not see Ctrl-C; nothing else depends on this.
+_SIGNALS_S = 1.0
+
+
+class Bell:
+    """The trainer's end: one open call per worker."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._calls = {worker.news.remote(0): worker for worker in workers}
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a group ended since the last call that returned for one, or after ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            answered, _ = ray.wait(list(self._calls), num_returns=1, timeout=min(left, _SIGNALS_S))
+            if not answered:
+                continue
+            # Others may have rung meanwhile; one look at the metadata serves them all.
+            answered, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+            for call in answered:
+                worker = self._calls.pop(call)
+                self._calls[worker.news.remote(ray.get(call))] = worker
+            return
+
+
+class WokenReplayBuffer(ReplayBufferAsync):
+    """verl's asynchronous buffer with its ``max_off_policy_*`` semantics; whoever waits for rows sleeps until news.
+
+    Attributes:
+        admits: whether it decides how many prompts are under way; if not, verl submits a batch per step.
+    """
+
+    admits = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(poll_interval=_POLL_S, **kwargs)
+        self._bell: Bell | None = None
+        self.look_s = LOOK_S
+        self._meanwhile: Callable[[], None] = lambda: None
+        self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
+
+    def listen(self, workers: Sequence[Any]) -> None:
+        """Wait for these rollout workers from now on; workers that cannot ring are polled."""
+        if workers and all(hasattr(worker, "news") for worker in workers):
+            self._bell = Bell(workers)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Return when a group may have ended, after ``timeout_s`` at the latest."""
+        if self._bell is None:
+            time.sleep(min(timeout_s, _POLL_S))
+        else:
+            self._bell.wait(min(timeout_s, self.look_s))
+
+    def attend(self, meanwhile: Callable[[], None]) -> None:
+        """Whoever waits for rows calls this after every wait: what serves them may need attention."""
+        self._meanwhile = meanwhile
+
+    def reserve(self, uids: Sequence[str], global_steps: int) -> None:
+        """Prompts are about to be submitted."""
+
+    def awaited(self) -> frozenset[str] | None:
+        """Groups that the next batch waits for; None: not known."""
+        return None
+
+    def waiting(self, global_steps: int) -> AbstractContextManager[None]:
+        """Within, the trainer waits for groups of its step."""
+        return nullcontext()
+
+    def take_stock(self, global_steps: int) -> tuple[int, int]:
+        """Training groups that could be taken now, and those on their way; what ended for nothing is replaced first."""
+        while True:
+            self._sync_metadata_from_transfer_queue()
+            reasons = self._terminal_eviction_reasons(global_steps, "train")
+            evicted, stale, _, metrics = self._evict_terminal_groups(global_steps, "train", reasons)
+            if not evicted:
+                break
+            _accumulate_eviction_metrics(self._evicted, metrics, stale)
+            if self.refill_fn is not None:
+                self.refill_fn(len(evicted))
+        keys = self._sampleable_terminal_keys("train", reasons)
+        on_their_way = len(self.pending_keys["train"]) + len(self.running_keys["train"])
+        return len(keys) if self._has_enough_samples(global_steps, "train", 0, keys) else 0, on_their_way
+
+    def wait_for_sampleable(
+        self, global_steps: int, partition_id: str, target_count: int
+    ) -> tuple[set[str], dict[str, float]]:
+        keys, metrics = super().wait_for_sampleable(global_steps, partition_id, target_count)
+        if partition_id == "train":
+            before, self._evicted = self._evicted, {}
+            stale = next((count for name, count in before.items() if name.endswith("/off_policy/evicted_samples")), 0)
+            _accumulate_eviction_metrics(metrics, before, int(stale))
+        return keys, metrics
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        if self._bell is None:
+            last_debug_time = super()._wait_for_next_poll(partition_id, last_debug_time)
+        else:
+            self._bell.wait(self.look_s)
+        self._meanwhile()
+        return last_debug_time
+
+
+class PolledBuffer:
+    """A sampler of the user's own where `WokenReplayBuffer` is expected: nobody rings, so it is asked again and again.
+
+    Args:
+        sampler: with the methods of verl's `ReplayBufferAsync`.
+    """
+
+    admits = False
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def listen(self, workers: Sequence[Any]) -> None: ...
+
+    def attend(self, meanwhile: Callable[[], None]) -> None: ...
+
+    def reserve(self, uids: Sequence[str], global_steps: int) -> None: ...
+
+    def awaited(self) -> frozenset[str] | None:
+        return None
+
+    def waiting(self, global_steps: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def take_stock(self, global_steps: int) -> tuple[int, int]:
+        ready = self._sampler.get_sampleable_count(global_steps, "train")
+        return ready, len(self._sampler.pending_keys["train"]) + len(self._sampler.running_keys["train"])
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, _POLL_S))
+
+
+RowBuffer = WokenReplayBuffer | PolledBuffer
