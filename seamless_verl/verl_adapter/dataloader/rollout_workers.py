@@ -13,6 +13,7 @@ Invariant: once `GroupRuns.run` has returned, no member of the group writes any 
 those of a complete group, or of one that failed (which the trainer clears).
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import asyncio
@@ -249,7 +250,8 @@ async def _clear(group: str, rows: Sequence[tuple[int, int]]) -> None:
 
 def _staleness(config: Any) -> StalenessConfig:
     section = OmegaConf.select(config, "seamless")
-    return SeamlessConfig.from_mapping(OmegaConf.to_container(section, resolve=True) if section else None).staleness
+    given: Any = OmegaConf.to_container(section, resolve=True) if section else None
+    return SeamlessConfig.from_mapping(given).staleness
 
 
 class NotifyingManager(AgentLoopManagerTQ):

@@ -204,11 +204,11 @@ class StreamingReplayBuffer(WokenReplayBuffer):
                     return self.finished_keys[partition_id] & self._groups(EntryState.OCCUPIED), metrics
                 last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
 
-    @SkipManager.annotate_tq(role="rollout_tq", phase="sample")
+    @SkipManager.annotate_tq(role="rollout_tq", phase="sample")  # type: ignore[untyped-decorator]
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
         """A mini-batch of finished groups, the longest first."""
         if partition_id != "train":
-            return super().sample(global_steps, partition_id, batch_size)
+            return super().sample(global_steps, partition_id, batch_size)  # type: ignore[no-any-return]
         _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
         self.stragglers.got_some()
         consumption = self.protocol.consume(batch_size)

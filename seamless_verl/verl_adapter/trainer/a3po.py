@@ -40,7 +40,8 @@ def compute_policy_loss_a3po(
     now, weight = log_prob.detach(), rollout_is_weights
     proximal = weight * old_log_prob + (1 - weight) * now
     correction = torch.exp((proximal - old_log_prob).clamp(-20.0, 20.0)).clamp(max=_LARGEST_WEIGHT)
-    loss, metrics = compute_policy_loss_vanilla(
+    vanilla: Any = compute_policy_loss_vanilla  # whose arguments verl's decorator hides
+    loss, metrics = vanilla(
         old_log_prob=proximal,
         log_prob=log_prob,
         advantages=advantages,

@@ -112,7 +112,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
 
     def _init_resource_pool_mgr(self) -> None:
         """Once: `_setup` comes here before verl's does."""
-        if self.resource_pool_manager is not None:
+        if self.resource_pool_manager:
             return
         super()._init_resource_pool_mgr()
         kinds = {r.accelerator for r in self.seamless.resources if Tag.TRAIN.value in r.capabilities}
