@@ -72,9 +72,8 @@ class SliceMemory:
     @property
     def parts(self) -> tuple[Part, ...]:
         """All that was ever held; the trainer's first."""
-        return tuple(
-            sorted({part for _, parts in self.levels for part in parts}, key=lambda part: part[0] != "trainer")
-        )
+        found = {part for _, parts in self.levels for part in parts}
+        return tuple(sorted(found, key=lambda part: (part[0] != "trainer", part)))
 
 
 class MemoryLevels:

@@ -1,0 +1,264 @@
+"""Commands carried out on a fleet, with a scheduler that says what the test tells it to: what takes how long, and what
+comes back as which event."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.scheduling import commands as cmd
+from seamless_verl.scheduling import events as ev
+from seamless_verl.scheduling.slices import SliceId, SliceState
+from seamless_verl.simulation.books import Use
+from seamless_verl.simulation.clock import Clock
+from seamless_verl.simulation.driver import Driver
+from seamless_verl.simulation.fleet import Fleet
+from seamless_verl.simulation.replica import Request
+from seamless_verl.simulation.scenario import SwitchCosts
+from seamless_verl.staleness.affinity import MovePrice
+from seamless_verl.staleness.routing import LeastRequests
+from tests.kernel.simulation.build import ENGINE
+
+A, B = SliceId("a"), SliceId("b")
+COSTS = SwitchCosts(wake=7.0, drain=3.0, load=2.0, push=1.0, repair=50.0)
+
+
+class Cluster:
+    """States that a test sets, as the driver reads them."""
+
+    def __init__(self) -> None:
+        self.states = {name: SimpleNamespace(slice=SimpleNamespace(id=name), state=SliceState.IDLE) for name in (A, B)}
+        self.published = 0
+
+    def __getitem__(self, name: SliceId) -> Any:
+        return self.states[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.states.values())
+
+
+class Stage:
+    """Two slices under a driver; ``events`` with the times at which the scheduler was told of them."""
+
+    def __init__(self, costs: SwitchCosts = COSTS) -> None:
+        self.clock = Clock()
+        self.cluster = Cluster()
+        self.events: list[ev.Event] = []
+        self.replies: dict[type[ev.Event], list[cmd.Command]] = {}
+        self.fleet = Fleet(
+            self.clock,
+            LeastRequests(),
+            migration=None,
+            rebalance=False,
+            price=MovePrice(),
+            oldest_first=False,
+            is_long=lambda request: False,
+            lowest_version=lambda request: 0,
+            started=lambda request, name: None,
+            stopped=lambda request, name, finished: self.idle(name),
+            finished=lambda request: None,
+        )
+        for name in (A, B):
+            self.fleet.add(name, gpus=1, trainable=True, physics=ENGINE)
+        cluster: Any = self.cluster
+        self.driver = Driver(self.clock, self.handle, cluster, self.fleet, costs, random.Random(1))
+
+    def handle(self, event: ev.Event) -> tuple[cmd.Command, ...]:
+        self.events.append(event)
+        return tuple(self.replies.pop(type(event), ()))
+
+    def idle(self, name: str) -> None:
+        if self.fleet.idle(name):
+            self.driver.drained_of_requests(name)
+
+    def command(self, *commands: cmd.Command) -> None:
+        self.replies[ev.Tick] = list(commands)
+        self.driver.tell(ev.Tick(at=self.clock.now))
+        del self.events[-1]
+
+    def until(self, at: float) -> None:
+        self.clock.at(at, lambda: None)
+        self.clock.run(lambda: self.clock.now >= at)
+
+    def told(self) -> list[tuple[str, float]]:
+        return [(type(event).__name__, event.at) for event in self.events]
+
+    def seconds(self, name: SliceId, use: Use) -> float:
+        self.fleet.units[name].charge()
+        return self.fleet.units[name].account.seconds[use]
+
+
+def test_a_slice_that_is_lent_wakes_up_and_serves() -> None:
+    stage = Stage()
+    stage.command(cmd.LendSlice(command=1, slice=A, version=4))
+    stage.until(6.9)
+    assert not stage.fleet.units[A].serving
+    stage.until(10.0)
+    assert stage.told() == [("SliceReady", 7.0)]
+    assert stage.fleet.units[A].serving
+    assert stage.fleet.units[A].replica.version == 4
+    assert (stage.seconds(A, Use.SWITCH), stage.seconds(A, Use.WAIT_WORK)) == (7.0, 3.0)
+
+
+def test_new_weights_take_their_load() -> None:
+    stage = Stage()
+    stage.fleet.units[A].serve(0)
+    stage.command(cmd.SyncWeights(command=1, slice=A, version=5))
+    stage.until(4.0)
+    assert stage.told() == [("SliceReady", 2.0)]
+    assert stage.seconds(A, Use.SYNC) == 2.0
+    assert stage.fleet.units[A].replica.version == 5
+
+
+def test_a_slice_that_is_drained_at_once_hands_its_requests_on() -> None:
+    stage = Stage()
+    for name in (A, B):
+        stage.fleet.units[name].serve(0)
+    stage.fleet.submit([Request(number, 10, 5000) for number in range(4)])
+    stage.until(1.0)
+    stage.command(cmd.DrainSlice(command=1, slice=A, interrupt=True))
+    assert stage.fleet.units[B].replica.load == 4
+    stage.until(9.0)
+    assert stage.told() == [("SliceDrained", 4.0)]
+    assert stage.seconds(A, Use.SWITCH) == 3.0
+
+
+def test_a_slice_that_is_drained_at_leisure_finishes_what_it_has_first() -> None:
+    stage = Stage()
+    stage.fleet.units[A].serve(0)
+    stage.fleet.submit([Request("s", 10, 100)])
+    stage.until(0.1)
+    stage.command(cmd.DrainSlice(command=1, slice=A, interrupt=False))
+    assert not stage.fleet.units[A].accepting
+    stage.until(60.0)
+    ((name, at),) = stage.told()
+    assert name == "SliceDrained"
+    assert at == pytest.approx(3.0 + stage.seconds(A, Use.GENERATE) + stage.seconds(A, Use.PREFILL))
+    assert stage.fleet.units[A].replica.generated == pytest.approx(100.0)
+
+
+def test_an_idle_slice_is_drained_at_once_however_leisurely() -> None:
+    stage = Stage()
+    stage.fleet.units[A].serve(0)
+    stage.command(cmd.DrainSlice(command=1, slice=A, interrupt=False))
+    stage.until(9.0)
+    assert stage.told() == [("SliceDrained", 3.0)]
+
+
+def test_a_newer_command_voids_the_older_one() -> None:
+    """Called back while it wakes up: it never becomes ready."""
+    stage = Stage()
+    stage.command(cmd.LendSlice(command=1, slice=A, version=0))
+    stage.until(5.0)
+    stage.command(cmd.DrainSlice(command=2, slice=A, interrupt=True))
+    stage.until(20.0)
+    assert stage.told() == [("SliceDrained", 8.0)]
+    assert stage.seconds(A, Use.SWITCH) == 8.0
+    assert stage.seconds(A, Use.WAIT_DATA) == 12.0
+
+
+def test_a_slice_that_fails_is_back_after_its_repair_and_what_it_did_is_void() -> None:
+    stage = Stage()
+    stage.command(cmd.LendSlice(command=1, slice=A, version=0))
+    stage.until(2.0)
+    stage.replies[ev.SliceFailed] = [cmd.RestartSlice(slice=A)]
+    stage.driver.fail(A)
+    stage.until(100.0)
+    assert stage.told() == [("SliceFailed", 2.0), ("SliceReturned", 52.0)]
+    assert stage.seconds(A, Use.FAILED) == 50.0
+
+
+@pytest.mark.parametrize("state", [SliceState.TRAINING, SliceState.FAILED])
+def test_who_trains_or_has_failed_does_not_fail(state: SliceState) -> None:
+    stage = Stage()
+    stage.cluster[A].state = state
+    stage.driver.fail(A)
+    assert stage.events == []
+
+
+def test_a_gang_is_granted_and_given_back() -> None:
+    stage = Stage()
+    woken: list[float] = []
+
+    def waits() -> Any:
+        yield stage.driver.changed
+        woken.append(stage.clock.now)
+
+    stage.clock.start(waits())
+    stage.until(3.0)
+    assert stage.driver.granted("train/1") is None
+    stage.command(cmd.GrantAcquire(request="train/1", slices=(A, B)))
+    stage.until(4.0)
+    assert stage.driver.granted("train/1") == (A, B)
+    assert woken == [3.0]
+    for name in (A, B):
+        stage.fleet.units[name].turn_to(Use.TRAIN)
+    stage.until(9.0)
+    stage.driver.release("train/1")
+    assert stage.driver.granted("train/1") is None
+    assert stage.told() == [("Released", 9.0)]
+    stage.until(10.0)
+    assert (stage.seconds(A, Use.TRAIN), stage.seconds(B, Use.WAIT_DATA)) == (5.0, 5.0)
+
+
+def test_a_timer_rings_when_it_should() -> None:
+    stage = Stage()
+    stage.command(cmd.SetTimer(at=12.5))
+    stage.until(20.0)
+    assert stage.told() == [("Tick", 12.5)]
+
+
+def test_events_that_follow_from_an_event_come_after_it() -> None:
+    """The reply to the first event makes a second one at once: it is told when all commands of the first are done."""
+    stage = Stage()
+    stage.fleet.units[A].serve(0)
+    stage.replies[ev.Tick] = [
+        cmd.GrantAcquire(request="r", slices=(B,)),
+        cmd.SetTimer(at=0.0),
+        cmd.RestartSlice(slice=B),
+    ]
+    stage.driver.tell(ev.Tick(at=0.0))
+    assert stage.told() == [("Tick", 0.0)]
+    stage.until(60.0)
+    assert stage.told() == [("Tick", 0.0), ("Tick", 0.0), ("SliceReturned", 50.0)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        cmd.RefuseAcquire(request="train/1", reason="too large"),
+        cmd.RevokeGrant(request="train/1", slice=A, reason="gone"),
+    ],
+)
+def test_a_gang_that_cannot_be_had_ends_a_run(command: cmd.Command) -> None:
+    with pytest.raises(SeamlessError, match="train/1: (too large|gone)"):
+        Stage().command(command)
+
+
+def test_stalls_are_counted_and_horizons_kept() -> None:
+    stage = Stage()
+    stage.command(
+        cmd.ReportStall(request="train/1", waited_s=9.0, waiting_for=("a",)),
+        cmd.SetHorizon(slice=A, outlasting=frozenset({"g1/0"})),
+    )
+    assert stage.driver.stalls == 1
+    assert stage.driver.outlasting == {"g1/0"}
+    assert stage.fleet.units[A].lent
+    assert not stage.fleet.units[B].lent
+
+
+def test_without_spread_a_switch_takes_what_was_said_and_with_it_about_that() -> None:
+    exact, spread = Stage(), Stage(SwitchCosts(wake=7.0, drain=3.0, load=2.0, push=1.0, spread=0.1))
+    for stage in (exact, spread):
+        for number in range(40):
+            stage.command(cmd.LendSlice(command=number, slice=A, version=0))
+            stage.until(20.0 * (number + 1))
+    waits = [at % 20.0 for _, at in spread.told()]
+    assert {at % 20.0 for _, at in exact.told()} == {7.0}
+    assert len(set(waits)) > 30
+    assert sum(waits) / len(waits) == pytest.approx(7.0, rel=0.05)
