@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import os
 import select
 import signal
@@ -89,8 +90,7 @@ async def test_a_call_that_is_under_way_when_its_engine_dies_ends() -> None:
 async def test_vllm_leaves_such_a_call_waiting_for_ever() -> None:
     """When this fails, vLLM ends it, and the workaround can go."""
     core_client = importlib.import_module("vllm.v1.engine.core_client")
-    stock = core_client.AsyncMPClient._call_utility_async
-    stock = getattr(stock, "__wrapped__", stock)
+    stock = inspect.unwrap(core_client.AsyncMPClient._call_utility_async)
     with pytest.raises(asyncio.TimeoutError):
         await _call_and_kill(type("Stock", (core_client.AsyncMPClient,), {"_call_utility_async": stock}))
 
