@@ -296,6 +296,8 @@ def _keep_plain_weights(ops: ModuleType) -> None:
 def _fail_calls_of_dead_engines(core_client: ModuleType) -> None:
     client: Any = core_client.AsyncMPClient
     original = client._call_utility_async
+    if hasattr(original, "__wrapped__"):
+        return  # vLLM may load its plug-ins more than once
 
     @functools.wraps(original)
     async def call_utility(self: Any, *args: Any, **kwargs: Any) -> Any:
