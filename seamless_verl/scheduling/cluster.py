@@ -42,7 +42,7 @@ class Roofline:
 
     Decoding reads every weight for every token (bound by memory bandwidth), training multiplies matrices (bound by
     FLOP/s). A slice's `balance` = FLOP/s per byte/s; a high balance is better used by training, a low one by rollout
-    (PAPERS 1.2). Facts from data sheets say how fast a slice should generate relative to others; the tokens it did
+    (SeamlessFlow). Facts from data sheets say how fast a slice should generate relative to others; the tokens it did
     generate say how fast it does.
 
     ``speed`` is on one scale for all slices, whichever of them were measured: 1 is the mean of what data sheets say.

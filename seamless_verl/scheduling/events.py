@@ -86,7 +86,7 @@ class SliceReturned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcquireRequested(Event):
-    """``acquire(tag, k)`` of PAPERS 1.2: answered by exactly one `GrantAcquire` or `RefuseAcquire`.
+    """``acquire(tag, k)`` of SeamlessFlow: answered by exactly one `GrantAcquire` or `RefuseAcquire`.
 
     The trainer asks before it has the data it needs; when to preempt is then the policy's choice, between
     ``minimum`` groups ready (training can begin) and ``batch`` (there is nothing more to wait for).

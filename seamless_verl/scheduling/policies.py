@@ -51,7 +51,7 @@ class _FixedRule:
 
 
 class Greedy(_FixedRule):
-    """SeamlessFlow's rule (PAPERS 1.2): lends every idle slice as soon as it is released, takes it back when the
+    """SeamlessFlow's rule: lends every idle slice as soon as it is released, takes it back when the
     trainer's first groups are ready."""
 
     def _when_due(self, cluster: Cluster, waiting: Pending) -> tuple[Verb, str]:

@@ -28,7 +28,7 @@ SliceId = NewType("SliceId", str)
 
 
 class Tag(Enum):
-    """A capability, or the use a slice is in (SeamlessFlow section on tag-driven scheduling; PAPERS 1.2)."""
+    """A capability, or the use a slice is in (SeamlessFlow, tag-driven scheduling)."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"

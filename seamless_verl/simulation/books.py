@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def trainable_idle_share(self) -> float:
-        """Idle share of the slices that can train (PAPERS 1.4, claim 4)."""
+        """Idle share of the slices that can train (SeamlessFlow's claim)."""
         total = sum(self.trainable_gpu_seconds.values())
         return sum(self.trainable_gpu_seconds[use] for use in IDLE) / total if total else 0.0
 

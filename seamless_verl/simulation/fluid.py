@@ -1,6 +1,6 @@
 """The fluid limit: the shortest step when nobody waits for anybody, and its refinement for a bound on staleness.
 
-Work.     T = T_train + (N - r_b * T_train) / r_ab, which is (W_r + W_t) / (a + b) of PAPERS 1.2 with rates that depend
+Work.     T = T_train + (N - r_b * T_train) / r_ab, which is (W_r + W_t) / (a + b) of SeamlessFlow with rates that depend
           on how many requests there are: N tokens per step, r_b and r_ab the token rates of the slices that only
           generate and of all slices with (eta + 1) batches in flight. Without lending T = max(T_train, N / r_b).
 Bound.    A batch is admitted when weights are published and must be whole eta + 1 steps later, so its longest
@@ -9,7 +9,7 @@ Bound.    A batch is admitted when weights are published and must be whole eta +
           equation whose smallest T with C((eta + 1) T) >= longest is found by bisection.
 
 Paid.     Each step pays for what no decision avoids: a slice that is lent wakes up and is drained at least once (the
-          2 T_switch of PAPERS 1.2); new weights stop what runs on a slice while it loads them (a request could only
+          2 T_switch of SeamlessFlow); new weights stop what runs on a slice while it loads them (a request could only
           dodge that by moving, and is prefilled again then); and what is generated last must still be trained and
           pushed before the next version is out, so the longest trajectory has (eta + 1) T less both.
 

@@ -16,7 +16,7 @@ from seamless_verl.scheduling.prediction.learned import DecodeModel, LengthModel
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Switch, SwitchTimes, Tag
 
-# floor, b, k, attn_b, attn_k of PAPERS 2.3
+# floor, b, k, attn_b, attn_k of StaleFlow's cost model
 PUBLISHED = {
     "7B TP1": (6.40e-3, 2.70e-3, 1.231e-4, 2.80e-3, 3.35e-8),
     "14B TP1": (1.230e-2, 4.91e-3, 2.441e-4, 1.966e-3, 1.165e-7),
