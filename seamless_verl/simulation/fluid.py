@@ -1,6 +1,6 @@
 """The fluid limit: the shortest step when nobody waits for anybody, and its refinement for a bound on staleness.
 
-Work.     T = T_train + (N - r_b * T_train) / r_ab, which is (W_r + W_t) / (a + b) of SeamlessFlow with rates that depend
+Work.     T = T_train + (N - r_b * T_train) / r_ab, which is (W_r + W_t) / (a + b) of SeamlessFlow; rates depend
           on how many requests there are: N tokens per step, r_b and r_ab the token rates of the slices that only
           generate and of all slices with (eta + 1) batches in flight. Without lending T = max(T_train, N / r_b).
 Bound.    A batch is admitted when weights are published and must be whole eta + 1 steps later, so its longest
