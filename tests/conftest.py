@@ -16,12 +16,18 @@ settings.load_profile("same")
 
 @pytest.fixture(autouse=True)
 def _root_logger_as_it_was() -> Iterator[None]:
-    """Hydra, vLLM and verl set up the root logger when a test runs them in this process; their handlers write to
-    streams that pytest closes after the test, and the next test's records went there instead of to ``caplog``."""
+    """Hydra, vLLM, verl and what they import set up the root logger when a test runs them in this process.
+
+    Their handlers write to streams that pytest closes after the test. And importing a dependency of vLLM
+    (``model_hosting_container_standards``) gives every handler that is there, also pytest's own, a level of ERROR.
+    """
     root = logging.getLogger()
-    level, handlers = root.level, set(root.handlers)
+    level, before = root.level, [(each, each.level, each.formatter) for each in root.handlers]
     yield
     root.setLevel(level)
-    for handler in [each for each in root.handlers if each not in handlers]:
+    for handler, its_level, formatter in before:
+        handler.setLevel(its_level)
+        handler.setFormatter(formatter)
+    for handler in set(root.handlers) - {each for each, _, _ in before}:
         root.removeHandler(handler)
         handler.close()
