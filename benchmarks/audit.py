@@ -30,6 +30,7 @@ import uvloop
 
 from benchmarks import parts
 from benchmarks.engine_book import Book, NotedConnection
+from benchmarks.http_pool import HttpFailed, HttpPool
 from benchmarks.mock_engine import PreparedAnswers
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
@@ -44,7 +45,6 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.engines.http_pool import HttpFailed, HttpPool
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 
 _AGENTS = 16

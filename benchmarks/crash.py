@@ -31,6 +31,7 @@ import uvloop
 
 from benchmarks import parts
 from benchmarks.engine_book import Book, NotedConnection
+from benchmarks.http_pool import Answer, HttpFailed, HttpPool
 from benchmarks.mock_engine import PreparedAnswers
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
@@ -46,7 +47,6 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.engines.http_pool import Answer, HttpFailed, HttpPool
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 
 AGENTS = 12

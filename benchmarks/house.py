@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.http_pool import HttpPool
 from benchmarks.records import Record, arguments, report
 from benchmarks.traffic import (
     KEY,
@@ -39,7 +40,6 @@ from benchmarks.traffic import (
     until_up,
 )
 from benchmarks.traffic import process as child_process
-from seamless_verl.proxy.engines.http_pool import HttpPool
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "seamless_verl"

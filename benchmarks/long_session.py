@@ -23,6 +23,7 @@ import msgspec
 import uvloop
 
 from benchmarks import parts
+from benchmarks.http_pool import HttpPool
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 from benchmarks.traffic import (
@@ -38,7 +39,6 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.engines.http_pool import HttpPool
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 
 _MIN_TOKENS = 128_000

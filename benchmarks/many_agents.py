@@ -19,6 +19,7 @@ import psutil
 import uvloop
 
 from benchmarks import parts
+from benchmarks.http_pool import HttpPool
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 from benchmarks.traffic import (
@@ -34,7 +35,6 @@ from benchmarks.traffic import (
     our_proxy,
     until_up,
 )
-from seamless_verl.proxy.engines.http_pool import HttpPool
 
 _LATENCY_S = 0.05
 

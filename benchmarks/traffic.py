@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from seamless_verl.proxy.engines.http_pool import HttpPool
+from benchmarks.http_pool import HttpPool
 
 Child = contextlib.AbstractContextManager[subprocess.Popen[bytes]]
 _PR_SET_PDEATHSIG = 1

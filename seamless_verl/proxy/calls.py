@@ -87,9 +87,9 @@ class Call:
     stream: bool = False
 
     @property
-    def parse_tools(self) -> bool:
-        """Whether tool calls in the answer's text are calls."""
-        return bool(self.raw_tools) and self.tool_choice is not ToolChoice.NONE
+    def tools_to_parse(self) -> Sequence[Mapping[str, Any]]:
+        """Tools whose calls are found in the answer's text; none where calls are just text."""
+        return () if self.tool_choice is ToolChoice.NONE else self.raw_tools
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ from seamless_verl.proxy.session.attempts import Attempt, State, answer_digest
 from seamless_verl.proxy.session.journal import AnsweredTurn, Journal, JournalFailed
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
-from seamless_verl.proxy.text.constraints import structured_outputs
-from seamless_verl.proxy.text.parsing import AnswerParser, Asked, Settler, StopCutter, find_stop
+from seamless_verl.proxy.text.parsing import AnswerParser, Settler, StopCutter, find_stop, structured_outputs
 from seamless_verl.proxy.text.tokenizer import TextDecoder
 from seamless_verl.trajectory.generation import TrajectoryError
 from seamless_verl.trajectory.matching import HistoryMatch
@@ -171,11 +170,11 @@ class Generator:
         """One of the answers, ready to be recorded."""
         head = attempt.answers[number]
         prompt_ids, images = session.images.prompt(pending.prompt_ids)
-        asked = self._asked(call, prompt_ids, head.id)
-        constraint = structured_outputs(call, self._parser, thinking=asked.thinking)
+        thinking = self._is_thinking(prompt_ids)
+        constraint = structured_outputs(call, self._parser, thinking=thinking)
         if constraint is not None:
             sampling["structured_outputs"] = constraint
-        draft = self._draft(attempt, number, call, asked) if call.stream else None
+        draft = self._draft(attempt, number, call, thinking) if call.stream else None
         request = GenerationRequest(
             request_id=head.id,
             session_id=session.id,
@@ -186,22 +185,20 @@ class Generator:
             on_tokens=draft.feed if draft is not None else None,
         )
         generation = await self._ask(session, request, pending)
-        answer = self._read(head, generation, call, asked)
+        answer = self._read(head, generation, call, thinking)
         if draft is not None:
             draft.check(generation, answer.message)
         record = _sealed(pending, head.id, generation, answer)
         return record, session.ledger.entry(head.id), answer
 
-    def _asked(self, call: Call, prompt_ids: Sequence[int], generation_id: str) -> Asked:
-        thinking = False
-        if self._parser.think_tags is not None:
-            tail = self._renderer.decode(prompt_ids[-_PROMPT_TAIL:])
-            thinking = tail.rstrip().endswith(self._parser.think_tags[0])
-        tools = call.raw_tools if call.parse_tools else ()
-        return Asked(tools=tools, thinking=thinking, call_prefix=f"call_{generation_id[:20]}_")
+    def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends inside the model's reasoning."""
+        if self._parser.think_tags is None:
+            return False
+        return self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip().endswith(self._parser.think_tags[0])
 
-    def _draft(self, attempt: Attempt, number: int, call: Call, asked: Asked) -> Draft:
-        settler = self._parser.settler(asked) if call.prompt is None else None
+    def _draft(self, attempt: Attempt, number: int, call: Call, thinking: bool) -> Draft:
+        settler = self._parser.settler(call.tools_to_parse, thinking=thinking) if call.prompt is None else None
         stops = call.sampling.get("stop", ())
         return Draft(attempt, number, self._renderer, settler, stops, show_tokens=call.logprobs is not None)
 
@@ -217,7 +214,7 @@ class Generator:
             raise ApiError(503, "engine_aborted", story, retry_after_s=1.0)
         return generation
 
-    def _read(self, head: Answer, generation: Generation, call: Call, asked: Asked) -> Answer:
+    def _read(self, head: Answer, generation: Generation, call: Call, thinking: bool) -> Answer:
         """Text, reasoning and tool calls of a generation."""
         ids = list(generation.token_ids)
         if generation.finish_reason is FinishReason.STOP and ids[-1] in self._renderer.stop_token_ids:
@@ -225,7 +222,8 @@ class Generator:
         text = self._renderer.decode(ids)
         end, stop_text = find_stop(text, call.sampling.get("stop", ()))
         if call.prompt is None:
-            message = self._parser.parse(text[:end], asked)
+            prefix = f"call_{head.id[:20]}_"
+            message = self._parser.parse(text[:end], call.tools_to_parse, thinking=thinking, call_prefix=prefix)
         else:
             message = Message(role=Role.ASSISTANT, content=text[:end])
         tokens = _tokens_of(generation, range(len(ids)), self._renderer) if call.logprobs is not None else []

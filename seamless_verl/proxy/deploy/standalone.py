@@ -22,10 +22,10 @@ from pathlib import Path
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import shared_file_system
 from seamless_verl.proxy.deploy.http_server import ProxyServer
-from seamless_verl.proxy.engine import Ability
-from seamless_verl.proxy.engines.gate import Gate
-from seamless_verl.proxy.engines.vllm_http import ABILITIES, VllmHttpEngine
+from seamless_verl.proxy.engine import Ability, Gate
+from seamless_verl.proxy.engines.vllm_http import VllmHttpEngine
 from seamless_verl.proxy.engines.vllm_pictures import NoPictures
+from seamless_verl.proxy.engines.vllm_probe import ABILITIES, continues_grammars, served_model, show_pictures
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
@@ -157,10 +157,10 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         placeholder=tokenizer.image_token_id,
         others=tokenizer.placeholders,
     )
-    served = await engine.probe()
+    served = await served_model(engine)
     limits = config.limits
     images, blind = await _eyes(engine, tokenizer.image_token_id, limits)
-    continues = await engine.continues_grammars(renderer.decode)
+    continues = await continues_grammars(engine, renderer.decode)
     if served.max_model_len is not None:
         limits = replace(limits, max_model_len=min(limits.max_model_len, served.max_model_len))
     sessions = SessionStore(prefix=config.prefix, on_drop=engine.forget)
@@ -194,7 +194,7 @@ async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits)
     if placeholder is None:
         return None, ""
     try:
-        return await engine.show(placeholder, max_pixels=limits.max_image_pixels), ""
+        return await show_pictures(engine, placeholder, max_pixels=limits.max_image_pixels), ""
     except NoPictures as error:
         return None, str(error)
 

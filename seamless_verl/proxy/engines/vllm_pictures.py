@@ -18,13 +18,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from cachetools import LRUCache
 
 from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable
-from seamless_verl.proxy.engines.http_pool import HttpFailed, HttpPool
 from seamless_verl.proxy.text.pictures import BadImage, open_image
 from seamless_verl.trajectory.tokens import TokenPath
 
@@ -74,11 +73,25 @@ class _Seen:
     num_bytes: int
 
 
+class Server(Protocol):
+    """Requests to one vLLM server (:class:`seamless_verl.proxy.engines.vllm_http.VllmServer`)."""
+
+    base_url: str
+
+    async def request(self, method: str, path: str, body: bytes, *, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of the answer.
+
+        Raises:
+            EngineUnavailable: there is none.
+        """
+        ...
+
+
 class VllmPictures:
     """An :class:`~seamless_verl.proxy.text.pictures.ImageReader`.
 
     Args:
-        pool: of the server.
+        server: that answers.
         model: the name that it serves.
         placeholder: id of the token that stands, alone and many times, in the place of a picture.
         max_pixels: of one picture.
@@ -87,10 +100,10 @@ class VllmPictures:
         defaults: sampling of the server where a request is silent; known once a picture was read.
     """
 
-    def __init__(self, pool: HttpPool, model: str, placeholder: int, *, max_pixels: int) -> None:
+    def __init__(self, server: Server, model: str, placeholder: int, *, max_pixels: int) -> None:
         self.placeholder = placeholder
         self.defaults: Mapping[str, Any] = {}
-        self._pool = pool
+        self._server = server
         self._model = model
         self._max_pixels = max_pixels
         self._decoder = msgspec.json.Decoder(_Rendered)
@@ -162,19 +175,16 @@ class VllmPictures:
         url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}]
         body = {"model": self._model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-        try:
-            answer = await self._pool.request("POST", RENDER_ROUTE, msgspec.json.encode(body), timeout_s=_RENDER_S)
-        except HttpFailed as error:
-            raise EngineUnavailable(f"{error} ({self._pool.base_url})") from error
-        said = answer.body[:300].decode("utf-8", "replace")
-        if answer.status in (400, 422):
+        status, data = await self._server.request("POST", RENDER_ROUTE, msgspec.json.encode(body), timeout_s=_RENDER_S)
+        said = data[:300].decode("utf-8", "replace")
+        if status in (400, 422):
             raise BadImage(f"the model's processor refuses it: {said}")
-        if answer.status in (404, 405):
+        if status in (404, 405):
             raise NoPictures(f"the vLLM server has no {RENDER_ROUTE}; {NEEDS}")
-        if answer.status != 200:
-            raise EngineUnavailable(f"{self._pool.base_url}{RENDER_ROUTE} answered {answer.status}: {said}")
+        if status != 200:
+            raise EngineUnavailable(f"{self._server.base_url}{RENDER_ROUTE} answered {status}: {said}")
         try:
-            rendered = self._decoder.decode(answer.body)
+            rendered = self._decoder.decode(data)
         except msgspec.MsgspecError as error:
             raise NoPictures(f"{RENDER_ROUTE} answers no token ids ({error}); {NEEDS}") from error
         self.defaults = {name: value for name, value in rendered.sampling_params.items() if name in _DEFAULTS}

@@ -39,8 +39,7 @@ from seamless_verl.proxy.dialects.chat import parse_chat
 from seamless_verl.proxy.dialects.completions import parse_completion
 from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.dialects.shared import validated
-from seamless_verl.proxy.engine import Ability, Engine
-from seamless_verl.proxy.engines.gate import Gate, GatedEngine
+from seamless_verl.proxy.engine import Ability, Engine, Gate, GatedEngine
 from seamless_verl.proxy.http.openapi import describe
 from seamless_verl.proxy.http.replying import Reply, StreamTiming
 from seamless_verl.proxy.http.requests import (
@@ -61,8 +60,7 @@ from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJour
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.store import Residency, SessionStore, key_digest
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.proxy.text.constraints import refuse_unable
-from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
+from seamless_verl.proxy.text.parsing import AnswerParser, TagParser, refuse_unable
 from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageIntake, ImageReader
 
 _log = logging.getLogger(__name__)

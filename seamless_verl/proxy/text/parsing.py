@@ -1,7 +1,13 @@
-"""From generated text to an assistant message: reasoning, content, tool calls.
+"""How a model writes reasoning and tool calls: text becomes a message, and the engine is forced to write what is asked.
 
 Invariants: no character is invented; what cannot be parsed stays content, so that the agent sees what the model said.
 What :class:`Settler` lets out early is a prefix of what :meth:`AnswerParser.parse` says in the end.
+
+What is forced (required tool calls, strict arguments, JSON answers) is written in the model's own format for tool calls
+(an xgrammar structural tag), so that the recorded tokens read like every other call of this model, and reasoning in
+front of it stays free::
+
+    [ reasoning … </think> ]   calls | JSON
 """
 
 from __future__ import annotations
@@ -9,28 +15,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from seamless_verl.proxy.calls import Call, ToolChoice, bad_request
+from seamless_verl.proxy.engine import Ability
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a parser has to know about the request.
-
-    Attributes:
-        tools: those offered, in OpenAI's shape; empty when calls are just text.
-        thinking: whether the prompt ends inside the model's reasoning.
-        call_prefix: start of the tool-call ids to hand out; unique per answer.
-    """
-
-    tools: Sequence[Mapping[str, Any]]
-    thinking: bool
-    call_prefix: str
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class AnswerParser(Protocol):
@@ -46,11 +41,21 @@ class AnswerParser(Protocol):
         """Whether calls are told by special tokens, which the text then has to show."""
         ...
 
-    def parse(self, text: str, asked: Asked) -> Message: ...
+    def parse(self, text: str, tools: Tools, *, thinking: bool, call_prefix: str) -> Message:
+        """The message that an answer is.
 
-    def settler(self, asked: Asked) -> Settler: ...
+        Args:
+            tools: those offered, in OpenAI's shape; empty when calls are just text.
+            thinking: whether the prompt ends inside the model's reasoning.
+            call_prefix: start of the tool-call ids to hand out; unique per answer.
+        """
+        ...
 
-    def tool_format(self, tools: Sequence[Mapping[str, Any]], *, required: bool) -> dict[str, Any] | None:
+    def settler(self, tools: Tools, *, thinking: bool) -> Settler:
+        """For the same answer while it is generated."""
+        ...
+
+    def tool_format(self, tools: Tools, *, required: bool) -> dict[str, Any] | None:
         """How calls of these tools are written, as the ``format`` of an xgrammar structural tag.
 
         None when nobody has written that down for this model; such calls can then not be forced. Text without a call
@@ -77,19 +82,19 @@ class TagParser:
     def keeps_special_tokens(self) -> bool:
         return False
 
-    def parse(self, text: str, asked: Asked) -> Message:
+    def parse(self, text: str, tools: Tools, *, thinking: bool, call_prefix: str) -> Message:
         """See :class:`AnswerParser`. Reasoning that never ends is all there is: the answer was cut short."""
-        reasoning, content = split_reasoning(text, self._think_tags, asked.thinking)
+        reasoning, content = split_reasoning(text, self._think_tags, thinking)
         calls: list[ToolCall] = []
-        if asked.tools and "<tool_call>" in content:
-            content, calls = _take_calls(content, asked.call_prefix)
+        if tools and "<tool_call>" in content:
+            content, calls = _take_calls(content, call_prefix)
         return Message(role=Role.ASSISTANT, content=content, tool_calls=tuple(calls), reasoning=reasoning)
 
-    def settler(self, asked: Asked) -> Settler:
-        marker = "<tool_call>" if asked.tools else None
-        return Settler(think_tags=self._think_tags, thinking=asked.thinking, tool_marker=marker)
+    def settler(self, tools: Tools, *, thinking: bool) -> Settler:
+        marker = "<tool_call>" if tools else None
+        return Settler(think_tags=self._think_tags, thinking=thinking, tool_marker=marker)
 
-    def tool_format(self, tools: Sequence[Mapping[str, Any]], *, required: bool) -> dict[str, Any]:
+    def tool_format(self, tools: Tools, *, required: bool) -> dict[str, Any]:
         tags = [
             {
                 "type": "tag",
@@ -276,3 +281,95 @@ def overlap(text: str, tag: str) -> int:
         if text.endswith(tag[:length]):
             return length
     return 0
+
+
+def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability]) -> None:
+    """Refuse what this engine and this parser cannot honour.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    if call.logprobs and Ability.TOP_LOGPROBS not in abilities:
+        raise _refusal("top_logprobs", "this engine tells the log-prob of the chosen token only")
+    if call.thinking is not None and call.thinking is not (parser.think_tags is not None):
+        does = "always reasons" if parser.think_tags is not None else "does not reason aloud"
+        raise _refusal("thinking", f"this model {does}, whatever a request says")
+    wishes = {
+        "tool_choice": bool(call.tools_to_parse) and call.tool_choice is ToolChoice.REQUIRED,
+        "parallel_tool_calls": bool(call.tools_to_parse) and not call.parallel_tool_calls,
+        "tools": bool(call.tools_to_parse and call.strict_tools),
+        "response_format": call.json_schema is not None,
+    }
+    asked = [field for field, is_asked in wishes.items() if is_asked]
+    if asked and Ability.STRUCTURED_OUTPUTS not in abilities:
+        raise _refusal(asked[0], "it needs constrained decoding, which this engine does not offer")
+    if asked and asked != ["response_format"] and parser.tool_format(call.raw_tools, required=True) is None:
+        raise _refusal(asked[0], "nobody has described this model's tool calls as a grammar")
+
+
+def _refusal(field: str, why: str) -> Exception:
+    return bad_request(f"This value of {field} is not supported: {why}.", param=field, code="unsupported_value")
+
+
+def structured_outputs(call: Call, parser: AnswerParser, *, thinking: bool) -> dict[str, Any] | None:
+    """vLLM's ``structured_outputs`` for a request; None where nothing is forced.
+
+    Args:
+        thinking: whether the prompt ends inside the model's reasoning.
+    """
+    tools = _tool_format(call, parser)
+    text = {"type": "json_schema", "json_schema": call.json_schema} if call.json_schema is not None else None
+    if tools is None and text is None:
+        return None
+    if tools is None and parser.think_tags is None:
+        return {"json": call.json_schema}
+    if tools is None or text is None or call.tool_choice is ToolChoice.REQUIRED:
+        body = tools if tools is not None else text
+    else:
+        body = {"type": "or", "elements": [tools, text]}
+    assert body is not None
+    return {
+        "structural_tag": json.dumps({"type": "structural_tag", "format": _after_reasoning(body, parser, thinking)})
+    }
+
+
+def _tool_format(call: Call, parser: AnswerParser) -> dict[str, Any] | None:
+    if not call.tools_to_parse:
+        return None
+    required = call.tool_choice is ToolChoice.REQUIRED
+    # Beside a JSON answer, calls have to be told from it by the grammar.
+    if not required and call.parallel_tool_calls and not call.strict_tools and call.json_schema is None:
+        return None
+    chosen = [_loosened(tool, call) for tool in call.raw_tools if call.tool_name in ("", tool["function"]["name"])]
+    form = parser.tool_format(chosen, required=required or call.json_schema is not None)
+    return form if form is None or (call.parallel_tool_calls and not call.tool_name) else _only_first(form)
+
+
+def _loosened(tool: Mapping[str, Any], call: Call) -> Mapping[str, Any]:
+    """Arguments of a tool that nobody called strict, and that nobody forces, may be any object."""
+    name = tool["function"]["name"]
+    if name in call.strict_tools or call.tool_choice is ToolChoice.REQUIRED:
+        return tool
+    return {**tool, "function": {**tool["function"], "parameters": {"type": "object"}}}
+
+
+def _only_first(form: Any) -> Any:
+    """The same format with at most one call."""
+    if isinstance(form, list):
+        return [_only_first(part) for part in form]
+    if not isinstance(form, dict):
+        return form
+    copy = {key: value if key == "json_schema" else _only_first(value) for key, value in form.items()}
+    if form.get("type") in ("tags_with_separator", "triggered_tags"):
+        copy["stop_after_first"] = True
+    return copy
+
+
+def _after_reasoning(body: dict[str, Any], parser: AnswerParser, thinking: bool) -> dict[str, Any]:
+    if parser.think_tags is None:
+        return body
+    opening, closing = parser.think_tags
+    gap = {"type": "regex", "pattern": r"\n{0,2}"}
+    thought = {"type": "tag", "begin": "" if thinking else opening, "content": {"type": "any_text"}, "end": closing}
+    reasoned = {"type": "sequence", "elements": [thought, gap, body]}
+    return reasoned if thinking else {"type": "or", "elements": [reasoned, body]}

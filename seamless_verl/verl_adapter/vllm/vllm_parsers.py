@@ -6,11 +6,10 @@ settled by the parsers' tags, and where those are unknown nothing is shown befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.text.parsing import AnswerParser, Asked, Settler, TagParser, is_writable, split_reasoning
+from seamless_verl.proxy.text.parsing import AnswerParser, Settler, TagParser, Tools, is_writable, split_reasoning
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
 # How vLLM's tool parsers call the text that a tool call begins with; a parser without any of them settles nothing.
@@ -88,18 +87,18 @@ class VllmParser:
             return False
         return not self._tool_class(self._tokenizer, request.tools).adjust_request(request).skip_special_tokens
 
-    def parse(self, text: str, asked: Asked) -> Message:
+    def parse(self, text: str, tools: Tools, *, thinking: bool, call_prefix: str) -> Message:
         """See `AnswerParser.parse`; white space around reasoning and calls goes the way it goes everywhere here."""
-        request = _request(asked.tools)
-        reasoning, content = self._split(text, asked, request)
-        if not asked.tools:
+        request = _request(tools)
+        reasoning, content = self._split(text, thinking, request)
+        if not tools:
             return Message(role=Role.ASSISTANT, content=content, reasoning=reasoning)
         if self._tool_class is None:
-            said = self._fallback.parse(content, asked)
+            said = self._fallback.parse(content, tools, thinking=thinking, call_prefix=call_prefix)
             return Message(role=Role.ASSISTANT, content=said.content, tool_calls=said.tool_calls, reasoning=reasoning)
         told = self._tool_class(self._tokenizer, request.tools).extract_tool_calls(content, request)
         calls = tuple(
-            ToolCall(id=f"{asked.call_prefix}{number}", name=call.function.name, arguments=call.function.arguments)
+            ToolCall(id=f"{call_prefix}{number}", name=call.function.name, arguments=call.function.arguments)
             for number, call in enumerate(told.tool_calls)
         )
         if not is_writable(*(text for call in calls for text in (call.name, call.arguments))):
@@ -107,20 +106,20 @@ class VllmParser:
         content = (told.content or "").rstrip() if calls else content
         return Message(role=Role.ASSISTANT, content=content, tool_calls=calls, reasoning=reasoning)
 
-    def _split(self, text: str, asked: Asked, request: Any) -> tuple[str, str]:
+    def _split(self, text: str, thinking: bool, request: Any) -> tuple[str, str]:
         tags = self.think_tags
         if self._reasoning is None:
             return "", text
-        if tags is not None and (asked.thinking or text.lstrip().startswith(tags[0])):
-            return split_reasoning(text, tags, asked.thinking)
+        if tags is not None and (thinking or text.lstrip().startswith(tags[0])):
+            return split_reasoning(text, tags, thinking)
         if tags is not None and tags[1] not in text:
             return "", text  # the prompt closed the reasoning, or there is none
         found, rest = self._reasoning.extract_reasoning(text, request)
         return (found or "").strip(), (rest or "").lstrip("\n") if found else rest or ""
 
-    def settler(self, asked: Asked) -> Settler:
+    def settler(self, tools: Tools, *, thinking: bool) -> Settler:
         marker: str | None = None
-        if asked.tools:
+        if tools:
             names = (
                 [getattr(self._tool_class, name, None) for name in _MARKERS] if self._tool_class else ["<tool_call>"]
             )
@@ -128,9 +127,9 @@ class VllmParser:
         if self._reasoning is None:
             return Settler(think_tags=None, thinking=False, tool_marker=marker)
         # Text without an opening tag may still turn out to be reasoning, for some of vLLM's parsers.
-        return Settler(think_tags=self.think_tags, thinking=asked.thinking, tool_marker=marker, plain_start=False)
+        return Settler(think_tags=self.think_tags, thinking=thinking, tool_marker=marker, plain_start=False)
 
-    def tool_format(self, tools: Sequence[Mapping[str, Any]], *, required: bool) -> dict[str, Any] | None:
+    def tool_format(self, tools: Tools, *, required: bool) -> dict[str, Any] | None:
         if self._tool_class is None:
             return self._fallback.tool_format(tools, required=required)
         model = getattr(self._tool_class, "structural_tag_model", None)
@@ -165,7 +164,7 @@ def _fitting(key: str, name: str, make: Any) -> Any:
         raise ConfigError(key, name, f"does not fit the tokenizer: {error}", fix) from error
 
 
-def _request(tools: Sequence[Mapping[str, Any]], *, strict: bool = False) -> Any:
+def _request(tools: Tools, *, strict: bool = False) -> Any:
     """The request as vLLM's parsers want to see it; they read the tools' schemas and nothing else."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 

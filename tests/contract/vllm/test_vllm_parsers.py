@@ -18,8 +18,7 @@ from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.deploy.standalone import StandaloneConfig, serve
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.proxy.text.constraints import structured_outputs
-from seamless_verl.proxy.text.parsing import Asked, TagParser
+from seamless_verl.proxy.text.parsing import TagParser, structured_outputs
 from tests.fakes import CHATML, small_tokenizer
 from tests.standalone import save_tokenizer
 
@@ -48,13 +47,12 @@ def _tokenizer() -> Any:
 @pytest.mark.parametrize("reasoning", [None, "qwen3", "deepseek_r1"])
 def test_calls_and_reasoning_of_several_families(name: str, text: str, reasoning: str | None) -> None:
     parser = VllmParser(_tokenizer(), name, reasoning)
-    asked = Asked(tools=TOOLS, thinking=False, call_prefix="call_x_")
     whole = text if reasoning is None else f"<think>\nhm\n</think>\n\n{text}"
-    said = parser.parse(whole, asked)
+    said = parser.parse(whole, TOOLS, thinking=False, call_prefix="call_x_")
     (call,) = said.tool_calls
     assert (call.id, call.name, json.loads(call.arguments)) == ("call_x_0", "run", {"n": 3})
     assert (said.content, said.reasoning) == ("I look.", "hm" if reasoning else "")
-    settler = parser.settler(asked)
+    settler = parser.settler(TOOLS, thinking=False)
     shown = [settler.feed(character) for character in whole]
     assert said.reasoning.startswith("".join(part for part, _ in shown))
     assert said.content.startswith("".join(part for _, part in shown))
@@ -64,17 +62,16 @@ def test_calls_and_reasoning_of_several_families(name: str, text: str, reasoning
 def test_a_call_that_nobody_can_write_stays_content(name: str | None) -> None:
     half = r"\ud83d"
     text = f'so <tool_call>\n{{"name": "run", "arguments": {{"n": "{half}"}}}}\n</tool_call>'
-    said = VllmParser(_tokenizer(), name, None).parse(text, Asked(tools=TOOLS, thinking=False, call_prefix="c"))
+    said = VllmParser(_tokenizer(), name, None).parse(text, TOOLS, thinking=False, call_prefix="c")
     assert (said.content, said.tool_calls) == (text, ())
 
 
 def test_reasoning_that_the_prompt_opened() -> None:
     parser = VllmParser(_tokenizer(), None, "qwen3")
-    asked = Asked(tools=(), thinking=True, call_prefix="c")
     assert parser.think_tags == ("<think>", "</think>")
-    said = parser.parse("hm\n</think>\n\nyes", asked)
+    said = parser.parse("hm\n</think>\n\nyes", (), thinking=True, call_prefix="c")
     assert (said.reasoning, said.content) == ("hm", "yes")
-    settler = parser.settler(asked)
+    settler = parser.settler((), thinking=True)
     assert [settler.feed(part) for part in ("hm, ", "so", "</think>", "\nyes")] == [
         ("hm,", ""),
         (" so", ""),
@@ -85,10 +82,9 @@ def test_reasoning_that_the_prompt_opened() -> None:
 
 def test_without_an_opening_tag_nothing_is_shown_early() -> None:
     parser = VllmParser(_tokenizer(), None, "deepseek_r1")
-    asked = Asked(tools=(), thinking=False, call_prefix="c")
-    settler = parser.settler(asked)
+    settler = parser.settler((), thinking=False)
     assert [settler.feed(part) for part in ("who knows", "</think>", "yes")] == [("", "")] * 3
-    said = parser.parse("who knows</think>yes", asked)
+    said = parser.parse("who knows</think>yes", (), thinking=False, call_prefix="c")
     assert (said.reasoning, said.content) == ("who knows", "yes")
 
 
@@ -103,7 +99,7 @@ def test_required_calls_as_vllm_describes_them(name: str) -> None:
     text = (HERMES if name == "hermes" else CODER).removeprefix("I look.").strip()
     assert xgrammar.testing._is_grammar_accept_string(grammar, text)
     assert not xgrammar.testing._is_grammar_accept_string(grammar, "hello")
-    said = parser.parse(text, Asked(tools=TOOLS, thinking=False, call_prefix="c"))
+    said = parser.parse(text, TOOLS, thinking=False, call_prefix="c")
     assert [known.name for known in said.tool_calls] == ["run"]
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from seamless_verl.proxy.calls import Call, ToolChoice
 from seamless_verl.proxy.engine import Ability
-from seamless_verl.proxy.text.constraints import structured_outputs
-from seamless_verl.proxy.text.parsing import Asked, TagParser
+from seamless_verl.proxy.text.parsing import TagParser, structured_outputs
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -82,7 +81,7 @@ def test_the_grammar_takes_what_it_should_and_nothing_else(changes: Any, good: l
 
 
 def test_what_the_grammar_takes_is_parsed_as_calls() -> None:
-    said = TagParser().parse(f"{WEATHER}\n{NOW}", Asked(tools=TOOLS, thinking=False, call_prefix="c"))
+    said = TagParser().parse(f"{WEATHER}\n{NOW}", TOOLS, thinking=False, call_prefix="c")
     assert [(call.name, json.loads(call.arguments)) for call in said.tool_calls] == [
         ("weather", {"city": "Bern"}),
         ("now", {}),

@@ -15,8 +15,7 @@ import pytest
 
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer
-from seamless_verl.proxy.engine import EngineUnavailable, Generation, GenerationRequest, TokenChunk
-from seamless_verl.proxy.engines.gate import Gate, GatedEngine
+from seamless_verl.proxy.engine import EngineUnavailable, Gate, GatedEngine, Generation, GenerationRequest, TokenChunk
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer

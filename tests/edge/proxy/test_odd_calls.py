@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from seamless_verl.proxy.calls import ApiError
 from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
-from seamless_verl.proxy.text.parsing import Asked, TagParser
+from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -79,10 +80,10 @@ def test_a_part_that_is_no_object_is_refused_by_its_place(part: Any, item: dict[
     ],
 )
 def test_a_call_that_nobody_can_write_stays_content(text: str) -> None:
-    asked = Asked(tools=[{"type": "function", "function": FUNCTION}], thinking=False, call_prefix="c")
-    said = TagParser().parse(text, asked)
+    parse = partial(TagParser().parse, tools=[{"type": "function", "function": FUNCTION}], thinking=False)
+    said = parse(text, call_prefix="c")
     assert (said.content, said.tool_calls) == (text, ())
-    both = TagParser().parse(text + _call("{}"), asked)  # what stands beside it is still a call
+    both = parse(text + _call("{}"), call_prefix="c")  # what stands beside it is still a call
     assert [(call.id, call.arguments) for call in both.tool_calls] == [("c0", "{}")]
     assert both.content.startswith(text)
 

@@ -15,7 +15,7 @@ from seamless_verl.proxy.attempt.generator import Draft
 from seamless_verl.proxy.engine import TokenChunk
 from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.proxy.text.parsing import Asked, StopCutter, TagParser, find_stop
+from seamless_verl.proxy.text.parsing import StopCutter, TagParser, find_stop
 from seamless_verl.proxy.text.tokenizer import TextDecoder
 from seamless_verl.trajectory.messages import Message, Role
 from tests.fakes import scripted_generation, small_tokenizer
@@ -49,10 +49,10 @@ def test_what_is_shown_early_is_a_prefix_of_what_is_said_in_the_end(
     text: str, cuts: list[int], thinks: bool, thinking: bool, tools: bool
 ) -> None:
     parser = TagParser(("<think>", "</think>") if thinks else None)
-    asked = Asked(tools=TOOLS if tools else (), thinking=thinking, call_prefix="c")
-    settler = parser.settler(asked)
+    offered = TOOLS if tools else ()
+    settler = parser.settler(offered, thinking=thinking)
     shown = [settler.feed(piece) for piece in _pieces(text, cuts)]
-    said = parser.parse(text, asked)
+    said = parser.parse(text, offered, thinking=thinking, call_prefix="c")
     assert said.reasoning.startswith("".join(reasoning for reasoning, _ in shown))
     assert said.content.startswith("".join(content for _, content in shown))
 
@@ -124,9 +124,9 @@ def test_a_long_run_of_bytes_only_waits_for_its_end() -> None:
 
 
 def test_plain_text_is_shown_at_once() -> None:
-    settler = TagParser().settler(Asked(tools=(), thinking=False, call_prefix="c"))
+    settler = TagParser().settler((), thinking=False)
     assert settler.feed("one ") == ("", "one ")
-    settler = TagParser().settler(Asked(tools=TOOLS, thinking=False, call_prefix="c"))
+    settler = TagParser().settler(TOOLS, thinking=False)
     assert [settler.feed(piece)[1] for piece in ("one", " two <tool", "s> three")] == ["one", " two", " <tools> three"]
 
 
@@ -142,5 +142,5 @@ def test_plain_text_is_shown_at_once() -> None:
     ],
 )
 def test_reasoning(text: str, thinking: bool, reasoning: str, content: str) -> None:
-    said = TagParser(("<think>", "</think>")).parse(text, Asked(tools=(), thinking=thinking, call_prefix="c"))
+    said = TagParser(("<think>", "</think>")).parse(text, (), thinking=thinking, call_prefix="c")
     assert (said.reasoning, said.content) == (reasoning, content)

@@ -15,6 +15,7 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, FinishReason, GenerationRequest, TokenChunk
 from seamless_verl.proxy.engines.vllm_http import VllmHttpEngine
+from seamless_verl.proxy.engines.vllm_probe import continues_grammars
 from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
 from tests.fakes import small_tokenizer
 
@@ -177,7 +178,7 @@ async def test_it_is_tried_whether_a_grammar_goes_on(has_plug_in: bool, status: 
     server = ProxyServer(vllm.app, drain_s=1)
     engine = VllmHttpEngine(await server.start(), "tiny")
     try:
-        assert await engine.continues_grammars(tokenizer.decode) is continues
+        assert await continues_grammars(engine, tokenizer.decode) is continues
     finally:
         await engine.close()
         await server.stop()

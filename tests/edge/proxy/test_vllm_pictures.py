@@ -21,7 +21,7 @@ from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.deploy.standalone import Ready, StandaloneConfig, serve
 from seamless_verl.proxy.engine import TokenChunk
-from seamless_verl.proxy.engines.vllm_wire import BadAnswer, EventReader, TokensAnswer, read_answer
+from seamless_verl.proxy.engines.vllm_http import TOKENS, BadAnswer, EventReader, read_answer
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.pictures import open_image
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
@@ -334,14 +334,14 @@ EVENTS = [
 
 def test_tokens_of_the_generate_route_are_told_as_they_come() -> None:
     chunks: list[TokenChunk] = []
-    reader = EventReader(chunks.append, 2, TokensAnswer)
+    reader = EventReader(chunks.append, 2, TOKENS)
     for event in EVENTS:
         reader.feed(f"data: {event}\n\n".encode())
-    assert reader.failure is None
     assert [chunk.token_ids for chunk in chunks] == [[298], [5]]
-    assert (reader.whole.token_ids, reader.whole.log_probs) == ([298, 5], [-2.95, -0.25])
-    assert reader.whole.alternatives == [((36, -1.15), (9, -1.5)), ((5, -0.25), (7, -3.5))]
-    assert reader.whole.finish_reason == "stop"
+    (token_ids, log_probs, alternatives), finish_reason = reader.answer()
+    assert (token_ids, log_probs) == ([298, 5], [-2.95, -0.25])
+    assert alternatives == [((36, -1.15), (9, -1.5)), ((5, -0.25), (7, -3.5))]
+    assert finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_tokens_of_the_generate_route_are_told_as_they_come() -> None:
 )
 def test_an_answer_that_contradicts_itself_is_none(body: str, story: str) -> None:
     with pytest.raises(BadAnswer, match=story):
-        read_answer(body.encode(), 0, TokensAnswer)
+        read_answer(body.encode(), 0, TOKENS)
 
 
 async def test_an_answer_about_a_picture_streams(vllm: tuple[PictureServer, str], tmp_path: Path) -> None:

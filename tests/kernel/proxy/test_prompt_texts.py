@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.engines.vllm_wire import PromptTexts
+from seamless_verl.proxy.engines.vllm_http import PromptTexts
 from seamless_verl.trajectory.tokens import TokenPath
 
 _IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -27,11 +27,11 @@ def test_whatever_a_prompt_grew_from_its_text_says_its_ids_and_memory_is_bounded
 
 
 def test_only_what_is_new_is_written(monkeypatch) -> None:
-    from seamless_verl.proxy.engines import vllm_wire
+    from seamless_verl.proxy.engines import vllm_http
 
     written: list[int] = []
-    plain = vllm_wire._items
-    monkeypatch.setattr(vllm_wire, "_items", lambda ids: written.append(len(ids)) or plain(ids))
+    plain = vllm_http._items
+    monkeypatch.setattr(vllm_http, "_items", lambda ids: written.append(len(ids)) or plain(ids))
     texts, begun = PromptTexts(), TokenPath.of(range(1000))
     for path in (begun, begun.then(array("i", range(10))), begun.then(array("i", range(10)))):
         texts.encode("s", path)

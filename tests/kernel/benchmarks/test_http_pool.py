@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.engines.http_pool import HttpPool
+from benchmarks.http_pool import HttpPool
 
 
 class _Line(asyncio.Transport):
