@@ -33,7 +33,7 @@ from seamless_verl.run import capacity, check_combinations, check_machine, compo
 from seamless_verl.run.check_references import check_files
 from seamless_verl.run.environment import IMPORTED, cpu_environment, trainer_environment
 from seamless_verl.run.supervisor import run_trainer
-from seamless_verl.scheduling.declaration import verl_keys
+from seamless_verl.scheduling.declaration import verl_keys, with_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,6 +91,9 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     compose.check_hidden(hydra_runtime.choices, sources)
     section = OmegaConf.to_container(config.seamless, resolve=True)
     seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
+    if config.trainer.v1.trainer_mode == "seamless":
+        seamless = with_policy(seamless, config)
+        config.seamless.scheduler.policy = seamless.scheduler.policy
     run_dir = Path(seamless.run_dir or hydra_runtime.output_dir).absolute()
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
@@ -135,7 +138,8 @@ def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_d
     for warning in preflight.check_settings(plain, seamless, machine):
         _say(f"warning: {warning}")
     journals = seamless.agent.runner is not None and seamless.proxy.journal
-    told = [told_of_journal(seamless.proxy.journal_dir, run_dir) if journals else ""]
+    told = [check_combinations.told_of_layout(plain, seamless)] if mode == "seamless" else []
+    told.append(told_of_journal(seamless.proxy.journal_dir, run_dir) if journals else "")
     for line in filter(None, [*told, capacity.told_of_cap(plain, seamless)]):
         _say(line)
     chosen = HydraConfig.get().runtime.choices.get("platform")

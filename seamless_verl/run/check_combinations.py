@@ -26,6 +26,7 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MERGE = f"{_MODEL}.lora.merge"
 _PROFILER = "global_profiler"
+_SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 _SPLIT = (
     "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example trainer.n_gpus_per_node=4 "
     "actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=4"
@@ -65,10 +66,9 @@ def check_resources(config: Mapping[str, Any], seamless: SeamlessConfig) -> None
     _check_accelerators(seamless.resources)
     if seamless.resources:
         slices_of(seamless.resources, replica_gpus=replica_size(config))
-    switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
-    if seamless.scheduler.policy is not None and value_of(config, switch, False):
+    if seamless.scheduler.policy is not None and value_of(config, _SWITCH, False):
         raise ConfigError(
-            switch,
+            _SWITCH,
             True,
             "verl would lend GPUs beside seamless.scheduler.policy",
             "leave one of them out (policy verl_gate is verl's rule under our scheduler)",
@@ -149,6 +149,33 @@ def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
             f"a replica takes {replica} devices and {devices} are not a multiple of that",
             f"use a replica size that divides {devices}",
         )
+
+
+def told_of_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
+    """What the GPUs will do, and what another layout would bring; empty where the user has declared it.
+
+    Args:
+        seamless: as `with_policy` gives it.
+    """
+    if seamless.resources or value_of(config, _SWITCH, False):
+        return ""
+    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    apart = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0) * whole_number(
+        config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0
+    )
+    if seamless.scheduler.policy == "colocated" and not apart:
+        return (
+            f"layout: GPUs that generate and then train, in turns: {train} (seamless.scheduler.policy=colocated); with "
+            "actor_rollout_ref.rollout.nnodes and n_gpus_per_node some of them only roll out, and both go on at once: "
+            "docs/scheduling.md"
+        )
+    if seamless.scheduler.policy is None and apart:
+        return (
+            f"layout: GPUs that train: {train}, that roll out: {apart}; those that train could roll out "
+            "while they wait for rows: declare them [train, rollout] in seamless.resources, with a policy "
+            "(docs/scheduling.md)"
+        )
+    return ""
 
 
 def replica_size(config: Mapping[str, Any]) -> int:

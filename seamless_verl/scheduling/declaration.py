@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from seamless_verl.config import ResourceConfig, SchedulerConfig
+from seamless_verl.config import ResourceConfig, SchedulerConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
 from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
@@ -37,6 +39,23 @@ def slices_of(resources: Sequence[ResourceConfig], *, replica_gpus: int) -> tupl
                 f"add {tag.value} to the capabilities of one of them",
             )
     return tuple(slice_ for resource in resources for slice_ in _cut(resource, replica_gpus))
+
+
+def with_policy(seamless: SeamlessConfig, config: Mapping[str, Any]) -> SeamlessConfig:
+    """``colocated`` where verl's own keys leave rollout nothing but the trainer's GPUs, as verl's ``sync`` mode does.
+
+    So a command for `verl.trainer.main_ppo` runs as it is. Nothing is added where GPUs or a policy are declared, where
+    verl's switch decides, or where the trainer's GPUs may not generate.
+
+    Args:
+        config: verl's, plain or an OmegaConf node.
+    """
+    rollout, modes = config["actor_rollout_ref"]["rollout"], config["trainer"]["v1"]
+    switch = ((modes.get("separate_async") or {}).get("hybrid_rollout") or {}).get("enable_switch")
+    declared = seamless.resources or seamless.scheduler.policy is not None or switch
+    if declared or rollout.get("nnodes") or not config["actor_rollout_ref"].get("hybrid_engine", True):
+        return seamless
+    return replace(seamless, scheduler=replace(seamless.scheduler, policy="colocated"))
 
 
 def verl_keys(resources: Sequence[ResourceConfig]) -> dict[str, int | bool]:

@@ -8,18 +8,24 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.machine import Machine
 from seamless_verl.main import main
-from seamless_verl.run import compose
+from seamless_verl.run import compose, preflight
+from seamless_verl.scheduling.declaration import with_policy
 
 LISTS = sorted((Path(__file__).parent / "overrides").glob("*.txt"))
 OURS = {"trainer.v1.trainer_mode"}
 
 
-def composed(overrides: list[str]) -> dict[str, object]:
+def composed_tree(overrides: list[str], *, resolve: bool = False) -> dict:
     compose.register_ours()
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose("ppo_trainer", overrides=overrides)
-    return flatten(OmegaConf.to_container(config, resolve=False))
+    return OmegaConf.to_container(config, resolve=resolve)
+
+
+def composed(overrides: list[str]) -> dict[str, object]:
+    return flatten(composed_tree(overrides))
 
 
 def through_us(overrides: list[str], platform: str = "gpu") -> list[str]:
@@ -37,10 +43,26 @@ def flatten(section: dict, prefix: str = "") -> dict[str, object]:
     return flat
 
 
+def overrides_of(path: Path) -> list[str]:
+    return [line for line in path.read_text().split("\n") if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
+def test_they_pass_the_checks_before_the_start_as_they_are(path, monkeypatch):
+    """No key of ours is needed; cupy and flash-attn are not here to be found."""
+    monkeypatch.setattr(preflight.check_machine, "check_packages", lambda *_: None)
+    monkeypatch.setattr(preflight.check_machine, "check_ports", lambda *_: None)
+    config = composed_tree([*through_us(overrides_of(path)), "seamless.run_dir=/runs/one"], resolve=True)
+    seamless = with_policy(SeamlessConfig.from_mapping(config["seamless"]), config)
+    assert seamless.scheduler.policy == "colocated"
+    sizes = ("memory_available", "memory_total", "disk_free", "shared_memory_free")
+    machine = Machine(accelerators=16, cores=64, accelerator_memory=80 * 2**30, **dict.fromkeys(sizes, 2**40))
+    preflight.check_settings(config, seamless, machine)
+
+
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
 def test_the_same_plus_ours(path):
-    overrides = path.read_text().split("\n")
-    overrides = [line for line in overrides if line.strip() and not line.startswith("#")]
+    overrides = overrides_of(path)
     theirs, with_us = composed(overrides), composed(through_us(overrides))
     added = with_us.keys() - theirs.keys()
     assert {key for key in added if not key.startswith("seamless.")} == set()

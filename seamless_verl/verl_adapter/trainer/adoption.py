@@ -14,6 +14,7 @@ from seamless_verl.machine import survey
 from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
+from seamless_verl.scheduling.declaration import with_policy
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.trainer.a3po import LOSS_MODE
 
@@ -26,12 +27,13 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
     * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
     * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
+    * `with_policy`: GPUs that do both, where rollout is given none of its own.
     * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
     * `_correct_lag`: what is done about log-probs of older weights.
     * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
     """
     section = OmegaConf.select(config, "seamless")
-    seamless = SeamlessConfig.from_mapping(plain(section) if section else None)
+    seamless = with_policy(SeamlessConfig.from_mapping(plain(section) if section else None), config)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     with open_dict(config):
         modes = config.trainer.v1

@@ -5,6 +5,7 @@ import pytest
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.run import check_combinations
+from seamless_verl.scheduling.declaration import with_policy
 
 TRAIN_AND_ROLL_OUT = [
     {"name": "trainers", "nodes": 1, "gpus_per_node": 1, "capabilities": ["train", "rollout"]},
@@ -90,3 +91,46 @@ def test_a_number_that_is_none_names_its_key(value):
     with pytest.raises(ConfigError) as refused:
         check_combinations.check_layout(wrong, SeamlessConfig.from_mapping({}))
     assert refused.value.key == "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+def given(policy=None, resources=()):
+    return SeamlessConfig.from_mapping({"scheduler": {"policy": policy}, "resources": list(resources)})
+
+
+def test_without_gpus_for_rollout_alone_all_do_both_and_it_is_told():
+    """As verl's sync mode: a command for verl's own entry point runs as it is."""
+    shape = config(train=8)
+    seamless = with_policy(given(), shape)
+    assert seamless.scheduler.policy == "colocated"
+    check_combinations.check_layout(shape, seamless)
+    assert check_combinations.told_of_layout(shape, seamless).startswith(
+        "layout: GPUs that generate and then train, in turns: 8 ("
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "seamless"),
+    [
+        (config(train=8), given("greedy")),
+        (config(train=4, rollout=4), given()),
+        (config(train=8, hybrid=False), given()),
+        (config(train=1, rollout=1), given(resources=TRAIN_AND_ROLL_OUT)),
+    ],
+)
+def test_what_is_declared_stands(shape, seamless):
+    assert with_policy(seamless, shape) == seamless
+
+
+def test_verls_own_switch_stands():
+    shape = config(train=8)
+    shape["trainer"]["v1"]["separate_async"] = {"hybrid_rollout": {"enable_switch": True}}
+    assert with_policy(given(), shape) == given()
+    assert check_combinations.told_of_layout(shape, given()) == ""
+
+
+def test_gpus_that_only_train_are_told_what_lending_would_bring():
+    told = check_combinations.told_of_layout(config(train=4, rollout=2), given())
+    assert told.startswith("layout: GPUs that train: 4, that roll out: 2; ")
+    assert "[train, rollout]" in told
+    assert check_combinations.told_of_layout(config(train=4, rollout=2), given("greedy")) == ""
+    assert check_combinations.told_of_layout(config(train=1, rollout=1), given(resources=TRAIN_AND_ROLL_OUT)) == ""
