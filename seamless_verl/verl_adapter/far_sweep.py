@@ -6,7 +6,6 @@ supervisor starts this when the trainer has ended, however it ended; it joins th
 job of its own and sweeps each node but its own by a task there.
 """
 
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import logging

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,25 +79,14 @@ def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:
 def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     import ray
     import transfer_queue as tq
-    from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1 import get_trainer_cls
-    from verl.utils.config import validate_config
-    from verl.utils.device import auto_set_device
-    from verl.utils.logging_utils import configure_verl_logging
 
     from seamless_verl.observe.reporter import Reporter
-    from seamless_verl.verl_adapter.slices.watchdog import Watchdog
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
-    config: Any = OmegaConf.load(run_dir / "config.yaml")
-    OmegaConf.set_struct(config, True)
-    configure_verl_logging()
-    auto_set_device(config)
-    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    config = _load_config(run_dir)
     start_up.lap("import_verl")
-
     _start_ray(config, get_ppo_ray_runtime_env(config))
     start_up.lap("start_ray")
 
@@ -110,21 +99,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
             trainer.reporter = reporter
         trainer.init()
         start_up.lap("start_workers_and_replicas")
-        with (
-            _tracking_finished(trainer),
-            _agent_loops(config, trainer) as manager,
-            Watchdog(_actors(trainer, manager), _servers(trainer), partial(_last_word, run_dir, terminal)) as watchdog,
-        ):
-            start_up.lap("start_agent_loops")
-            if isinstance(trainer, SeamlessTrainer):
-                trainer.flight.blame = watchdog.cause_of
-            try:
-                trainer.fit(manager)
-            except BaseException as error:
-                story = watchdog.cause_of(error)
-                if story is None:
-                    raise
-                raise RunBroken(story) from error
+        _fit(config, trainer, start_up, partial(_last_word, run_dir, terminal))
         if config.ray_kwargs.get("timeline_json_file"):
             ray.timeline(filename=config.ray_kwargs.timeline_json_file)
     finally:
@@ -136,6 +111,48 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
         reporter.say(
             f"verl's trainer mode {config.trainer.v1.trainer_mode} has ended; its output: {run_dir / 'logs' / _LOG}"
         )
+
+
+def _load_config(run_dir: Path) -> Any:
+    """The run's configuration, checked as verl's entry point checks it."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+    from verl.utils.logging_utils import configure_verl_logging
+
+    config: Any = OmegaConf.load(run_dir / "config.yaml")
+    OmegaConf.set_struct(config, True)
+    configure_verl_logging()
+    auto_set_device(config)
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    return config
+
+
+def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str], None]) -> None:
+    """Start the rollout workers, train, and end them.
+
+    Raises:
+        RunBroken: an actor of the run died; the error that followed from that is its cause.
+    """
+    from seamless_verl.verl_adapter.slices.watchdog import Watchdog
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
+
+    with (
+        _tracking_finished(trainer),
+        _agent_loops(config, trainer) as manager,
+        Watchdog(_actors(trainer, manager), _servers(trainer), last_word) as watchdog,
+    ):
+        start_up.lap("start_agent_loops")
+        if isinstance(trainer, SeamlessTrainer):
+            trainer.flight.blame = watchdog.cause_of
+        try:
+            trainer.fit(manager)
+        except BaseException as error:
+            story = watchdog.cause_of(error)
+            if story is None:
+                raise
+            raise RunBroken(story) from error
 
 
 @contextmanager

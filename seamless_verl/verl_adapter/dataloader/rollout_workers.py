@@ -13,7 +13,6 @@ Invariant: once `GroupRuns.run` has returned, no member of the group writes any 
 those of a complete group, or of one that failed (which the trainer clears).
 """
 
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import asyncio

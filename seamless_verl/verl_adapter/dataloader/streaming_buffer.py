@@ -7,7 +7,6 @@
 Nothing is dropped to keep the bound: a prompt is admitted only when a training step within the bound has a slot for it.
 """
 
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import json

@@ -1,6 +1,5 @@
 """verl's asynchronous replay buffer, woken when a prompt group ends instead of by its 2 s poll."""
 
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import time

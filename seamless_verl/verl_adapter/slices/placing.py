@@ -11,7 +11,7 @@ of a node that the trainer needs whole, and both wait for ever. Remove when verl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +77,14 @@ def place(
     asked = [reservation.asked() for reservation in reservations]
     nodes = _planned(asked, limit_s, say)
     for reservation, chosen in zip(reservations, nodes, strict=True):
-        _make_groups(reservation.pools, chosen)
-        groups = [group for pool in reservation.pools for group in pool.pgs]
+        where = iter(chosen)
+        groups = [_groups_of(pool, where) for pool in reservation.pools]
         deadline = time.monotonic() + limit_s
-        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+        if not all(group.wait(max(0.0, deadline - time.monotonic())) for of_pool in groups for group in of_pool):
             raise _refused(f"{reservation.name} was not placed within {limit_s:.0f} s", asked)
-        for pool in reservation.pools:
-            pool.pgs = sort_placement_group_by_node_ip(pool.pgs)
+        for pool, of_pool in zip(reservation.pools, groups, strict=True):
+            placed: Any = pool  # to mypy its groups are None for ever, as verl initializes them
+            placed.pgs = sort_placement_group_by_node_ip(of_pool)
 
 
 def _planned(asked: Sequence[GroupedGpus], limit_s: float, say: Callable[[str], object]) -> tuple[tuple[str, ...], ...]:
@@ -128,24 +129,20 @@ def rooms(*, free: bool = True) -> list[NodeRoom]:
     return found
 
 
-def _make_groups(pools: Sequence[RayResourcePool], nodes: Sequence[str]) -> None:
-    """As `RayResourcePool.get_placement_groups`, which finds the groups made here, with a node for each."""
-    device = get_platform().ray_resource_name()
-    where = iter(nodes)
-    for pool in pools:
-        bundle: dict[str, float] = {"CPU": pool.max_colocate_count, device: 1}
-        if pool.accelerator_type is not None:
-            bundle[pool.accelerator_type] = 1e-4
-        groups: list[PlacementGroup] = [
-            placement_group(
-                [dict(bundle) for _ in range(size)],
-                strategy="STRICT_PACK",
-                name=f"{pool.name_prefix}_{number}",
-                _soft_target_node_id=next(where),
-            )
-            for number, size in enumerate(pool.store)
-        ]
-        pool.pgs = groups
+def _groups_of(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
+    """As `RayResourcePool.get_placement_groups` makes them, each on the next of ``nodes``."""
+    bundle: dict[str, float] = {"CPU": pool.max_colocate_count, get_platform().ray_resource_name(): 1}
+    if pool.accelerator_type is not None:
+        bundle[pool.accelerator_type] = 1e-4
+    return [
+        placement_group(
+            [dict(bundle) for _ in range(size)],
+            strategy="STRICT_PACK",
+            name=f"{pool.name_prefix}_{number}",
+            _soft_target_node_id=next(nodes),
+        )
+        for number, size in enumerate(pool.store)
+    ]
 
 
 def standing_pools(config: DictConfig, first_rank: int) -> dict[int, RayResourcePool]:
@@ -175,11 +172,11 @@ class PlacedServers(LLMServerManager):
         pools: of the replicas, by rank; a replica that is not among them is placed by verl.
     """
 
-    def __init__(self, *args: Any, pools: Mapping[int, RayResourcePool], config: DictConfig, **kwargs: Any) -> None:
+    def __init__(self, config: DictConfig, *args: Any, pools: Mapping[int, RayResourcePool], **kwargs: Any) -> None:
         rollout = config.actor_rollout_ref.rollout
         replica = get_rollout_replica_class(rollout.name, disaggregation_enabled=rollout.disaggregation.enabled)
         self.rollout_replica_class = on_pools(replica, pools)
-        super().__init__(*args, config=config, **kwargs)
+        super().__init__(config, *args, **kwargs)
 
 
 def on_pools(replica: type[RolloutReplica], pools: Mapping[int, RayResourcePool]) -> type[RolloutReplica]:

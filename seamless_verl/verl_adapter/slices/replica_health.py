@@ -145,5 +145,5 @@ def _forget_server(worker: Any) -> None:
     for part in (worker, *getattr(worker, "worker_dict", {}).values()):
         for name in ("rollout", "server_adapter"):
             adapter = getattr(part, name, None)
-            if hasattr(adapter, "server_handle"):
+            if adapter is not None and hasattr(adapter, "server_handle"):
                 adapter.server_handle = None

@@ -230,9 +230,10 @@ class SliceDriver:
         """
         if not lends and not syncs:
             return []
-        version = max(c.version or 0 for c in (*lends, *syncs))
-        hybrid = {c.slice: c.command for c in (*lends, *syncs) if self._replicas.is_hybrid(c.slice)}
-        standing = {c.slice: c.command for c in (*lends, *syncs) if c.slice not in hybrid}
+        receivers: list[cm.LendSlice | cm.SyncWeights] = [*lends, *syncs]
+        version = max(c.version or 0 for c in receivers)
+        hybrid = {c.slice: c.command for c in receivers if self._replicas.is_hybrid(c.slice)}
+        standing = {c.slice: c.command for c in receivers if c.slice not in hybrid}
         returned = [c.slice for c in lends if c.slice in standing]
         lent = [c.slice for c in lends if c.slice in hybrid]
         told: list[ev.Event] = []

@@ -84,11 +84,13 @@ class Watchdog:
         last_resort = threading.Timer(_LAST_RESORT_S, self._end_the_process, [story])
         last_resort.daemon = True
         last_resort.start()
+        main = threading.main_thread().ident
+        assert main is not None  # it runs
         while True:
             with self._lock:
                 if self._stop.is_set():
                     return
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                signal.pthread_kill(main, signal.SIGINT)
             if self._stop.wait(_INTERVAL_S):
                 return
 

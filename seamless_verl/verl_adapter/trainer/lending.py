@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
+from omegaconf import DictConfig
 
 from seamless_verl.config import SchedulerConfig
 from seamless_verl.errors import SeamlessError
@@ -333,15 +334,8 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
     slices: Sequence[Slice] = trainer.slices
     settings: SchedulerConfig = trainer.seamless.scheduler
     flight: TrainerFlight = trainer.flight
-    config, sync_step = trainer.config, trainer.parameter_sync_step
-    batch = config.data.train_batch_size
-    bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
-    shape = StepShape(
-        batch=batch,
-        mini_batch=batch // sync_step,
-        rollouts=int(config.actor_rollout_ref.rollout.n),
-        saves=sync_step > 1 and bool(bypass),
-    )
+    config = trainer.config
+    shape = _shape_of(config, trainer.parameter_sync_step)
     weights, reports = PublishedWeights(trainer.actor_rollout_wg), RequestReports(workers)
     train = [s.id for s in slices if Tag.TRAIN in s.capabilities]
     replicas = ReplicaSlices(
@@ -354,7 +348,7 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
         weights.in_place,
         weight_checks_of(config, settings.check_weights, trainer.actor_rollout_wg.workers, flight.weights_checked),
     )
-    scheduler = Scheduler(policy_of(settings, batch=batch, mini_batch=shape.mini_batch))
+    scheduler = Scheduler(policy_of(settings, batch=shape.batch, mini_batch=shape.mini_batch))
     driver = SliceDriver(
         RecordedScheduler(scheduler, flight.follow, policy=str(settings.policy), addresses=replicas.addresses),
         replicas,
@@ -373,4 +367,15 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
         shape=shape,
         gang=len(train),
         step=trainer.global_steps,
+    )
+
+
+def _shape_of(config: DictConfig, updates: int) -> StepShape:
+    batch = config.data.train_batch_size
+    bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
+    return StepShape(
+        batch=batch,
+        mini_batch=batch // updates,
+        rollouts=int(config.actor_rollout_ref.rollout.n),
+        saves=updates > 1 and bool(bypass),
     )

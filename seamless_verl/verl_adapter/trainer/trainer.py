@@ -12,8 +12,6 @@ Everything between the audit and the weights is verl's own code. verl calls hook
     curriculum  which prompts come; None: verl's own dataloader           (`dataloader.curriculum_dataloader`)
 """
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 import time

@@ -32,7 +32,7 @@ KNOWN = {
     "get_ppo_ray_runtime_env",
     "ray.init",
     "ray.is_initialized",
-    # `job._train`
+    # `job._train`, `job._load_config`
     "transfer_queue",
     "trainer.v1.trainer_mode",
     "ray_kwargs.timeline_json_file",
