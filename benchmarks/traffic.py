@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -20,14 +19,15 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.http_pool import HttpPool
+from seamless_verl.agents.confinement import die_with_parent
 
 Child = contextlib.AbstractContextManager[subprocess.Popen[bytes]]
-_PR_SET_PDEATHSIG = 1
 TURNS = 8
 FIRST_BYTES, NEXT_BYTES = 6_800, 1_100
 _TEMPLATE = (
@@ -81,7 +81,7 @@ def process(
             stderr=out,
             env={**os.environ, **environment},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
         try:
             yield child
@@ -93,10 +93,6 @@ def process(
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def until_up(url: str, path: str = "/healthz", *, timeout_s: float = 90.0) -> None:

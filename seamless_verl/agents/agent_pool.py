@@ -256,7 +256,7 @@ def serve(handler: Handler) -> None:
     ``handler`` runs in a thread per job; what it returns must be JSON-compatible, what it raises fails the job. What
     is printed goes to standard error, whose last lines the owner quotes when the worker dies.
     """
-    _die_with_owner()
+    confinement.die_with_owner(_OWNER)
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     writing = threading.Lock()
@@ -288,14 +288,3 @@ def serve(handler: Handler) -> None:
             forgotten[message["job"]] = threading.Event()
             executor.submit(run, message["job"], message["payload"])
     os._exit(0)  # jobs in progress have nobody left to answer to
-
-
-def _die_with_owner() -> None:
-    """SIGKILL when the owner ends; a worker started by hand, without an owner, goes on."""
-    owner = os.environ.pop(_OWNER, None)
-    if owner is None or sys.platform != "linux":
-        return
-    try:
-        confinement.die_with_parent(int(owner))
-    except confinement.ConfinementError:
-        os._exit(1)

@@ -102,11 +102,29 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1)))
 
 
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent, whose process id is given, ends. Raises ``ConfinementError``."""
-    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """This process gets signal ``number`` when its parent, whose process id is given, ends.
+
+    Raises:
+        ConfinementError: the parent has ended, or the kernel refuses.
+    """
+    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         raise ConfinementError("the parent ended before its child was tied to it")
+
+
+def die_with_owner(variable: str, number: int = signal.SIGKILL) -> None:
+    """`die_with_parent` for a child whose parent put its own process id into an environment variable.
+
+    A process started by hand has no such variable and goes on.
+    """
+    owner = os.environ.pop(variable, None)
+    if owner is None or platform.system() != "Linux":
+        return
+    try:
+        die_with_parent(int(owner), number)
+    except ConfinementError:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:

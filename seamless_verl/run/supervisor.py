@@ -9,7 +9,6 @@ started with an empty environment).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import shutil
@@ -21,11 +20,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from seamless_verl import nursery
+from seamless_verl.agents.confinement import adopt_orphans, die_with_parent
 from seamless_verl.machine import APART
 
 RUN_ID = "SEAMLESS_RUN_ID"
@@ -38,7 +39,6 @@ INTERPRETER = "SEAMLESS_INTERPRETER"
 GRACE = "SEAMLESS_GRACE_S"
 """In the environment of a process that needs so many seconds between SIGTERM and SIGKILL to clean up behind it."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 45.0
 _KILLED_S = 5.0  # no process that can end needs as long after SIGKILL
 _PATIENCE_S = 3.0
@@ -72,7 +72,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         The trainer's exit code, or 128 + the signal that ended it; where processes of the run could not be ended, which
         stderr names, a code between 1 and 127.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     interrupts: list[int] = []
     trainer: subprocess.Popen[bytes] | None = None
 
@@ -93,7 +93,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         env = {name: value for name, value in wanted.items() if value is not None}
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
-        trainer = subprocess.Popen(command, env=env, preexec_fn=_apart)
+        trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
         code = _wait(trainer, interrupts)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
@@ -174,7 +174,7 @@ def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=_apart,
+            preexec_fn=partial(_apart, os.getpid()),
         )
     return str(executable)
 
@@ -259,7 +259,9 @@ def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequ
     shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
     command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since)]
     env = {**os.environ, _CLUSTER: address}
-    far = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_apart)
+    far = subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=partial(_apart, os.getpid())
+    )
     until, seen = time.monotonic() + _FAR_SWEEP_S, len(interrupts)
     while far.poll() is None and time.monotonic() < until and len(interrupts) == seen:
         time.sleep(_SECOND_LOOK_S)
@@ -377,15 +379,11 @@ def _collect_logs(ray_dir: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
 
 
-def _apart() -> None:
+def _apart(supervisor: int) -> None:
     """Out of reach of the terminal's Ctrl-C, which is the supervisor's to hand on, and ended with the supervisor.
 
     A process group and no session of its own: Linux shares out a core among sessions first (autogroup), and a trainer
     beside replicas in another session waited 2 to 4 s for a core of a busy machine.
     """
     os.setpgid(0, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    die_with_parent(supervisor, signal.SIGTERM)

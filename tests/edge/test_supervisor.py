@@ -33,9 +33,10 @@ def test_an_orphan_without_the_mark_ends_and_a_spared_child_stays():
     program = f"""
         import subprocess, sys
         import psutil
+        from seamless_verl.agents import confinement
         from seamless_verl.run import supervisor
 
-        supervisor._prctl(supervisor._PR_SET_CHILD_SUBREAPER, 1)
+        confinement.adopt_orphans()
         spared = subprocess.Popen([sys.executable, "-c", {NAMELESS!r}], stdout=subprocess.PIPE)
         spared.stdout.readline()
         before = frozenset(psutil.Process().children())

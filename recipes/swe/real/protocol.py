@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import json
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.agents.confinement import die_with_owner
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
@@ -30,7 +29,6 @@ OWNER_VARIABLE = "SEAMLESS_SWE_OWNER"
 """Process id of the runner, whose death ends the processes of its attempts as SIGTERM does."""
 
 _UNCLEAN = 3
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +140,7 @@ def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> in
     the sandbox. An error that we raise on purpose goes into the result; anything else ends the process with its
     traceback in the log. The exit code is 0 only when the sandbox is gone.
     """
-    _end_with_owner()
+    die_with_owner(OWNER_VARIABLE, signal.SIGTERM)
     target = Path(sys.argv[1])
     raw = sys.stdin.buffer.read()
     code = 0
@@ -156,16 +154,6 @@ def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> in
     partial.write_text(json.dumps(answer), encoding="utf-8")
     partial.replace(target)
     return code
-
-
-def _end_with_owner() -> None:
-    """SIGTERM when the runner's process ends; a process started by hand has no owner and goes on."""
-    owner = os.environ.pop(OWNER_VARIABLE, None)
-    if owner is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(owner):  # it died before it could be said
-        sys.exit(1)
 
 
 async def _until_signal(main: Awaitable[HarnessResult | GradeResult]) -> HarnessResult | GradeResult:
