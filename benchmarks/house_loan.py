@@ -61,13 +61,13 @@ class Loan:
         self._slices, self._router = fake_slices(["t/0"], ["r/0"], self._switch)
         self._driver = slice_driver.SliceDriver(
             RecordedScheduler(self._scheduler, self._record, policy="predictive"),
+            self._scheduler.cluster,
             self._slices,
             clock=lambda: self.now,
             fetch=self._fetch,
             watch=lambda addresses: None,
             warn=print,
         )
-        self._driver.joined(["t/0"])
         self._driver.tell(ev.WeightsPublished(at=0.0, version=0))
         for name, tags in (("t/0", frozenset(Tag)), ("r/0", frozenset({Tag.ROLLOUT}))):
             slice_ = Slice(id=SliceId(name), pool=name[0], gpus=(Gpu(node=name, index=0),), capabilities=tags)

@@ -259,9 +259,8 @@ def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequ
     shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
     command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since)]
     env = {**os.environ, _CLUSTER: address}
-    far = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=partial(_apart, os.getpid())
-    )
+    apart, nothing = partial(_apart, os.getpid()), subprocess.DEVNULL
+    far = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, preexec_fn=apart)
     until, seen = time.monotonic() + _FAR_SWEEP_S, len(interrupts)
     while far.poll() is None and time.monotonic() < until and len(interrupts) == seen:
         time.sleep(_SECOND_LOOK_S)

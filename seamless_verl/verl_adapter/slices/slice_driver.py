@@ -13,7 +13,8 @@ from ray.exceptions import RayError
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.slices import SliceId, Tag
+from seamless_verl.scheduling.cluster import Cluster
+from seamless_verl.scheduling.slices import GENERATING, SliceId, Tag
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 
@@ -35,6 +36,7 @@ class SliceDriver:
     """See the module.
 
     Args:
+        cluster: the scheduler's state, to be read: it changes before the commands that follow from it come out.
         clock: seconds, the run's own.
         fetch: what rollout workers report since the last call, stamped with wall time.
         watch: told which servers are waited for to have no request left.
@@ -44,6 +46,7 @@ class SliceDriver:
     def __init__(
         self,
         scheduler: Handles,
+        cluster: Cluster,
         replicas: ReplicaSlices,
         *,
         clock: Callable[[], float],
@@ -52,18 +55,15 @@ class SliceDriver:
         warn: Callable[[str], None],
     ) -> None:
         self._scheduler = scheduler
+        self._cluster = cluster
         self._replicas = replicas
         self._clock = clock
         self._fetch = fetch
         self._watch = watch
         self._warn = warn
         self._last = clock()
-        self._serving: set[SliceId] = set()  # slices of the trainer that are awake
-        self._draining: dict[SliceId, int] = {}  # no new requests; the running ones may finish -> command
-        self._running: dict[str, SliceId] = {}
         self._restarts: dict[SliceId, Future[None]] = {}
         self._clock_doubted = False
-        self._out: set[SliceId] = set()  # died and did not return: each of its requests reports that
         self.granted: dict[str, tuple[SliceId, ...]] = {}
         self.refused: dict[str, str] = {}
         self.timer: float | None = None
@@ -76,23 +76,35 @@ class SliceDriver:
     @property
     def lending(self) -> bool:
         """Whether a slice of the trainer serves."""
-        return bool(self._serving)
+        return bool(self._awake())
 
     @property
     def restarting(self) -> bool:
         """Whether a replica is on its way back."""
         return bool(self._restarts)
 
-    def joined(self, serving: Sequence[SliceId]) -> None:
-        """These slices of the trainer already serve (verl starts them awake)."""
-        self._serving.update(serving)
-
     def tell(self, *events: ev.Event) -> None:
         """Events that happened together: all are told before anything is done about them."""
         queue = list(events)
         while queue:
-            commands = [command for event in queue for command in self._scheduler.handle(event)]
+            commands = [c for event in queue if self._is_news(event) for c in self._scheduler.handle(event)]
             queue = self._carry_out(commands)
+
+    def _is_news(self, event: ev.Event) -> bool:
+        """Each request of a dead replica reports its death; some requests end that nobody said had begun."""
+        if isinstance(event, ev.SliceFailed) and event.restartable:
+            return Tag.ROLLOUT in self._cluster[event.slice].usable
+        return not isinstance(event, ev.RequestFinished) or event.request in self._cluster.running
+
+    def _awake(self) -> list[SliceId]:
+        """Slices of the trainer whose replica serves, those among them that let their last requests finish."""
+        lendable = [status for status in self._cluster if status.slice.lendable]
+        return [status.slice.id for status in lendable if status.state in GENERATING or status.leisurely]
+
+    def _draining(self) -> dict[SliceId, int]:
+        """Slices without new requests, whose running ones may finish, and the command that each has to answer."""
+        leisurely = [status for status in self._cluster if status.leisurely]
+        return {status.slice.id: status.command for status in leisurely if status.command is not None}
 
     def tick(self) -> None:
         """When the time has come that the scheduler asked for."""
@@ -110,7 +122,6 @@ class SliceDriver:
         for slice_id in [s for s, restart in self._restarts.items() if restart.done()]:
             error = self._restarts.pop(slice_id).exception()
             if error is None:
-                self._out.discard(slice_id)
                 self._warn(f"slice {slice_id} is back")
                 self.tell(ev.SliceReturned(at=self.now(), slice=slice_id))
             else:
@@ -136,14 +147,6 @@ class SliceDriver:
                 if event.slice not in by_address:
                     continue
                 changes["slice"] = by_address[event.slice]
-            if isinstance(event, ev.SliceFailed):
-                if changes["slice"] in self._out:
-                    continue
-                self._out.add(changes["slice"])
-            if isinstance(event, ev.RequestStarted):
-                self._running[event.request] = changes["slice"]
-            elif isinstance(event, ev.RequestFinished) and self._running.pop(event.request, None) is None:
-                continue
             known.append(replace(event, **changes))
         return known
 
@@ -156,10 +159,11 @@ class SliceDriver:
             )
 
     def _finish_drains(self) -> None:
-        empty = [s for s in self._draining if s not in self._running.values()]
+        busy = set(self._cluster.running.values())
+        empty = {s: command for s, command in self._draining().items() if s not in busy}
         if empty:
-            self.tell(*self._interrupt({s: self._draining[s] for s in empty}))
-            self._watch([self._replicas.addresses[s] for s in self._draining])
+            self.tell(*self._interrupt(empty))
+            self._watch([self._replicas.addresses[s] for s in self._draining()])
 
     # ---------------------------------------------------------------- commands
 
@@ -174,10 +178,6 @@ class SliceDriver:
         done += self._lend(lends, [c for c in commands if isinstance(c, cm.SyncWeights)])
         for command in commands:
             if isinstance(command, cm.FailOver):
-                self._out.add(command.slice)
-                self._serving.discard(command.slice)
-                self._draining.pop(command.slice, None)
-                self._running = {r: s for r, s in self._running.items() if s != command.slice}
                 self._replicas.leave_out(command.slice)
                 self._warn(f"slice {command.slice} is out: {command.reason}")
             elif isinstance(command, cm.RestartSlice):
@@ -201,23 +201,18 @@ class SliceDriver:
         if not drains:
             return []
         self._replicas.unregister([c.slice for c in drains])
-        gentle = {c.slice: c.command for c in drains if not c.interrupt}
-        if gentle:
-            self._draining.update(gentle)
-            self._watch([self._replicas.addresses[s] for s in self._draining])
+        if not all(c.interrupt for c in drains):
+            self._watch([self._replicas.addresses[s] for s in self._draining()])
         return self._interrupt({c.slice: c.command for c in drains if c.interrupt})
 
     def _interrupt(self, commands: dict[SliceId, int]) -> list[ev.Event]:
         if not commands:
             return []
-        for slice_id in commands:
-            self._draining.pop(slice_id, None)
         failed = self._replicas.interrupt(list(commands))
         drained = {s: number for s, number in commands.items() if s not in failed}
         told: list[ev.Event] = []
         if failed:
             told += self._failures({s: commands[s] for s in failed}, next(iter(failed.values())))
-        self._serving.difference_update(commands)
         told += self._requests()  # what the interrupted generations were worth belongs to this loan
         return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
 
@@ -254,16 +249,16 @@ class SliceDriver:
             if back := [s for s in returned if s in standing]:
                 self._replicas.register(back)
             told += [*self._requests(), *self._ready(standing, version)]
-            hybrid = {s: number for s, number in hybrid.items() if s not in self._out}
+            died = {event.slice for event in told if isinstance(event, ev.SliceFailed)}
+            hybrid = {s: number for s, number in hybrid.items() if s not in died}
             at = self.now()
             told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
         if hybrid:
             try:
-                self._replicas.wake(list(hybrid), version, self._serving)
+                self._replicas.wake(list(hybrid), version, self._awake())
             except (RayError, TransferBroken) as error:
                 told += self._failures(hybrid, error)
                 hybrid = {}
-        self._serving.update(hybrid)
         return [*told, *self._requests(), *self._ready(hybrid, version)]
 
     def _ready(self, commands: dict[SliceId, int], version: int) -> list[ev.Event]:
@@ -296,5 +291,4 @@ class SliceDriver:
         return [self._failed(slice_id, dead.get(slice_id, "its switch was cut short")) for slice_id in slices]
 
     def _failed(self, slice_id: SliceId, reason: str) -> ev.SliceFailed:
-        self._out.add(slice_id)  # its requests report the same
         return ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT)

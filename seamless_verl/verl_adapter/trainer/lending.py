@@ -165,7 +165,6 @@ class Lending:
         lent = [s.id for s in train if s.lendable]
         self.replicas.publish(self.step)
         self.replicas.check(lent, self.step)
-        self.driver.joined(lent)
         at, version = self.driver.now(), self.step
         self.driver.tell(ev.WeightsPublished(at=at, version=version))
         for slice_ in slices:
@@ -351,6 +350,7 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
     scheduler = Scheduler(policy_of(settings, batch=shape.batch, mini_batch=shape.mini_batch))
     driver = SliceDriver(
         RecordedScheduler(scheduler, flight.follow, policy=str(settings.policy), addresses=replicas.addresses),
+        scheduler.cluster,
         replicas,
         clock=flight.recorder.now,
         fetch=reports.fetch,

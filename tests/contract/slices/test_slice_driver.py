@@ -99,13 +99,13 @@ class Run:
         self.watched = []
         self.driver = SliceDriver(
             self.scheduler,
+            self.scheduler.cluster,
             self.replicas,
             clock=self.clock,
             fetch=lambda: [self.reports.pop() for _ in list(self.reports)],
             watch=self.watched.append,
             warn=self.lines.append,
         )
-        self.driver.joined(self.trainers)
         self.driver.tell(ev.WeightsPublished(at=self.clock(), version=0))
         both = [(name, frozenset(Tag)) for name in self.trainers]
         for name, tags in [*both, ("r/0", frozenset({Tag.ROLLOUT}))]:
