@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -71,7 +72,11 @@ def test_a_process_that_renamed_itself_still_carries_the_mark():
 def test_what_is_started_is_out_of_reach_of_the_terminals_signals_and_shares_our_cores_as_one_of_us():
     program = "import os; print(os.getpgrp() == os.getpid(), os.getsid(0))"
     ended = subprocess.run(
-        [sys.executable, "-c", program], preexec_fn=_apart, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        preexec_fn=partial(_apart, os.getpid()),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ended.stdout.split() == ["True", str(os.getsid(0))]
 
