@@ -22,11 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import parts
+from benchmarks.published import MEASURED, MODES, SWITCHING
 from benchmarks.records import Record, arguments
 from benchmarks.runs import Figures, Runs, conclude
 from benchmarks.settings import KV_BYTES_PUBLISHED
 from seamless_verl.decode_cost import PUBLISHED
-from seamless_verl.simulation.published import H20, MODES, SWITCHING, Fitted, Measured, scenario
+from seamless_verl.simulation.presets import H20, RUNS, Fitted, scenario
 
 _BAR = 0.10
 _NAMES = ("decode factor", "training", "attention efficiency", "sigma")
@@ -52,19 +53,19 @@ class Simulated:
     steps: int
     known: Mapping[str, float]
 
-    def parameters(self, tag: str, runs: Sequence[Measured], *, sigma: float | None = None) -> Fitted:
+    def parameters(self, tag: str, runs: Sequence[str], *, sigma: float | None = None) -> Fitted:
         """Args: sigma: of the lengths; None: fitted with the others."""
         if not self.known:
             return fit(runs, self, sigma=sigma)
         decode, training, attention, spread = (self.known[f"{tag}: {name}"] for name in _NAMES)
         return Fitted(decode=decode, train_gpu_s_per_token=1e-6 * training, attention=attention, sigma=spread)
 
-    def figures(self, run: Measured, fitted: Fitted) -> Figures:
-        wanted = [scenario(run, fitted, steps=self.steps, seed=seed) for seed in self.seeds]
+    def figures(self, run: str, fitted: Fitted) -> Figures:
+        wanted = [scenario(RUNS[run], fitted, steps=self.steps, seed=seed) for seed in self.seeds]
         found = [self.runs.get(one) for one in wanted]
         return {name: statistics.mean(one[name] for one in found) for name in ("step_s", "tokens_per_s")}
 
-    def step_s(self, run: Measured, fitted: Fitted) -> float:
+    def step_s(self, run: str, fitted: Fitted) -> float:
         return self.figures(run, fitted)["step_s"]
 
 
@@ -74,7 +75,7 @@ def attention_efficiencies() -> dict[str, float]:
     return {name: size / PUBLISHED[name].attention_per_token_s / H20.bandwidth for name, size in sizes}
 
 
-def fit(runs: Sequence[Measured], simulated: Simulated, *, sigma: float | None) -> Fitted:
+def fit(runs: Sequence[str], simulated: Simulated, *, sigma: float | None) -> Fitted:
     """Most probable parameters, by Gauss-Newton on the logarithms of the step times from two starts.
 
     A few step times do not determine four parameters: a pipeline may be held up by training or by generation with the
@@ -87,9 +88,7 @@ def fit(runs: Sequence[Measured], simulated: Simulated, *, sigma: float | None) 
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _descend(
-    runs: Sequence[Measured], simulated: Simulated, sigma: float | None, training: float
-) -> tuple[float, Fitted]:
+def _descend(runs: Sequence[str], simulated: Simulated, sigma: float | None, training: float) -> tuple[float, Fitted]:
     efficiencies = [math.log(value) for value in attention_efficiencies().values()]
     expected = [
         (math.log(2.0), math.inf),
@@ -108,7 +107,7 @@ def _descend(
         )
 
     def residuals(point: Sequence[float]) -> list[float]:
-        times = [math.log(simulated.step_s(run, at(point)) / run.step_s) / _MODEL_SD for run in runs]
+        times = [math.log(simulated.step_s(run, at(point)) / MEASURED[run].step_s) / _MODEL_SD for run in runs]
         return times + [(value - centre) / spread for value, (centre, spread) in zip(point, expected, strict=True)]
 
     point = [centre for centre, _ in expected]
@@ -131,14 +130,14 @@ def _descend(
     return error, at(best)
 
 
-def _split(left_out: Measured, simulated: Simulated, *, sigma: float | None = None) -> list[Record]:
-    runs = [run for run in MODES if run is not left_out]
-    tag = f"without {left_out.name}" if sigma is None else f"sigma {sigma}: without {left_out.name}"
+def _split(left_out: str, simulated: Simulated, *, sigma: float | None = None) -> list[Record]:
+    runs = [run for run in MODES if run != left_out]
+    tag = f"without {left_out}" if sigma is None else f"sigma {sigma}: without {left_out}"
     fitted = simulated.parameters(tag, runs, sigma=sigma)
     found = simulated.figures(left_out, fitted)
     errors = {
-        "predicted error": found["step_s"] / left_out.step_s - 1,
-        "predicted error, tokens/s": found["tokens_per_s"] / left_out.tokens_per_s - 1,
+        "predicted error": found["step_s"] / MEASURED[left_out].step_s - 1,
+        "predicted error, tokens/s": found["tokens_per_s"] / MEASURED[left_out].tokens_per_s - 1,
     }
     records = _fitted(tag, fitted) + _residuals(tag, runs, fitted, simulated)
     for name, error in errors.items():
@@ -159,11 +158,11 @@ def _fitted(tag: str, fitted: Fitted) -> list[Record]:
     ]
 
 
-def _residuals(tag: str, runs: Sequence[Measured], fitted: Fitted, simulated: Simulated) -> list[Record]:
+def _residuals(tag: str, runs: Sequence[str], fitted: Fitted, simulated: Simulated) -> list[Record]:
     return [
         Record(
-            name=f"{tag}: residual of {run.name}",
-            value=100 * (simulated.step_s(run, fitted) / run.step_s - 1),
+            name=f"{tag}: residual of {run}",
+            value=100 * (simulated.step_s(run, fitted) / MEASURED[run].step_s - 1),
             unit="%",
         )
         for run in runs
@@ -178,7 +177,7 @@ def _gain_of_switching(tag: str, fitted: Fitted, simulated: Simulated, *, held: 
         held: whether there is a bar, i.e. the experiment was not fitted.
     """
     without, switched = SWITCHING
-    published = without.step_s / switched.step_s
+    published = MEASURED[without].step_s / MEASURED[switched].step_s
     found = simulated.step_s(without, fitted) / simulated.step_s(switched, fitted)
     tag, ratio = f"{tag}: gain of switching", found / published
     bar, holds = (f"1 +- {_BAR:.2f}", abs(ratio - 1) <= _BAR) if held else ("", None)
@@ -209,12 +208,12 @@ def calibrate(runs: Runs, *, quick: bool, known: Mapping[str, float]) -> list[Re
     for left_out in MODES:
         records += _split(left_out, simulated)
     modes, everything = "all three modes", "all five runs"
-    fitted = simulated.parameters(modes, MODES)
-    records += _fitted(modes, fitted) + _residuals(modes, MODES, fitted, simulated)
-    records += _residuals(f"{modes}, never fitted", SWITCHING, fitted, simulated)
+    fitted = simulated.parameters(modes, [*MODES])
+    records += _fitted(modes, fitted) + _residuals(modes, [*MODES], fitted, simulated)
+    records += _residuals(f"{modes}, never fitted", [*SWITCHING], fitted, simulated)
     records += _gain_of_switching(f"{modes}, never fitted", fitted, simulated, held=True)
-    fitted = simulated.parameters(everything, MODES + SWITCHING)
-    records += _fitted(everything, fitted) + _residuals(everything, MODES + SWITCHING, fitted, simulated)
+    fitted = simulated.parameters(everything, [*MEASURED])
+    records += _fitted(everything, fitted) + _residuals(everything, [*MEASURED], fitted, simulated)
     records += _gain_of_switching(everything, fitted, simulated, held=False)
     if not quick and not known:
         rough = replace(simulated, seeds=simulated.seeds[:1], steps=simulated.steps // 2)

@@ -19,13 +19,11 @@ from benchmarks import parts
 from benchmarks.records import Record, arguments
 from benchmarks.runs import Figures, Runs, conclude, figures
 from benchmarks.settings import cell, staleflow_ground
-from seamless_verl.simulation.agents import Group
-from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
+from seamless_verl.simulation.agents import Constant, Group, LogNormal, Workload
 from seamless_verl.simulation.fluid import fluid_limit
-from seamless_verl.simulation.regimes import REGIMES, Regime
+from seamless_verl.simulation.regimes import REGIMES, BatchPerStep, Bounded, Bucket, Draw, Feed, Quota, Regime
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.simulation.scenario import Noise, Scenario
-from seamless_verl.simulation.workload import Constant, LogNormal, Workload
 from seamless_verl.staleness.protocol import StalenessProtocol
 
 _STALEFLOW = REGIMES["staleflow"]

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from seamless_verl.decode_cost import PUBLISHED
-from seamless_verl.simulation.published import CALIBRATED, COSTS, H20, engine
+from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal, Workload
+from seamless_verl.simulation.presets import CALIBRATED, COSTS, H20, engine
 from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, TrainPhysics
-from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Workload
 
 WORKLOADS: Mapping[str, Workload] = {
     "constant": Constant(answer=12_700),

@@ -27,7 +27,7 @@ from benchmarks.records import Record, arguments, report
 from benchmarks.settings import WORKLOADS, cell
 from benchmarks.simulator_table import SIZES, SPLITS, table
 from seamless_verl.simulation.fluid import fluid_limit
-from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, scenario
+from seamless_verl.simulation.presets import CALIBRATED, RUNS, scenario
 from seamless_verl.simulation.run import simulate
 from seamless_verl.simulation.scenario import Scenario
 
@@ -37,13 +37,12 @@ from seamless_verl.simulation.scenario import Scenario
 def limit(options: argparse.Namespace) -> Iterator[Record]:
     """Share of the fluid limit on the published set-ups and on the agentic workload."""
     steps, seeds = (10, 1) if options.quick else (16, options.seeds)
-    for run in (*MODES[2:], *SWITCHING[:1]):
-        base = scenario(run, CALIBRATED, steps=steps)
+    for name in ("separate_async", "no_switch"):
+        base = scenario(RUNS[name], CALIBRATED, steps=steps)
         train = replace(base.train, old_log_prob=0.0)
-        yield from _share(f"{run.name} set-up", replace(base, system="predictive", train=train, warm=4), seeds)
-    for run in MODES[:1]:  # all nodes train and roll out
-        base = replace(scenario(run, CALIBRATED, steps=steps), system="predictive", warm=4)
-        yield from _share("all nodes {train, rollout}", base, seeds)
+        yield from _share(f"{name} set-up", replace(base, system="predictive", train=train, warm=4), seeds)
+    base = replace(scenario(RUNS["sync"], CALIBRATED, steps=steps), system="predictive", warm=4)
+    yield from _share("all nodes {train, rollout}", base, seeds)
     yield from _share("agentic", cell("predictive", "agentic", 16 if options.quick else 32, steps=steps), seeds)
 
 

@@ -20,9 +20,8 @@ from seamless_verl.simulation.agents import Agents, Group
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock, Process, Signal
 from seamless_verl.simulation.driver import Driver
-from seamless_verl.simulation.feeds import Feed
 from seamless_verl.simulation.fleet import Fleet
-from seamless_verl.simulation.regimes import Regime
+from seamless_verl.simulation.regimes import Feed, Regime
 from seamless_verl.simulation.scenario import Scenario
 
 

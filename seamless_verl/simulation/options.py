@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
-from functools import partial
 from typing import Any
 
 import yaml
 
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Tag
-from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, engine, scenario
+from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
+from seamless_verl.simulation.presets import CALIBRATED, engine
 from seamless_verl.simulation.regimes import LIVE_NAMES
 from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, divisor
-from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
 
-PRESETS: Mapping[str, Callable[[], Scenario]] = {
-    run.name: partial(scenario, run, CALIBRATED, steps=20) for run in (*MODES, *SWITCHING)
-}
 _WORKLOADS = {"constant": Constant, "lognormal": LogNormal, "bimodal": Bimodal, "agentic": Agentic}
 _SIMPLE = {
     "scheduler.policy": ("system", str),
@@ -70,15 +66,6 @@ KEYS = (
     "decode.slowdown",
     *(f"{name}.{field.name}" for name, kind in _NESTED.items() for field in fields(kind)),
 )
-
-
-def preset(name: str) -> Scenario:
-    """Raises:
-    ConfigError: unknown; names the nearest.
-    """
-    if name not in PRESETS:
-        raise ConfigError("--preset", name, "no such preset", meant(name, PRESETS))
-    return PRESETS[name]()
 
 
 def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:

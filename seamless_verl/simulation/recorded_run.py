@@ -23,6 +23,7 @@ from seamless_verl.observe.intervals import Intervals, overlap, union
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.run_folder import CONFIG, load_recording
 from seamless_verl.scheduling.slices import Tag
+from seamless_verl.simulation.agents import Replay
 from seamless_verl.simulation.recorded_work import (
     Request,
     fit_decode,
@@ -36,7 +37,6 @@ from seamless_verl.simulation.recorded_work import (
 from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, TrainPhysics
-from seamless_verl.simulation.workload import Replay
 
 _TO_ROLLOUT, _TO_TRAIN = 1.5, 1.0  # a switch that was never seen, in loads of weights; as `published.COSTS`
 _SWITCHING = (SliceState.WAKING, SliceState.DRAINING, SliceState.SYNCING)

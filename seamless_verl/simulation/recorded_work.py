@@ -19,8 +19,8 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.flight import SliceState
 from seamless_verl.observe.intervals import Intervals, overlap, union, within
 from seamless_verl.observe.recording import Recording
+from seamless_verl.simulation.agents import Trajectory, Turn
 from seamless_verl.simulation.replica import slower
-from seamless_verl.simulation.workload import Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

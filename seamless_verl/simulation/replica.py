@@ -45,49 +45,36 @@ def slower(cost: DecodeCost, factor: float) -> DecodeCost:
     return DecodeCost(**{spec.name: factor * getattr(cost, spec.name) for spec in fields(DecodeCost)})
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One generation: ``context`` tokens are there before it, ``tokens`` are to be generated.
 
     Attributes:
         owner: whose turn it is; the key of its prefix in the cache.
-        version: weights that generated its first token; None before.
         prefix: tokens of the context that some engine has computed before (prefilling them is waste).
         age: in the order of age; those of the oldest session first.
         place: in the queue of an engine, the lowest first.
+        version: weights that generated its first token; None before.
+        done: tokens generated in earlier admissions; ``base`` of them on earlier replicas.
+        number: of the present admission; an older entry in a heap is void.
+        start, end: decode steps of its replica at which this admission began and will have all tokens.
+        alive: it is decoded.
     """
 
-    __slots__ = (
-        "age",
-        "alive",
-        "base",
-        "context",
-        "done",
-        "end",
-        "number",
-        "owner",
-        "place",
-        "prefix",
-        "replica",
-        "start",
-        "tokens",
-        "version",
-    )
-
-    def __init__(
-        self, owner: Hashable, context: int, tokens: int, *, prefix: int = 0, age: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.owner = owner
-        self.age = self.place = age
-        self.context = context
-        self.tokens = tokens
-        self.prefix = prefix
-        self.version: int | None = None
-        self.done = 0.0  # tokens generated in earlier admissions
-        self.base = 0.0  # of them, on earlier replicas
-        self.replica: Replica | None = None
-        self.number = 0  # of the present admission; an older entry in a heap is void
-        self.start = self.end = 0.0
-        self.alive = False
+    owner: Hashable
+    context: int
+    tokens: int
+    prefix: int = 0
+    age: tuple[int, int] = (0, 0)
+    place: tuple[int, int] = (0, 0)
+    version: int | None = None
+    done: float = 0.0
+    base: float = 0.0
+    replica: Replica | None = None
+    number: int = 0
+    start: float = 0.0
+    end: float = 0.0
+    alive: bool = False
 
 
 class Replica:

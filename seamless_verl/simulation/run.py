@@ -19,10 +19,9 @@ from seamless_verl.simulation.agents import Agents, Attempt
 from seamless_verl.simulation.books import Account, Ledger, ledger, snapshot
 from seamless_verl.simulation.clock import Clock, Process
 from seamless_verl.simulation.driver import Driver
-from seamless_verl.simulation.feeds import Bounded
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.loop import StepRecord, TrainLoop
-from seamless_verl.simulation.regimes import Regime, regime
+from seamless_verl.simulation.regimes import Bounded, Regime, regime
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.scenario import Scenario
 from seamless_verl.staleness.affinity import MovePrice

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from seamless_verl.checked import check_bound
 from seamless_verl.errors import ConfigError
+from seamless_verl.simulation.agents import Workload
 from seamless_verl.simulation.regimes import Regime, regime
 from seamless_verl.simulation.replica import EnginePhysics
-from seamless_verl.simulation.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,14 +23,15 @@ from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import FLIGHT, FlightHeader, write_recording
 from seamless_verl.observe.run_folder import write_report
-from seamless_verl.simulation.options import KEYS, PRESETS, apply, preset
+from seamless_verl.simulation.agents import Replay
+from seamless_verl.simulation.options import KEYS, apply
 from seamless_verl.simulation.outcome import LEGEND, Outcome, described, outcome, table, write_json, write_parquet
+from seamless_verl.simulation.presets import RUNS, preset
 from seamless_verl.simulation.recorded_run import from_run
 from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES
 from seamless_verl.simulation.run import Result, Simulation
 from seamless_verl.simulation.scenario import Scenario
 from seamless_verl.simulation.search import UNCERTAIN, Sensitivity, candidates, rank, sensitivity
-from seamless_verl.simulation.workload import Replay
 
 _SEARCHED = ("predictive", "greedy", "disaggregated", "colocated")
 _SHOWN = 10
@@ -43,7 +44,7 @@ _WORK = {"workload": "workload", "batch": "prompts per step", "attempts": "answe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    known = f"keys of --set and --base: {', '.join(KEYS)}\npresets: {', '.join(PRESETS)}\nsystems: {', '.join(REGIMES)}"
+    known = f"keys of --set and --base: {', '.join(KEYS)}\npresets: {', '.join(RUNS)}\nsystems: {', '.join(REGIMES)}"
     parser.epilog = f"{known}\n\ncolumns of the table:\n{LEGEND}"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--preset", default="separate_async", help="published set-up to start from (%(default)s)")

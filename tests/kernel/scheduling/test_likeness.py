@@ -11,7 +11,7 @@ from seamless_verl.scheduling.cluster import Roofline
 from seamless_verl.scheduling.prediction.learned import Likeness
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.slices import SliceId
-from seamless_verl.simulation.workload import Bimodal, Constant, LogNormal, Workload
+from seamless_verl.simulation.agents import Bimodal, Constant, LogNormal, Workload
 
 
 def taught(workload: Workload, groups: int = 128) -> Likeness:

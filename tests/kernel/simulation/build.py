@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from seamless_verl.decode_cost import DecodeCost
+from seamless_verl.simulation.agents import LogNormal
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, TrainPhysics
-from seamless_verl.simulation.workload import LogNormal
 
 COST = DecodeCost(
     floor_s=1.1e-2, base_s=9.8e-3, per_request_s=1.2e-4, attention_base_s=9e-4, attention_per_token_s=4e-9

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.simulation.agents import Agents, Attempt, Group
+from seamless_verl.simulation.agents import Agents, Attempt, Group, Replay, Trajectory, Turn
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet, Unit
 from seamless_verl.simulation.replica import Replica, Request
-from seamless_verl.simulation.workload import Replay, Trajectory, Turn
 from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import LeastRequests
 from tests.kernel.simulation.build import ENGINE

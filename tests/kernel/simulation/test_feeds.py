@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.simulation.agents import Attempt, Group
-from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
-from seamless_verl.simulation.workload import Turn
+from seamless_verl.simulation.agents import Attempt, Group, Turn
+from seamless_verl.simulation.regimes import BatchPerStep, Bounded, Bucket, Draw, Feed, Quota
 from seamless_verl.staleness.protocol import StalenessProtocol
 
 FEEDS: dict[str, Callable[[Draw, int, int], Feed]] = {

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from seamless_verl.simulation.agents import Agents
+from seamless_verl.simulation.agents import Agentic, Agents, Replay, Turn
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.run import Simulation
-from seamless_verl.simulation.workload import Agentic, Replay, Turn
 from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import Hold, LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
 from tests.kernel.simulation.build import ENGINE, scenario

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.decode_cost import DecodeCost
+from seamless_verl.simulation.agents import Agentic, Constant, LogNormal
 from seamless_verl.simulation.fluid import _smallest, _windows, best_limit, fluid_limit, sample
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.run import simulate
 from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, TrainPhysics
-from seamless_verl.simulation.workload import Agentic, Constant, LogNormal
 from tests.kernel.simulation.build import scenario
 
 SECOND = DecodeCost(floor_s=1.0, base_s=0.0, per_request_s=0.0, attention_base_s=0.0, attention_per_token_s=0.0)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.simulation.options import apply, preset
+from seamless_verl.simulation.options import apply
+from seamless_verl.simulation.presets import preset
 from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.scenario import Pool
 from seamless_verl.simulation.search import candidates

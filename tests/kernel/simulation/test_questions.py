@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published import MEASURED
 from seamless_verl.errors import ConfigError
+from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
 from seamless_verl.simulation.fluid import best_limit
-from seamless_verl.simulation.options import KEYS, PRESETS, alike, apply, preset
+from seamless_verl.simulation.options import KEYS, alike, apply
 from seamless_verl.simulation.outcome import LEGEND, described, outcome, table, write_json, write_parquet
-from seamless_verl.simulation.published import CALIBRATED, MODES, SWITCHING, engine
+from seamless_verl.simulation.presets import CALIBRATED, RUNS, engine, preset
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.run import Result, simulate
 from seamless_verl.simulation.search import UNCERTAIN, Candidate, _moved, candidates, rank, sensitivity
-from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal
 from tests.kernel.simulation.build import scenario
 
 # ---------------------------------------------------------------- what may be set
@@ -144,22 +145,25 @@ def test_new_slices_are_like_the_pool_of_their_name_or_role() -> None:
 # ---------------------------------------------------------------- presets
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(RUNS))
 def test_a_preset_is_the_published_run(name: str) -> None:
-    run = next(run for run in (*MODES, *SWITCHING) if run.name == name)
+    run = RUNS[name]
     found = preset(name)
     assert found.system == run.system
     assert found.gpus == 8 * (run.trainer_nodes + run.rollout_nodes)
-    assert found.standing == () if not run.rollout_nodes else found.standing[0].slices == 2 * run.rollout_nodes
+    assert sum(pool.slices for pool in found.standing) == 2 * run.rollout_nodes
     assert bool(found.train.old_log_prob) == run.decoupled
-    assert run.step_s == pytest.approx(run.hours * 3600 / run.steps)
+
+
+def test_every_preset_was_measured() -> None:
+    assert MEASURED.keys() == RUNS.keys()
+    assert MEASURED["sync"].step_s == pytest.approx(546.96)
 
 
 @pytest.mark.parametrize("name", ["sync", "separate_async", "switch"])
 def test_the_calibrated_simulator_is_within_a_tenth_of_what_was_measured(name: str) -> None:
-    run = next(run for run in (*MODES, *SWITCHING) if run.name == name)
     result = simulate(replace(preset(name), steps=14, warm=4))
-    assert result.step_s == pytest.approx(run.step_s, rel=0.1)
+    assert result.step_s == pytest.approx(MEASURED[name].step_s, rel=0.1)
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest() -> None:

@@ -15,6 +15,7 @@ from seamless_verl.observe.flight import FlightEvent, Phase, SliceState
 from seamless_verl.observe.intervals import overlap, union, within
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation import recorded_run
+from seamless_verl.simulation.agents import Turn
 from seamless_verl.simulation.recorded_work import (
     Served,
     fit_decode,
@@ -26,7 +27,6 @@ from seamless_verl.simulation.recorded_work import (
     work_of,
 )
 from seamless_verl.simulation.run import Simulation
-from seamless_verl.simulation.workload import Turn
 from tests.kernel.simulation.build import scenario
 
 SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: (min(pair), max(pair))), max_size=8)

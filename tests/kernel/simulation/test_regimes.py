@@ -8,8 +8,7 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy
 from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.verl_gate import VerlGate
-from seamless_verl.simulation.feeds import BatchPerStep, Bounded, Bucket, Quota
-from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, regime
+from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, BatchPerStep, Bounded, Bucket, Quota, regime
 
 POLICIES = {
     Colocated: {"verl_sync", "verl_colocate_async", "verl_colocate_async_wait", "colocated"},

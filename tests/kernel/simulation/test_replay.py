@@ -10,12 +10,12 @@ import pytest
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent, SliceState
 from seamless_verl.observe.recording import Recording
+from seamless_verl.simulation.agents import Agentic, Constant, Turn
 from seamless_verl.simulation.recorded_run import NothingToReplay, Recorded, from_recording
 from seamless_verl.simulation.recorded_work import requests_of, served, serving_of, work_of
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.run import Simulation, simulate
 from seamless_verl.simulation.scenario import Scenario, TrainPhysics
-from seamless_verl.simulation.workload import Agentic, Constant, Turn
 from tests.kernel.simulation.build import COST, scenario
 
 FEW_AT_ONCE = EnginePhysics(decode=COST, prefill_s_per_token=0.0, kv_tokens=400_000, max_running=4)

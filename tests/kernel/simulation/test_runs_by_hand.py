@@ -14,12 +14,12 @@ from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import SliceState
+from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics, slower
 from seamless_verl.simulation.run import Result, Simulation, simulate
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics, divisor
-from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
 from tests.kernel.simulation.build import scenario
 
 SECOND = DecodeCost(floor_s=1.0, base_s=0.0, per_request_s=0.0, attention_base_s=0.0, attention_per_token_s=0.0)

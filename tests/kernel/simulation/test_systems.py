@@ -13,15 +13,15 @@ from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe import flight
 from seamless_verl.scheduling.verl_gate import GateRule
+from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.fluid import best_limit, fluid_limit
-from seamless_verl.simulation.published import CALIBRATED, COSTS
-from seamless_verl.simulation.published import engine as engine_of_four_h100
+from seamless_verl.simulation.presets import CALIBRATED, COSTS
+from seamless_verl.simulation.presets import engine as engine_of_four_h100
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics, slower
 from seamless_verl.simulation.run import Simulation, simulate
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics
-from seamless_verl.simulation.workload import Agentic, Bimodal, Constant, LogNormal, Replay, Turn
 from tests.kernel.simulation.build import ENGINE, scenario
 
 SYSTEMS = tuple(REGIMES)

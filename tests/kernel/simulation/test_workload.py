@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.simulation.workload import (
+from seamless_verl.simulation.agents import (
     Agentic,
     Bimodal,
     Constant,

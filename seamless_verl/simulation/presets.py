@@ -1,4 +1,4 @@
-"""Published set-ups and their figures: what the simulator is fitted to and tried on.
+"""Published set-ups: where ``simulate --preset`` starts, and what the simulator is fitted to.
 
 Hardware facts are data-sheet values; mean lengths are those that the publications state. What nobody states is fitted
 (`benchmarks/calibration.py`): how much slower decoding is than the published cost model scaled to the hardware,
@@ -7,13 +7,15 @@ GPU-seconds of training per token, the bandwidth that attention reaches, and how
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from seamless_verl.decode_cost import PUBLISHED, DecodeCost
+from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Hardware
+from seamless_verl.simulation.agents import LogNormal
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics
-from seamless_verl.simulation.workload import LogNormal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +37,12 @@ class Fitted:
     sigma: float
 
 
-# The fit to all five runs below; `python -m benchmarks.calibration` finds it again.
+# The fit to all five runs; `python -m benchmarks.calibration` finds it again.
 CALIBRATED = Fitted(decode=2.65, train_gpu_s_per_token=327e-6, attention=0.407, sigma=0.916)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+@dataclass(frozen=True, slots=True)
+class Published:
     """A published run of verl 0.9 on 8-GPU H100 nodes with Qwen3.5-35B-A3B, batch 64 x 8, lengths 2k / 32k.
 
     Attributes:
@@ -49,83 +51,21 @@ class Measured:
         decoupled: old log-probs are recomputed by the trainer.
     """
 
-    name: str
     system: str
     trainer_nodes: int
     rollout_nodes: int
-    hours: float
-    steps: int
-    tokens_per_s: float
     mean_answer: float
     decoupled: bool
 
-    @property
-    def step_s(self) -> float:
-        return self.hours * 3600 / self.steps
 
-
-# verl documentation, "V1 async trainer", section Benchmark.
-MODES = (
-    Measured(
-        name="sync",
-        system="verl_sync",
-        trainer_nodes=4,
-        rollout_nodes=0,
-        hours=22.79,
-        steps=150,
-        tokens_per_s=12053,
-        mean_answer=12720,
-        decoupled=True,
-    ),
-    Measured(
-        name="colocate_async",
-        system="verl_colocate_async",
-        trainer_nodes=4,
-        rollout_nodes=0,
-        hours=14.72,
-        steps=150,
-        tokens_per_s=18852,
-        mean_answer=12854,
-        decoupled=True,
-    ),
-    Measured(
-        name="separate_async",
-        system="verl_separate_async",
-        trainer_nodes=2,
-        rollout_nodes=2,
-        hours=14.10,
-        steps=150,
-        tokens_per_s=18829,
-        mean_answer=12288,
-        decoupled=True,
-    ),
-)
-
-# The same page, "Separate_async switching".
-SWITCHING = (
-    Measured(
-        name="no_switch",
-        system="verl_separate_async",
-        trainer_nodes=2,
-        rollout_nodes=1,
-        hours=13.15,
-        steps=100,
-        tokens_per_s=14604,
-        mean_answer=13343,
-        decoupled=False,
-    ),
-    Measured(
-        name="switch",
-        system="verl_enable_switch",
-        trainer_nodes=2,
-        rollout_nodes=1,
-        hours=11.79,
-        steps=100,
-        tokens_per_s=16445,
-        mean_answer=13478,
-        decoupled=False,
-    ),
-)
+# verl documentation, "V1 async trainer": section Benchmark, then "Separate_async switching".
+RUNS: Mapping[str, Published] = {
+    "sync": Published("verl_sync", 4, 0, mean_answer=12720, decoupled=True),
+    "colocate_async": Published("verl_colocate_async", 4, 0, mean_answer=12854, decoupled=True),
+    "separate_async": Published("verl_separate_async", 2, 2, mean_answer=12288, decoupled=True),
+    "no_switch": Published("verl_separate_async", 2, 1, mean_answer=13343, decoupled=False),
+    "switch": Published("verl_enable_switch", 2, 1, mean_answer=13478, decoupled=False),
+}
 
 # The published cost model is that of Qwen3-30B-A3B on one H20. Each of its terms is carried over to Qwen3.5-35B-A3B on
 # four H100 by what bounds it: weights, state and cache by bytes over bandwidth, the work per request by FLOPs.
@@ -175,7 +115,7 @@ def engine(fitted: Fitted, tensor_parallel: int = _TENSOR_PARALLEL) -> EnginePhy
 COSTS = SwitchCosts(wake=12.0, drain=8.0, load=8.0, push=4.0, spread=0.1)
 
 
-def scenario(run: Measured, fitted: Fitted, *, steps: int = 40, seed: int = 0) -> Scenario:
+def scenario(run: Published, fitted: Fitted, *, steps: int = 40, seed: int = 0) -> Scenario:
     """The published run as a scenario."""
     replicas = 8 // _TENSOR_PARALLEL
     physics = engine(fitted)
@@ -198,3 +138,12 @@ def scenario(run: Measured, fitted: Fitted, *, steps: int = 40, seed: int = 0) -
         seed=seed,
         noise=Noise(slowdown=0.03),
     )
+
+
+def preset(name: str) -> Scenario:
+    """Raises:
+    ConfigError: unknown; names the nearest.
+    """
+    if name not in RUNS:
+        raise ConfigError("--preset", name, "no such preset", meant(name, RUNS))
+    return scenario(RUNS[name], CALIBRATED, steps=20)
