@@ -13,7 +13,7 @@ import pytest
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
-from seamless_verl.scheduling.slices import SliceId, SliceState
+from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, SliceState, Tag
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.driver import Driver
@@ -262,3 +262,74 @@ def test_without_spread_a_switch_takes_what_was_said_and_with_it_about_that() ->
     assert {at % 20.0 for _, at in exact.told()} == {7.0}
     assert len(set(waits)) > 30
     assert sum(waits) / len(waits) == pytest.approx(7.0, rel=0.05)
+
+
+def _synced(stage: Stage, *, joins: bool) -> dict[SliceId, list[object]]:
+    """B takes new weights, with four requests on it, while A wakes up; who waits where when both are done."""
+    stage.fleet.units[B].serve(0)
+    stage.fleet.submit([Request(number, 10, 5000) for number in range(4)])
+    stage.until(1.0)
+    stage.cluster[B].state = SliceState.SYNCING
+    stage.cluster[A].state = SliceState.WAKING if joins else SliceState.IDLE
+    commands: list[cmd.Command] = [cmd.SyncWeights(command=1, slice=B, version=1)]
+    if joins:
+        commands.append(cmd.LendSlice(command=2, slice=A, version=1))
+    stage.command(*commands)
+    stage.until(1.5)
+    assert stage.driver.loading()
+    assert stage.driver.waking([A]) == joins
+    assert not stage.driver.waking([B])
+    assert not stage.driver.waking([])
+    running = {name: stage.fleet.units[name].replica for name in (A, B)}
+    return {name: [request.owner for request in replica.waiting] for name, replica in running.items()}
+
+
+def test_a_slice_that_is_lent_while_weights_load_gets_its_share_of_what_they_interrupt() -> None:
+    stage = Stage()
+    waiting = _synced(stage, joins=True)
+    assert sorted(map(len, waiting.values())) == [2, 2]
+    assert sorted(str(owner) for owners in waiting.values() for owner in owners) == ["0", "1", "2", "3"]
+    stage.until(20.0)
+    assert [name for name, _ in stage.told()] == ["SliceReady", "SliceReady"]
+    assert [stage.fleet.units[name].replica.num_running for name in (A, B)] == [2, 2]
+
+
+def test_a_slice_that_is_not_lent_gets_nothing_of_it() -> None:
+    stage = Stage()
+    waiting = _synced(stage, joins=False)
+    assert waiting[A] == []
+    stage.until(20.0)
+    assert stage.fleet.units[B].replica.num_running == 4
+
+
+def test_slices_that_take_over_for_a_lost_one_get_its_requests() -> None:
+    stage = Stage()
+    for name in (A, B):
+        stage.fleet.units[name].serve(0)
+    stage.fleet.submit([Request(number, 10, 5000) for number in range(6)])
+    stage.until(1.0)
+    stage.command(cmd.FailOver(slice=A, reason="silent"))
+    assert [stage.fleet.units[name].replica.load for name in (A, B)] == [0, 6]
+
+
+@pytest.mark.parametrize("lent", [(), (A,), (B,), (A, B)])
+def test_lending_is_what_the_cluster_says_of_any_slice(lent: tuple[SliceId, ...]) -> None:
+    stage = Stage()
+    for status in stage.cluster:
+        status.lent = status.slice.id in lent
+    assert stage.driver.lending() is bool(lent)
+
+
+def test_a_slice_that_is_added_serves_at_once_or_stands_idle() -> None:
+    stage = Stage()
+    pieces = {
+        name: Slice(id=name, pool="p", gpus=(Gpu(node=name, index=0),), capabilities=frozenset(Tag)) for name in (A, B)
+    }
+    stage.driver.add(pieces[A], serving=True)
+    stage.driver.add(pieces[B], serving=False)
+    added = [event for event in stage.events if isinstance(event, ev.SliceAdded)]
+    assert [(event.slice.id, event.state, event.version) for event in added] == [
+        (A, SliceState.ROLLOUT, 0),
+        (B, SliceState.IDLE, None),
+    ]
+    assert [stage.fleet.units[name].serving for name in (A, B)] == [True, False]
