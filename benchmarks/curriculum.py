@@ -23,7 +23,7 @@ from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 from seamless_verl.curriculum.curriculum import Curriculum, EpochEnded
 from seamless_verl.curriculum.prompt_pool import Resampling
-from seamless_verl.observe.statistics import paired_difference
+from seamless_verl.observe.summary import paired_difference
 from seamless_verl.recipes.srpo import assets
 from seamless_verl.recipes.srpo.reward import compute_score
 from seamless_verl.recipes.swe.tiny.offline import sample

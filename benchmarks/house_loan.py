@@ -18,7 +18,7 @@ from unittest import mock
 from benchmarks.house_trace import Trace
 from seamless_verl.config import SchedulerConfig
 from seamless_verl.observe.flight import DecisionMade, FlightEvent
-from seamless_verl.observe.recorder import FlightRecorder
+from seamless_verl.observe.recording import FlightRecorder
 from seamless_verl.observe.scheduler_flight import RecordedScheduler
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.declaration import policy_of

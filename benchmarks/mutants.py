@@ -29,7 +29,7 @@ from benchmarks.records import Record, arguments, report
 _ROOT = Path(__file__).parents[1]
 _FOLDER = _ROOT / "benchmarks" / "mutants"
 _NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "outputs", "results")
-_LIMIT_S = 900  # for the tests of one kernel; a mutant that hangs is ended by pytest's own limit per test
+_LIMIT_S = 1800  # for the tests of one kernel; a mutant that hangs is ended by pytest's own limit per test
 _PASSED, _FAILED = 0, 1  # pytest's exit codes; any other means that the tests did not run
 
 
@@ -85,7 +85,7 @@ def _tests_pass(kernel: str, copy: Path, changed: str = "") -> bool:
     """
     tests = sorted((copy / "tests/kernel" / kernel).glob("test_*.py"), key=lambda path: path.stem != f"test_{changed}")
     command = [sys.executable, "-m", "pytest", *map(str, tests), "-x", "-q", "-n", "0"]
-    command += ["-p", "no:cacheprovider", "-p", "benchmarks.mutants", "--hypothesis-seed=0", "--timeout=60"]
+    command += ["-p", "no:cacheprovider", "-p", "benchmarks.mutants", "--hypothesis-seed=0", "--timeout=300"]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         command,

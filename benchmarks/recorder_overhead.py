@@ -17,8 +17,7 @@ from pathlib import Path
 
 from benchmarks.records import Record, arguments, report
 from seamless_verl.observe.flight import RequestEnded
-from seamless_verl.observe.recorder import FlightRecorder
-from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.observe.recording import FLIGHT, FlightRecorder
 from seamless_verl.observe.run_folder import load_digest
 
 _BLOCK = 50

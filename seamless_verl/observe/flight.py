@@ -142,7 +142,7 @@ class RequestStarted(FlightEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken(FlightEvent):
-    """Prefill has ended. verl's replicas do not tell; `observe.prefill_estimate` estimates it then."""
+    """Prefill has ended. verl's replicas do not tell; `observe.digest` estimates it then."""
 
     request: str
     slice: str

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from seamless_verl.observe.digest import RunDigest
-from seamless_verl.observe.numbers import duration, quantile, share
-from seamless_verl.observe.page.blocks import LABELS, REALIGNED
+from seamless_verl.observe.page.words import LABELS, REALIGNED, duration, quantile, share
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.trajectory.segments import DriftReason
 

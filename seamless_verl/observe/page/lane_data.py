@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from seamless_verl.observe.digest import Lane, RunDigest
-from seamless_verl.observe.page.blocks import LABELS, style_of
+from seamless_verl.observe.page.words import LABELS, style_of
 from seamless_verl.observe.time_ledger import Category, Stretch
 from seamless_verl.scheduling.slices import ACTIVE_TAG
 

@@ -15,8 +15,7 @@ from seamless_verl.config import CurriculumConfig
 from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered, configured
 from seamless_verl.curriculum.prompt_pool import Outcome
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.observe.report import EpochReport, PoolStanding
-from seamless_verl.observe.reporter import Reporter
+from seamless_verl.observe.reporter import EpochReport, PoolStanding, Reporter
 from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.observe import flight
-from seamless_verl.observe.recorder import FlightRecorder
+from seamless_verl.observe.recording import FlightRecorder
 from seamless_verl.scheduling.events import (
     Ending,
     Event,

@@ -14,9 +14,8 @@ from transfer_queue import KVBatchMeta
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import RowsTrained
-from seamless_verl.observe.report import PoolStanding, StepReport, ValidationReport
-from seamless_verl.observe.reporter import Reporter
-from seamless_verl.observe.statistics import clustered_mean
+from seamless_verl.observe.reporter import PoolStanding, Reporter, StepReport, ValidationReport
+from seamless_verl.observe.summary import clustered_mean
 from seamless_verl.observe.time_ledger import SliceSeconds, idle_shares
 from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD, row_digest
 from seamless_verl.verl_adapter.trainer.trainer_flight import ROLLOUT, TRAINER

@@ -5,8 +5,8 @@ import pytest
 from seamless_verl.observe import flight
 from seamless_verl.observe.digest import digest
 from seamless_verl.observe.flight import Phase, SliceState
-from seamless_verl.observe.page.blocks import DRIFT, REALIGNED
 from seamless_verl.observe.page.findings import Weight, findings
+from seamless_verl.observe.page.words import DRIFT, REALIGNED
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import Category
 from seamless_verl.trajectory.segments import DriftReason

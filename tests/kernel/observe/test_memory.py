@@ -9,8 +9,8 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.digest import RunDigest, digest
 from seamless_verl.observe.flight import MemoryHeld, SliceState
 from seamless_verl.observe.memory import MemoryTrack
+from seamless_verl.observe.page.figures import thinned
 from seamless_verl.observe.page.html import render
-from seamless_verl.observe.page.memory_section import thinned
 from seamless_verl.observe.recording import Recording
 
 TRAINER, ENGINE = Owner(name="trainer", process="1 1"), Owner(name="engine", process="2 2")

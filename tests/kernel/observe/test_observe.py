@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.observe.report import EpochReport, PoolStanding, StepReport, ValidationReport, as_record
-from seamless_verl.observe.reporter import STEPS, Reporter, closing_lines, read_records, step_line
-from seamless_verl.observe.statistics import clustered_mean, difference, paired_difference
-from seamless_verl.observe.summary import summarize
+from seamless_verl.observe.reporter import (
+    STEPS,
+    EpochReport,
+    PoolStanding,
+    Reporter,
+    StepReport,
+    ValidationReport,
+    as_record,
+    closing_lines,
+    read_records,
+    step_line,
+)
+from seamless_verl.observe.summary import clustered_mean, difference, paired_difference, summarize
 
 
 def step(number: int, **changes) -> StepReport:

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.observe import flight
-from seamless_verl.observe.digest import digest
-from seamless_verl.observe.prefill_estimate import fit, with_first_tokens
+from seamless_verl.observe.digest import digest, token_costs, with_first_tokens
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import Category
 
@@ -20,7 +19,7 @@ def seconds_of(uncached: int, tokens: int) -> float:
 
 @given(SHAPES)
 def test_the_costs_are_found_again(shapes):
-    costs = fit((uncached, tokens, seconds_of(uncached, tokens)) for uncached, tokens in shapes)
+    costs = token_costs((uncached, tokens, seconds_of(uncached, tokens)) for uncached, tokens in shapes)
     if len({uncached / tokens for uncached, tokens in shapes}) < 2:
         assert costs is None
     elif costs is not None:  # shapes may still be too much alike
@@ -33,7 +32,7 @@ def test_the_costs_are_found_again(shapes):
     ids=["few", "alike", "longer prompts are faster", "none"],
 )
 def test_where_the_requests_do_not_tell_nothing_is_claimed(requests):
-    assert fit(requests) is None
+    assert token_costs(requests) is None
 
 
 def recording(shapes, *, cached: int | None, resumed: bool) -> list[flight.FlightEvent]:

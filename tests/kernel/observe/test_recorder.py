@@ -6,8 +6,7 @@ import sys
 import threading
 
 from seamless_verl.observe.flight import EventsLost, RunEnded, StepBegan
-from seamless_verl.observe.recorder import FlightRecorder
-from seamless_verl.observe.recording import FLIGHT, read_recording
+from seamless_verl.observe.recording import FLIGHT, FlightRecorder, read_recording
 
 
 def test_events_of_several_threads_arrive_each_in_its_order(tmp_path):
@@ -82,7 +81,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from seamless_verl.observe.flight import StepBegan
-from seamless_verl.observe.recorder import FlightRecorder
+from seamless_verl.observe.recording import FlightRecorder
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # writes beyond it fail as on a full disk
 recorder = FlightRecorder(Path(sys.argv[1]), "trainer", complain=lambda message: print(message))
@@ -114,7 +113,7 @@ NO_MORE_THREADS = """
 import resource, sys, threading
 from pathlib import Path
 from seamless_verl.observe.flight import StepBegan
-from seamless_verl.observe.recorder import FlightRecorder
+from seamless_verl.observe.recording import FlightRecorder
 
 threading.stack_size(1 << 30)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
@@ -172,7 +171,7 @@ def test_an_event_that_cannot_be_written_ends_the_recording_loudly(tmp_path):
 def test_a_process_that_just_exits_leaves_a_whole_recording(tmp_path):
     code = (
         "import sys; from pathlib import Path; from seamless_verl.observe.flight import StepBegan\n"
-        "from seamless_verl.observe.recorder import FlightRecorder\n"
+        "from seamless_verl.observe.recording import FlightRecorder\n"
         "recorder = FlightRecorder(Path(sys.argv[1]), 'trainer')\n"
         "recorder.record(StepBegan(at=0.0, step=7))\n"
     )

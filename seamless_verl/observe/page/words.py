@@ -1,12 +1,10 @@
-"""What several sections of the page share: names of categories and drift reasons, small pieces of HTML."""
+"""Words and numbers of the page, as people read them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
 
-from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.time_ledger import Category
 from seamless_verl.trajectory.segments import DriftReason
 
@@ -53,22 +51,44 @@ def style_of(category: Category) -> str:
     return f"c-{category.value.replace('_', '-')}"
 
 
-def facts(facts: Sequence[tuple[str, str]]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts) + "</dl>"
+def share(value: float | None) -> str:
+    """``42%``; a question mark where nobody knows, ``<1%`` for what is small but there."""
+    if value is None:
+        return "?"
+    return "<1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
-def figure(title: str, chart: str, caption: str) -> str:
-    if not chart:
-        return ""
-    return f"<figure><h3>{escape(title)}</h3>{chart}<figcaption>{escape(caption)}</figcaption></figure>"
+def si(value: float) -> str:
+    """``950``, ``1.5k``, ``2.3M``."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
 
 
-def absent(text: str) -> str:
-    return f'<p class="absent">{escape(text)}</p>'
+def duration(seconds: float) -> str:
+    """``12 ms``, ``4.2 s``, ``38 s``, ``5 min 14 s``, ``3 h 05 min``."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def validation_sets(run: RunDigest) -> dict[str, list[Mapping[str, Any]]]:
-    sets: dict[str, list[Mapping[str, Any]]] = {}
-    for record in sorted(run.validations, key=lambda record: record["step"]):
-        sets.setdefault(record["name"], []).append(record)
-    return sets
+def quantile(values: Sequence[float], q: float) -> float:
+    """The smallest value that at least a share ``q`` of the values does not exceed.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("no values, no quantile")
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
