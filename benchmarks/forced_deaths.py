@@ -180,4 +180,4 @@ if _killer._plan:
     wrapt.register_post_import_hook(_watch_transfer, "seamless_verl.verl_adapter.weights.weight_transfer")
     wrapt.register_post_import_hook(_watch_lending, "seamless_verl.verl_adapter.trainer.lending")
     wrapt.register_post_import_hook(_watch_trainer, "seamless_verl.verl_adapter.trainer.trainer")
-    wrapt.register_post_import_hook(_watch_engines, "seamless_verl.verl_adapter.vllm.engine_watch")
+    wrapt.register_post_import_hook(_watch_engines, "seamless_verl.verl_adapter.vllm.vllm_plugin")

@@ -1,7 +1,7 @@
 """Every patch of verl 0.9.1 and vLLM: what it mends, and when it can go. Ray is not patched.
 
 Nothing is imported or changed until somebody imports the module that a patch belongs to. The plug-ins install the
-tables in every process of a run (`plugin`, `cpu.vllm_cpu`), so this module imports nothing heavy. What we change by
+tables in every process of a run (`plugin`, `vllm.vllm_plugin`), so this module imports nothing heavy. What we change by
 subclassing, through surfaces that verl offers, is not here.
 """
 

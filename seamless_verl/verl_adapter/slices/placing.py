@@ -25,6 +25,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
 from seamless_verl.errors import MachineError
+from seamless_verl.run.check_combinations import replica_size
 from seamless_verl.scheduling.placement import GroupedGpus, NodeRoom, plan, story
 
 PLACING_S = 120.0
@@ -153,7 +154,7 @@ def standing_pools(config: DictConfig, first_rank: int) -> dict[int, RayResource
     rollout = config.actor_rollout_ref.rollout
     if not rollout.nnodes or rollout.disaggregation.enabled:
         return {}
-    size = int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
+    size = replica_size(config)
     on_a_node = min(rollout.n_gpus_per_node, size)
     return {
         first_rank + number: RayResourcePool(

@@ -19,7 +19,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
-from seamless_verl.verl_adapter.vllm.engine_watch import engine_died
+from seamless_verl.verl_adapter.vllm.vllm_plugin import engine_died
 
 _log = logging.getLogger(__name__)
 

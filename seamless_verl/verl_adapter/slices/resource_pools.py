@@ -11,20 +11,13 @@ from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 
 from seamless_verl.config import ResourceConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.run.check_combinations import check_generators, check_resources
+from seamless_verl.run.check_combinations import check_generators, check_resources, replica_size
 from seamless_verl.scheduling.declaration import slices_of, verl_keys
 from seamless_verl.scheduling.slices import Slice, Tag
 from seamless_verl.verl_adapter.slices.placing import Reservation, place
 
 TRAINER_POOL = "global_pool"
 REWARD_POOL = "reward_pool"  # verl names it where a reward model might have GPUs of its own, wanted or not
-
-
-def replica_gpus(config: DictConfig) -> int:
-    """GPUs of one rollout replica."""
-    rollout = config.actor_rollout_ref.rollout
-    sizes = (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size)
-    return int(sizes[0] * sizes[1] * sizes[2])
 
 
 def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice, ...]:
@@ -38,7 +31,7 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
     """
     check_resources(config, seamless)
     if seamless.resources:
-        slices = slices_of(seamless.resources, replica_gpus=replica_gpus(config))
+        slices = slices_of(seamless.resources, replica_gpus=replica_size(config))
         with open_dict(config):
             for key, value in verl_keys(seamless.resources).items():
                 OmegaConf.update(config, key, value)
@@ -66,7 +59,7 @@ def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:
         if keys.nnodes
     )
     try:
-        return slices_of(declared, replica_gpus=replica_gpus(config))
+        return slices_of(declared, replica_gpus=replica_size(config))
     except ConfigError as error:
         for name, _, _, key in entries:
             if name in error.key:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from seamless_verl.verl_adapter.vllm.engine_watch import engine_died
+from seamless_verl.verl_adapter.vllm.vllm_plugin import engine_died
 
 _INTERVAL_S = 5.0
 _LAST_ANSWERS_S = 3.0  # the dead answer at once, the busy not at all

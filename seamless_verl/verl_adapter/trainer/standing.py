@@ -12,9 +12,10 @@ from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from seamless_verl.config import RouterConfig
+from seamless_verl.run.check_combinations import replica_size
 from seamless_verl.verl_adapter.rollout.load_balancer import balancer_class
 from seamless_verl.verl_adapter.slices.placing import PlacedServers, standing_pools
-from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager, replica_gpus
+from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager
 from seamless_verl.verl_adapter.trainer.adoption import standalone_config
 
 
@@ -29,7 +30,7 @@ class StandingServers:
         self._first_rank = 0
         if hybrid:
             trainer = config.trainer
-            self._first_rank = int(trainer.nnodes * trainer.n_gpus_per_node // replica_gpus(config))
+            self._first_rank = int(trainer.nnodes * trainer.n_gpus_per_node // replica_size(config))
 
     @property
     def exist(self) -> bool:

@@ -30,6 +30,7 @@ from seamless_verl.observe.flight import (
     WeightsPublished,
 )
 from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
+from seamless_verl.run.check_combinations import replica_size
 from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process
 from seamless_verl.verl_adapter.trainer.memory_flight import MemoryFlight
 
@@ -216,8 +217,7 @@ def slices_of_verl(
         standing: addresses of the standalone replicas.
         lent: those on the trainer's devices are awake.
     """
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    trainer, replica = config.trainer, replica_size(config)
     if hybrid:
         state = SliceState.ROLLOUT if lent else SliceState.TRAINING
         trainers = [

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.run.check_combinations import replica_size
 from seamless_verl.scheduling.slices import SliceId
-from seamless_verl.verl_adapter.slices.resource_pools import replica_gpus
 
 _IN_CACHE, _AT_A_TIME = 1 << 16, 1 << 24  # elements, on the CPU and elsewhere; each needs 16 bytes for the while
 _WHOLE = (1 << 64) - 1
@@ -88,7 +88,7 @@ def weight_checks_of(
     obstacles = {
         "actor_rollout_ref.actor.strategy": actor.strategy not in ("fsdp", "fsdp2"),
         "actor_rollout_ref.rollout.name": rollout.name != "vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": replica_gpus(config) > 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": replica_size(config) > 1,
         "actor_rollout_ref.rollout.quantization": rollout.get("quantization") is not None,
         "actor_rollout_ref.rollout.dtype": not isinstance(dtype, torch.dtype),
         "actor_rollout_ref.model.lora_rank": bool(model.get("lora_rank", 0)),

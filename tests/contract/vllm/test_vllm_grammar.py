@@ -151,16 +151,16 @@ def test_a_grammar_that_does_not_compile_ends_the_request_alone(manager: Any, mo
 
 
 def test_the_plug_in_reaches_the_engines_process(monkeypatch: Any) -> None:
-    from seamless_verl.verl_adapter.cpu import vllm_cpu
+    from seamless_verl.verl_adapter.vllm import vllm_plugin
 
     manager = structured_output.StructuredOutputManager
     monkeypatch.setattr(manager, "_create_grammar", manager._create_grammar)
     monkeypatch.setenv("VERL_PLATFORM", "cuda")
     before = manager._create_grammar
     assert not hasattr(before, "__wrapped__")
-    vllm_cpu.register()
+    vllm_plugin.register()
     assert manager._create_grammar.__wrapped__ is before
-    vllm_cpu.register()  # vLLM may load its plug-ins more than once
+    vllm_plugin.register()  # vLLM may load its plug-ins more than once
     assert manager._create_grammar.__wrapped__ is before
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 # As vLLM starts it: the plug-in is loaded in the server, then in a child by the name of vLLM's engine process.
 SERVER = """
 import multiprocessing, sys, time
-from seamless_verl.verl_adapter.cpu.vllm_cpu import register
+from seamless_verl.verl_adapter.vllm.vllm_plugin import register
 
 def engine():
     register()
