@@ -96,7 +96,7 @@ def place_once(config: Any) -> Placed:
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
     from seamless_verl.config import RouterConfig, SeamlessConfig
-    from seamless_verl.verl_adapter.trainer.standing import StandingServers
+    from seamless_verl.verl_adapter.slices.standing import StandingServers
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     trainer = object.__new__(SeamlessTrainer)
@@ -123,7 +123,7 @@ def place_once(config: Any) -> Placed:
 
     before = set(placement_group_table())
     with ExitStack() as stack:
-        for module in ("verl.workers.rollout.replica", "seamless_verl.verl_adapter.slices.placing"):
+        for module in ("verl.workers.rollout.replica", "seamless_verl.verl_adapter.slices.deaths"):
             if module in sys.modules:
                 stack.enter_context(patch(f"{module}.RayWorkerGroup", OfReplica))
         stack.enter_context(patch.object(trainer_base, "RayWorkerGroup", OfTrainer))

@@ -135,7 +135,7 @@ def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str]
     Raises:
         RunBroken: an actor of the run died; the error that followed from that is its cause.
     """
-    from seamless_verl.verl_adapter.slices.watchdog import Watchdog
+    from seamless_verl.verl_adapter.slices.deaths import Watchdog
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     with (

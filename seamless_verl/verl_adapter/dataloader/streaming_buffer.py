@@ -26,8 +26,7 @@ from seamless_verl.config import StalenessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
-from seamless_verl.verl_adapter.dataloader.stragglers import Stragglers
-from seamless_verl.verl_adapter.dataloader.woken_buffer import LOOK_S, WokenReplayBuffer
+from seamless_verl.verl_adapter.dataloader.woken_buffer import LOOK_S, Stragglers, WokenReplayBuffer
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 
 FAILURES_IN_A_ROW = 32

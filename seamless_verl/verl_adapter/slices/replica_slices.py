@@ -24,7 +24,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 from seamless_verl.scheduling.slices import SliceId
-from seamless_verl.verl_adapter.slices.replica_health import ReplicaHealth, restart_replica
+from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth, restart_replica
 from seamless_verl.verl_adapter.weights.weight_checks import WeightChecks
 from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 

@@ -1,23 +1,42 @@
-"""Tags on verl: from ``seamless.resources`` (or verl's own keys) to resource pools and slices."""
+"""From ``seamless.resources`` (or verl's own keys) to slices and resource pools, reserved before anything is loaded.
+
+    pools, replicas ─► plan (`scheduling.placement`) ─► groups of the trainer ─► groups of the replicas
+                         ▲ not yet: somebody else holds GPUs       └─ ready, or a time-out that names nodes
+
+verl 0.9.1 creates the placement groups of a pool with its first workers, lets Ray choose the nodes group by group, and
+waits for them without a limit. A standalone replica that starts while the trainer still loads its data then takes GPUs
+of a node that the trainer needs whole, and both wait for ever. Remove `place` when verl places all pools at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
-from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
+from ray.util.placement_group import PlacementGroup, placement_group
+from verl.plugin.platform import get_platform
+from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager, sort_placement_group_by_node_ip
 
 from seamless_verl.config import ResourceConfig, SeamlessConfig
-from seamless_verl.errors import ConfigError
+from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.run.check_combinations import check_generators, check_resources, replica_size
 from seamless_verl.scheduling.declaration import slices_of, verl_keys
+from seamless_verl.scheduling.placement import GroupedGpus, NodeRoom, plan, story
 from seamless_verl.scheduling.slices import Slice, Tag
-from seamless_verl.verl_adapter.slices.placing import Reservation, place
 
 TRAINER_POOL = "global_pool"
 REWARD_POOL = "reward_pool"  # verl names it where a reward model might have GPUs of its own, wanted or not
+PLACING_S = 120.0
+_LOOK_S = 1.0
+_KIND = "accelerator_type:"
+_FIX = (
+    "ask for fewer GPUs, end what holds them, start more nodes, or give the nodes more CPUs "
+    "(ray start --num-cpus; verl asks for several per GPU)"
+)
 
 
 def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice, ...]:
@@ -69,7 +88,7 @@ def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:
 
 @dataclass
 class TagAwareResourcePoolManager(ResourcePoolManager):
-    """verl's manager that knows which GPUs its pools do not hold; its pools are made once, and placed by `placing`.
+    """verl's manager that knows which GPUs its pools do not hold; its pools are made once, and placed by `place`.
 
     Attributes:
         standing_gpus: of the replicas that only roll out, whose pools are their own.
@@ -94,7 +113,7 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
                 use_gpu=True,
                 max_colocate_count=self.max_colocate_count,
                 name_prefix=name,
-                accelerator_type=f"accelerator_type:{wanted}" if wanted else None,
+                accelerator_type=f"{_KIND}{wanted}" if wanted else None,
             )
         self._check_resource_available()
 
@@ -103,7 +122,7 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
 
         Raises:
             ConfigError: the Ray cluster has fewer GPUs.
-            MachineError: they cannot be placed; see `placing.place`.
+            MachineError: they cannot be placed; see `place`.
         """
         self.create_resource_pool()
         unused = () if config.reward.reward_model.enable else (REWARD_POOL,)
@@ -116,7 +135,7 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
         place(wanted, say=say)
 
     def _check_resource_available(self) -> None:
-        """By what the nodes have; who holds it now is for `placing.place` to wait for."""
+        """By what the nodes have; who holds it now is for `place` to wait for."""
         needed = self.get_n_gpus() + self.standing_gpus
         found = int(sum(node.get("Resources", {}).get("GPU", 0) for node in ray.nodes() if node.get("Alive")))
         found = found or int(ray.cluster_resources().get("NPU", 0))
@@ -127,3 +146,114 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
                 f"is more than the Ray cluster has: {found}",
                 "ask for fewer (seamless.resources where that is set), or start more nodes",
             )
+
+
+# ---------------------------------------------------------------- placing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Pools that are placed together.
+
+    Attributes:
+        name: for people.
+        pools: in order; the groups of consecutive ones fill a node up to ``per_node``.
+        per_node: GPUs wanted on each node.
+    """
+
+    name: str
+    pools: Sequence[RayResourcePool]
+    per_node: int
+
+    def asked(self) -> GroupedGpus:
+        first = self.pools[0]
+        return GroupedGpus(
+            name=self.name,
+            groups=tuple(size for pool in self.pools for size in pool.store),
+            per_node=self.per_node,
+            cpus_per_gpu=first.max_colocate_count,
+            kind=first.accelerator_type.removeprefix(_KIND) if first.accelerator_type else None,
+        )
+
+
+def place(
+    reservations: Sequence[Reservation], *, limit_s: float = PLACING_S, say: Callable[[str], object] = print
+) -> None:
+    """Give every pool its placement groups, ready; the first reservation's before those of the next are asked for.
+
+    Args:
+        limit_s: seconds to wait for GPUs that others hold, and then for each reservation.
+        say: tells people that it waits.
+
+    Raises:
+        MachineError: it cannot be done, or not within ``limit_s``: what was asked for and what every node has free.
+    """
+    asked = [reservation.asked() for reservation in reservations]
+    nodes = _planned(asked, limit_s, say)
+    for reservation, chosen in zip(reservations, nodes, strict=True):
+        where = iter(chosen)
+        groups = [_groups_of(pool, where) for pool in reservation.pools]
+        deadline = time.monotonic() + limit_s
+        if not all(group.wait(max(0.0, deadline - time.monotonic())) for of_pool in groups for group in of_pool):
+            raise _refused(f"{reservation.name} was not placed within {limit_s:.0f} s", asked)
+        for pool, of_pool in zip(reservation.pools, groups, strict=True):
+            placed: Any = pool  # to mypy its groups are None for ever, as verl initializes them
+            placed.pgs = sort_placement_group_by_node_ip(of_pool)
+
+
+def _planned(asked: Sequence[GroupedGpus], limit_s: float, say: Callable[[str], object]) -> tuple[tuple[str, ...], ...]:
+    if plan(rooms(free=False), asked) is None:
+        raise _refused("no way was found to place it, even on empty nodes", asked, free=False)
+    deadline = time.monotonic() + limit_s
+    told = False
+    while (nodes := plan(rooms(), asked)) is None:
+        if time.monotonic() >= deadline:
+            raise _refused(f"others held the GPUs for {limit_s:.0f} s", asked)
+        if not told:
+            told = True
+            say(f"waiting up to {limit_s:.0f} s for GPUs: {story(rooms(), asked)}")
+        time.sleep(_LOOK_S)
+    return nodes
+
+
+def _refused(problem: str, asked: Sequence[GroupedGpus], *, free: bool = True) -> MachineError:
+    has = "free" if free else "in all"
+    return MachineError("GPUs of the Ray cluster", f"{problem}; {story(rooms(free=free), asked, has)}", _FIX)
+
+
+def rooms(*, free: bool = True) -> list[NodeRoom]:
+    """Living nodes: what is free on them, or all that they have."""
+    available = ray._private.state.available_resources_per_node() if free else {}
+    device = get_platform().ray_resource_name()
+    found = []
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        has: Mapping[str, float] = available.get(node["NodeID"], {}) if free else node["Resources"]
+        kinds = frozenset(name.removeprefix(_KIND) for name in node["Resources"] if name.startswith(_KIND))
+        found.append(
+            NodeRoom(
+                id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                gpus=has.get(device, 0.0),
+                cpus=has.get("CPU", 0.0),
+                kinds=kinds,
+            )
+        )
+    return found
+
+
+def _groups_of(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
+    """As `RayResourcePool.get_placement_groups` makes them, each on the next of ``nodes``."""
+    bundle: dict[str, float] = {"CPU": pool.max_colocate_count, get_platform().ray_resource_name(): 1}
+    if pool.accelerator_type is not None:
+        bundle[pool.accelerator_type] = 1e-4
+    return [
+        placement_group(
+            [dict(bundle) for _ in range(size)],
+            strategy="STRICT_PACK",
+            name=f"{pool.name_prefix}_{number}",
+            _soft_target_node_id=next(nodes),
+        )
+        for number, size in enumerate(pool.store)
+    ]

@@ -4,7 +4,7 @@
     loss        = truncated (pi_prox / pi_behaviour) * clipped PPO loss with pi_now / pi_prox
 
 Registered in every process that computes losses (`plugin`). ``old_log_prob`` holds the behaviour's log-probs (verl's
-``bypass_mode``), and ``rollout_is_weights``, the only per-token input that verl passes on, holds ``a`` (`corrections`).
+``bypass_mode``), and ``rollout_is_weights``, the only per-token input that verl passes on, holds ``a`` (`batches`).
 """
 
 from __future__ import annotations

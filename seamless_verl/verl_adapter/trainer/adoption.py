@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -81,20 +80,6 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return dict(values)
 
 
-def standalone_config(config: DictConfig) -> DictConfig:
-    """What replicas on GPUs of their own are made from: with their share of a card, not that beside a trainer.
-
-    verl 0.9.1 declares ``rollout.standalone_gpu_memory_utilization``, but its V1 trainers do not read it (verl #7795).
-    Remove with the verl that has #7926. A copy: the trainer's own replicas are made from ``config`` at the same time.
-    """
-    share = config.actor_rollout_ref.rollout.get("standalone_gpu_memory_utilization")
-    if share is None:
-        return config
-    apart = copy.deepcopy(config)
-    apart.actor_rollout_ref.rollout.gpu_memory_utilization = share
-    return apart
-
-
 def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
     correction = config.algorithm.get("rollout_correction")
     has_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs
@@ -106,16 +91,3 @@ def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:
         return
     if correction.rollout_is is None and correction.rollout_rs is None and not correction.bypass_mode:
         correction.rollout_is = "token"
-
-
-def with_standing(config: DictConfig) -> DictConfig:
-    """What verl's separate_async trainer is constructed from; without standalone replicas, a copy that has some.
-
-    verl 0.9.1 asserts that there are some, although only its ``_setup``, which is ours, and its own switch, which is
-    off then, have a use for them. Remove when it does not.
-    """
-    if config.actor_rollout_ref.rollout.nnodes:
-        return config
-    some = copy.deepcopy(config)
-    some.actor_rollout_ref.rollout.nnodes = 1
-    return some

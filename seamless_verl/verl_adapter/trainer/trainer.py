@@ -8,7 +8,7 @@ Everything between the audit and the weights is verl's own code. verl calls hook
     lending     the trainer's GPUs, lent while it waits; None: verl's own (`lending`)
     flight      the flight recorder                                       (`trainer_flight`)
     meter       audit, staleness and the report of a step                 (`step_report`)
-    standing    replicas on GPUs of their own                             (`standing`)
+    standing    replicas on GPUs of their own                             (`slices.standing`)
     curriculum  which prompts come; None: verl's own dataloader           (`dataloader.curriculum_dataloader`)
 """
 
@@ -42,11 +42,10 @@ from seamless_verl.verl_adapter.dataloader.woken_buffer import PolledBuffer, Row
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
-from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early, with_standing
-from seamless_verl.verl_adapter.trainer.corrections import correct
+from seamless_verl.verl_adapter.slices.standing import StandingServers, with_standing
+from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early
+from seamless_verl.verl_adapter.trainer.batches import correct, lengths_of_cuts, side_by_side
 from seamless_verl.verl_adapter.trainer.lending import Lending, lending_of
-from seamless_verl.verl_adapter.trainer.row_order import lengths_of_cuts, side_by_side
-from seamless_verl.verl_adapter.trainer.standing import StandingServers
 from seamless_verl.verl_adapter.trainer.step_report import AuditFailed, StepMeter, report_validation
 from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight, run_started, slices_of_verl
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager

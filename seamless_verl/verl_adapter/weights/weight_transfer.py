@@ -27,7 +27,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.workers.rollout.replica import RolloutReplica
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.verl_adapter.slices.replica_health import ReplicaHealth
+from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth
 from seamless_verl.verl_adapter.weights import transfer_members as members
 
 _LOOK_S = 2.0

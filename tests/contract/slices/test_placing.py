@@ -37,7 +37,7 @@ def test_the_trainer_gets_its_nodes_although_its_data_loads_slowly(two_nodes, sh
 def reservation(*groups, colocated=1):
     from verl.single_controller.ray.base import RayResourcePool
 
-    from seamless_verl.verl_adapter.slices.placing import Reservation
+    from seamless_verl.verl_adapter.slices.resource_pools import Reservation
 
     pool = RayResourcePool(process_on_nodes=list(groups), max_colocate_count=colocated, name_prefix="t")
     return Reservation(name="trainer", pools=[pool], per_node=max(groups))
@@ -46,7 +46,7 @@ def reservation(*groups, colocated=1):
 def test_gpus_that_somebody_else_holds_are_waited_for_and_then_named(two_nodes):
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from seamless_verl.verl_adapter.slices.placing import place
+    from seamless_verl.verl_adapter.slices.resource_pools import place
 
     others = [placement_group([{"GPU": 5}], strategy="STRICT_PACK") for _ in range(2)]
     assert all(group.wait(30) for group in others)
@@ -62,7 +62,7 @@ def test_gpus_that_somebody_else_holds_are_waited_for_and_then_named(two_nodes):
 
 
 def test_what_no_node_can_hold_is_refused_at_once(two_nodes):
-    from seamless_verl.verl_adapter.slices.placing import place
+    from seamless_verl.verl_adapter.slices.resource_pools import place
 
     with pytest.raises(MachineError, match="even on empty nodes.*1 x 9 GPUs"):
         place([reservation(9)])
@@ -71,7 +71,7 @@ def test_what_no_node_can_hold_is_refused_at_once(two_nodes):
 
 
 def test_what_we_repeat_of_verl_is_still_there():
-    """`placing` makes verl's groups and starts verl's standalone replicas; remove what it repeats when this changes."""
+    """We make verl's groups and start its standalone replicas; remove what repeats verl's code when this changes."""
     from verl.single_controller.ray.base import RayResourcePool
     from verl.workers.rollout.replica import RolloutReplica
 

@@ -9,7 +9,7 @@ import pytest
 
 from seamless_verl.memory.book import BOOK, Owner, SharedBook, this_process
 from seamless_verl.observe.flight import SliceAdded, SliceState
-from seamless_verl.verl_adapter.trainer.memory_flight import MemoryFlight
+from seamless_verl.verl_adapter.trainer.trainer_flight import MemoryFlight
 
 
 def added(name: str, devices: int, *tags: str) -> SliceAdded:

@@ -130,7 +130,7 @@ def test_without_its_weights_the_loss_refuses():
 def test_the_weight_of_a_token_is_one_over_the_lag_of_the_version_that_generated_it():
     import torch
 
-    from seamless_verl.verl_adapter.trainer.corrections import interpolation_weights
+    from seamless_verl.verl_adapter.trainer.batches import interpolation_weights
 
     mask = torch.tensor([1, 1, 0, 1, 1, 1])
     spans = [(4, 2), (6, 2), (8, 1)]
@@ -183,7 +183,7 @@ def batch():
 
 
 def test_rows_that_were_cut_off_have_zero_advantage(stored):
-    from seamless_verl.verl_adapter.trainer.corrections import zero_overlong_advantages
+    from seamless_verl.verl_adapter.trainer.batches import zero_overlong_advantages
 
     assert zero_overlong_advantages(batch(), limit=4) == 0.5
     assert stored["a"]["advantages"].tolist() == [1.0, 1.0]
@@ -192,7 +192,7 @@ def test_rows_that_were_cut_off_have_zero_advantage(stored):
 
 
 def test_the_stamp_says_what_was_cut_off_not_the_length_with_the_words_of_tools(stored):
-    from seamless_verl.verl_adapter.trainer.corrections import zero_overlong_advantages
+    from seamless_verl.verl_adapter.trainer.batches import zero_overlong_advantages
 
     stored["a"]["extra_fields"] = {"seamless": {"cut_off": True}}  # a turn's limit, two tokens into the answer
     stored["b"]["extra_fields"] = {"seamless": {"cut_off": False}}  # complete; a tool said most of it
@@ -202,7 +202,7 @@ def test_the_stamp_says_what_was_cut_off_not_the_length_with_the_words_of_tools(
 
 
 def test_interpolation_weights_are_stored_where_verl_passes_them_on(stored):
-    from seamless_verl.verl_adapter.trainer.corrections import write_interpolation_weights
+    from seamless_verl.verl_adapter.trainer.batches import write_interpolation_weights
 
     written = write_interpolation_weights(batch(), version=3)
     assert "rollout_is_weights" in written.fields  # else no worker fetches them

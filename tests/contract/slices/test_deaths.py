@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("verl")
 import ray
 
-from seamless_verl.verl_adapter.slices import watchdog
-from seamless_verl.verl_adapter.slices.watchdog import Watchdog
+from seamless_verl.verl_adapter.slices import deaths
+from seamless_verl.verl_adapter.slices.deaths import Watchdog
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,7 +46,7 @@ def parts(actor: Any) -> Iterator[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _this_process_outlives_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run the last resort ends the process, also when the watchdog is gone: what follows may hang, too."""
-    monkeypatch.setattr(watchdog, "_LAST_RESORT_S", 24 * 3600.0)
+    monkeypatch.setattr(deaths, "_LAST_RESORT_S", 24 * 3600.0)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def _kill(part: Any) -> None:
 def test_an_error_after_a_death_is_traced_to_it_before_the_next_look(
     parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(deaths, "_INTERVAL_S", 3600.0)
     with Watchdog(parts) as dog:
         parts["trainer worker 0"].work.remote()
         _kill(parts["rollout replica 0"])
@@ -80,7 +80,7 @@ def test_an_error_after_a_death_is_traced_to_it_before_the_next_look(
 def test_nobody_is_blamed_for_an_error_while_all_live_or_are_busy(
     parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "_LAST_ANSWERS_S", 0.5)
+    monkeypatch.setattr(deaths, "_LAST_ANSWERS_S", 0.5)
     with Watchdog(parts) as dog:
         parts["trainer worker 0"].work.remote()
         assert dog.cause_of(ValueError("no rows")) is None
@@ -88,7 +88,7 @@ def test_nobody_is_blamed_for_an_error_while_all_live_or_are_busy(
 
 @pytest.mark.usefixtures("interruptible")
 def test_whoever_waits_for_a_dead_actor_is_interrupted(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_INTERVAL_S", 0.05)
+    monkeypatch.setattr(deaths, "_INTERVAL_S", 0.05)
 
     def wait_for_the_dead() -> None:
         _kill(parts["rollout replica 1"])
@@ -107,7 +107,7 @@ def test_whoever_blocks_in_a_coroutine_is_interrupted_too(
     parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As verl's transfers did: `asyncio.run` turns the first interrupt into a cancellation that nobody sees."""
-    monkeypatch.setattr(watchdog, "_INTERVAL_S", 0.2)
+    monkeypatch.setattr(deaths, "_INTERVAL_S", 0.2)
 
     async def transfer() -> None:
         parts["trainer worker 0"].work.remote()
@@ -123,7 +123,7 @@ def test_whoever_blocks_in_a_coroutine_is_interrupted_too(
 
 
 def test_a_server_without_its_engine_counts_as_dead(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(deaths, "_INTERVAL_S", 3600.0)
     server = actor.remote()
 
     def lose_engine(part: Any) -> None:

@@ -1,0 +1,166 @@
+"""Replicas on GPUs of their own, and the router that all replicas of a run share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig
+from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
+
+from seamless_verl.config import RouterConfig
+from seamless_verl.run.check_combinations import replica_size
+from seamless_verl.verl_adapter.rollout.load_balancer import balancer_class
+from seamless_verl.verl_adapter.slices.deaths import start_workers
+from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager
+
+_COLOCATED = 2  # workers per GPU that verl's `init_standalone` makes room for
+
+
+class StandingServers:
+    """Args:
+    hybrid: the trainer's GPUs carry replicas, too; verl counts those first.
+    """
+
+    def __init__(self, config: DictConfig, router: RouterConfig, *, hybrid: bool) -> None:
+        self._config = config
+        self._router = router
+        self._first_rank = 0
+        if hybrid:
+            trainer = config.trainer
+            self._first_rank = int(trainer.nnodes * trainer.n_gpus_per_node // replica_size(config))
+
+    @property
+    def exist(self) -> bool:
+        """Otherwise the trainer's own replicas are all there are."""
+        return bool(self._config.actor_rollout_ref.rollout.nnodes)
+
+    @property
+    def own_router(self) -> bool:
+        """The user names a router, which verl makes."""
+        return self._config.actor_rollout_ref.rollout.get("router_config_path") is not None
+
+    def pools(self) -> dict[int, RayResourcePool]:
+        """That of every replica, by rank, as verl's `init_standalone` would make it; none is placed yet.
+
+        Empty where replicas are parted into prefill and decode servers, whose pools are left to verl.
+        """
+        rollout = self._config.actor_rollout_ref.rollout
+        if not rollout.nnodes or rollout.disaggregation.enabled:
+            return {}
+        size = replica_size(self._config)
+        on_a_node = min(rollout.n_gpus_per_node, size)
+        ranks = range(self._first_rank, self._first_rank + rollout.nnodes * rollout.n_gpus_per_node // size)
+        return {
+            rank: RayResourcePool(
+                process_on_nodes=[on_a_node] * (size // on_a_node),
+                max_colocate_count=_COLOCATED,
+                name_prefix=f"rollout_pool_{rank}",
+            )
+            for rank in ranks
+        }
+
+    @contextmanager
+    def starting(self, pools: Mapping[int, RayResourcePool]) -> Iterator[Future[LLMServerManager]]:
+        """They start beside what happens within, and are there when it has ended."""
+        with ThreadPoolExecutor(1, thread_name_prefix="replicas") as pool:
+            servers = pool.submit(self.start, pools)
+            try:
+                yield servers
+            finally:
+                servers.result()
+
+    def start(self, pools: Mapping[int, RayResourcePool]) -> LLMServerManager:
+        """All of them on ``pools``, which are placed, with the router."""
+        config = standalone_config(self._config)
+        servers: LLMServerManager = PlacedServers.create(
+            config=config, pools=pools, start_rank=self._first_rank, load_balancer_cls=self._balancer_class()
+        )
+        return servers
+
+    def pool_manager(self, of_verl: ResourcePoolManager, accelerator: str | None) -> TagAwareResourcePoolManager:
+        """Of the same pools as verl's; it knows that there are GPUs beside them."""
+        rollout = self._config.actor_rollout_ref.rollout
+        return TagAwareResourcePoolManager(
+            resource_pool_spec=of_verl.resource_pool_spec,
+            mapping=of_verl.mapping,
+            standing_gpus=(rollout.nnodes or 0) * (rollout.n_gpus_per_node or 0),
+            accelerator=accelerator,
+        )
+
+    def router_alone(self, worker_group: Any) -> LLMServerManager:
+        """A manager of no replicas; those of the trainer join its router when they are lent."""
+        servers: LLMServerManager = LLMServerManager.create_empty(
+            config=self._config, worker_group=worker_group, load_balancer_cls=self._balancer_class()
+        )
+        return servers
+
+    def _balancer_class(self) -> Any:
+        return (
+            None
+            if self.own_router
+            else balancer_class(self._router, self._config.actor_rollout_ref.rollout.max_num_seqs)
+        )
+
+
+class PlacedServers(LLMServerManager):
+    """Standalone replicas on pools that are placed already.
+
+    Args:
+        pools: of the replicas, by rank; a replica that is not among them is placed by verl.
+    """
+
+    def __init__(self, config: DictConfig, *args: Any, pools: Mapping[int, RayResourcePool], **kwargs: Any) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        replica = get_rollout_replica_class(rollout.name, disaggregation_enabled=rollout.disaggregation.enabled)
+        self.rollout_replica_class = on_pools(replica, pools)
+        super().__init__(config, *args, **kwargs)
+
+
+def on_pools(replica: type[RolloutReplica], pools: Mapping[int, RayResourcePool]) -> type[RolloutReplica]:
+    """The same replica, whose `init_standalone` takes its pool from ``pools``; it repeats the rest of verl's."""
+
+    class Placed(replica):  # type: ignore[valid-type, misc]
+        async def init_standalone(self) -> None:
+            if self.replica_rank not in pools:
+                await super().init_standalone()
+                return
+            self.rollout_mode = RolloutMode.STANDALONE
+            self.resource_pool = pools[self.replica_rank]
+            self.workers = start_workers(self)
+            await self.launch_servers()
+
+    Placed.__name__ = Placed.__qualname__ = f"Placed{replica.__name__}"
+    return Placed
+
+
+def standalone_config(config: DictConfig) -> DictConfig:
+    """What replicas on GPUs of their own are made from: with their share of a card, not that beside a trainer.
+
+    verl 0.9.1 declares ``rollout.standalone_gpu_memory_utilization``, but its V1 trainers do not read it (verl #7795).
+    Remove with the verl that has #7926. A copy: the trainer's own replicas are made from ``config`` at the same time.
+    """
+    share = config.actor_rollout_ref.rollout.get("standalone_gpu_memory_utilization")
+    if share is None:
+        return config
+    apart = copy.deepcopy(config)
+    apart.actor_rollout_ref.rollout.gpu_memory_utilization = share
+    return apart
+
+
+def with_standing(config: DictConfig) -> DictConfig:
+    """What verl's separate_async trainer is constructed from; without standalone replicas, a copy that has some.
+
+    verl 0.9.1 asserts that there are some, although only its ``_setup``, which is ours, and its own switch, which is
+    off then, have a use for them. Remove when it does not.
+    """
+    if config.actor_rollout_ref.rollout.nnodes:
+        return config
+    some = copy.deepcopy(config)
+    some.actor_rollout_ref.rollout.nnodes = 1
+    return some
