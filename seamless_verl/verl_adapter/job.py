@@ -71,7 +71,7 @@ def _tell(run_dir: Path, terminal: TextIO, story: str) -> None:
 
 
 def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:
-    """Where every thread stands goes to the log: somebody waits who should not."""
+    """Log the stack of every thread, since the run did not end by itself, and tell the user why it had to."""
     faulthandler.dump_traceback(all_threads=True)
     _tell(run_dir, terminal, f"RunBroken: {story}")
 
@@ -212,7 +212,7 @@ def _close_workers(workers: Sequence[Any]) -> None:
 
 
 def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
-    """What a run cannot go on without, beside servers."""
+    """Actors whose death ends the run, servers left out; by the names that people know them by."""
     servers = trainer.standalone_server_manager if hasattr(trainer, "standalone_server_manager") else None
     named = {f"trainer worker {rank}": worker for rank, worker in enumerate(trainer.actor_rollout_wg.workers)}
     workers = getattr(manager, "agent_loop_workers", [])
@@ -229,7 +229,7 @@ def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
 
 
 def _servers(trainer: Any) -> dict[str, Any]:
-    """Those of the replicas without which a run cannot go on; with a scheduler it can without any one of them."""
+    """Servers whose death ends the run: none where a scheduler decides, which goes on without a replica."""
     if getattr(trainer, "outlives_replicas", False):
         return {}
     managers = [getattr(trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]

@@ -18,7 +18,7 @@ from seamless_verl.memory.book import Phase
 from seamless_verl.verl_adapter.cpu.cpu_device import DeviceMemory, device_memory
 
 DEVICE = "device"
-"""The device, where verl names the host ``cpu``; on this platform the device's own name is that, too."""
+"""What engines are told for "to the device": verl calls the host ``cpu``, which is the device's name here, too."""
 _EVERYWHERE = (Phase.TRAIN, Phase.SYNC, Phase.ROLLOUT)
 
 
@@ -49,7 +49,7 @@ class Place:
 
 
 class TrainerMemory:
-    """The books of one engine; a critic's stand beside an actor's.
+    """Books what one engine holds; an actor and a critic have one each.
 
     Args:
         engine: verl's, whose module and optimizer are made.
@@ -110,7 +110,7 @@ def local_bytes(tensors: Iterable[Any]) -> int:
 
 
 def _place(thing: Any) -> Place:
-    """Where nothing is counted: on the device until it is moved."""
+    """Where a module or optimizer is; one that nobody counts begins on the device."""
     return _places.setdefault(thing, Place(lambda nbytes: None, lambda: 0))
 
 
@@ -208,7 +208,7 @@ def _booked(
     before: Callable[[TrainerMemory], None] = lambda book: None,
     after: Callable[[TrainerMemory], None],
 ) -> Callable[[Any], Any]:
-    """``method`` of an engine, between these two calls of its book."""
+    """``method`` of an engine, with these two called on its book before and after."""
 
     @functools.wraps(method)
     def booked(self: Any) -> Any:

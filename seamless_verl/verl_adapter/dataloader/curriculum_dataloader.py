@@ -1,4 +1,4 @@
-"""The curriculum kernel as verl's train dataloader, and its eyes: what was consumed, and how right it was."""
+"""The curriculum kernel as verl's train dataloader; it is told which groups were consumed and how accurate they are."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class CurriculumLoader:
 def curriculum_of(
     config: DictConfig, settings: CurriculumConfig, dataset: Any, rows: object, reporter: Reporter
 ) -> CurriculumLoader:
-    """That of a run, followed by ``rows``, the dataloader.
+    """Builds the curriculum of a run; ``rows``, the dataloader, tells it what becomes of its prompts.
 
     Raises:
         ConfigError: the dataloader does not see every group.
@@ -209,7 +209,7 @@ def _column(dataset: Any, name: str) -> list[str]:
 
 
 def _fingerprint(dataset: Any, sources: Sequence[str]) -> str:
-    """Of the sources and, where the data set has them, the prompts, in order."""
+    """Digest of the sources and, where the data set has them, the prompts, in order."""
     digest = hashlib.blake2b(repr(list(sources)).encode(), digest_size=16)
     frame = getattr(dataset, "dataframe", None)
     key = getattr(dataset, "prompt_key", None)

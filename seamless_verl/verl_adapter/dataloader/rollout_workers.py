@@ -109,7 +109,7 @@ class GroupRuns:
 async def _attempt(
     run: _Run, progress: GroupProgress, launched: int, roll_out: Callable[[int], Awaitable[None]]
 ) -> tuple[GroupState, list[BaseException]]:
-    """Until every member has settled; the state is that of the member that decided it."""
+    """Roll all members out once, until each has ended; returns the group's state and what members failed with."""
     run.tasks = {asyncio.ensure_future(roll_out(member)): member for member in range(launched)}
     state, errors, stopped = GroupState.GENERATING, list[BaseException](), set[int]()
     pending = set(run.tasks)

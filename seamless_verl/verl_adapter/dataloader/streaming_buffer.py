@@ -366,7 +366,7 @@ def row_buffer(
     filter_metric: str | None,
     on_progress: Callable[[int, int], None],
 ) -> WokenReplayBuffer:
-    """That of a run: ours, or with ``staleness.policy=verl`` verl's semantics.
+    """Builds the replay buffer of a run: ours, or with ``staleness.policy=verl`` one with verl's semantics.
 
     Args:
         refill: submits that many new prompts.

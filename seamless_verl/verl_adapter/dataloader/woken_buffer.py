@@ -1,4 +1,4 @@
-"""verl's asynchronous replay buffer, which wakes when a prompt group ends instead of every 2 s, and treats stragglers."""
+"""verl's asynchronous replay buffer, which wakes when a prompt group ends instead of every 2 s; stragglers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNALS_S = 1.0
 
 
 class Bell:
-    """The trainer's end: one open call per worker."""
+    """Wakes the trainer when a rollout worker has news: one call per worker is always open."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
         self._calls = {worker.news.remote(0): worker for worker in workers}
@@ -149,7 +149,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
             self._bell.wait(min(timeout_s, self.look_s))
 
     def attend(self, meanwhile: Callable[[], None]) -> None:
-        """Whoever waits for rows calls this after every wait: what serves them may need attention."""
+        """Have ``meanwhile`` called after every wait for rows: slices may have died or come back."""
         self._meanwhile = meanwhile
 
     def reserve(self, uids: Sequence[str], global_steps: int) -> None:

@@ -73,7 +73,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._outlasting = outlasting
 
     def keeps_prefixes(self) -> None:
-        """Who adds replicas asks whether this is there: if it is, routes need not be cleared for it."""
+        """Never called: that it exists tells `ReplicaSlices` not to clear routes when replicas join."""
 
     def require_acquire_fields(self) -> list[str]:
         return ["context_tokens"]
@@ -147,7 +147,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._ledger.handle(SliceRemoved(at=time.monotonic(), slice=server_id))
 
     def books(self) -> tuple[SliceSeconds, ...]:
-        """Of every replica, by address, for the time in which it was registered."""
+        """Seconds of every replica, by address, while it was registered: busy and idle."""
         return self._ledger.books(time.monotonic())
 
     def _open(self, server_ids: list[str]) -> None:

@@ -152,7 +152,7 @@ class CutGroups:
                 del self._under_way[group]
 
     def cut(self, groups: Sequence[str]) -> None:
-        """End these; an attempt that its replica has not begun yet is not reached, cut again for it."""
+        """End the attempts of these groups; one that its replica has not begun yet is missed, so call this again."""
         for group in groups:
             self._cut.add(group)
             for abort in self._under_way.get(group, ()):
@@ -169,7 +169,7 @@ class CutGroups:
 request_log = RequestLog()
 cut_groups = CutGroups()
 at_worker_end = AsyncExitStack()
-"""What this process started for the whole run: each part enters how it is ended, the rollout worker ends them."""
+"""Closed by the rollout worker at its end; each part that lives as long as this process registers its clean-up."""
 
 
 @functools.cache

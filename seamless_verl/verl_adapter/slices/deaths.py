@@ -103,7 +103,7 @@ def _story(error: RayError) -> str:
 
 
 class ReplicaHealth:
-    """Of replicas that take part in something.
+    """Which of the given replicas died, or are silent.
 
     A replica consists of servers, the engine processes behind them, and, unless it lives in the trainer's workers, of
     workers of its own that hand weights to it. Any of them may die alone.
@@ -129,7 +129,7 @@ class ReplicaHealth:
 
 
 def restart_replica(replica: RolloutReplica) -> None:
-    """Blocks until it answers; one that lives in the trainer's workers sleeps then."""
+    """Start a replica anew and wait until it answers; a hybrid one is put to sleep then."""
     if replica.rollout_mode is RolloutMode.STANDALONE:
         _replace_dead_workers(replica)
     try:

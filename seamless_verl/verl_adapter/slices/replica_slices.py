@@ -69,20 +69,18 @@ class ReplicaSlices:
         return slice_id in self._hybrid
 
     def register(self, slices: Sequence[SliceId]) -> None:
-        """On the router. Ours leaves conversations where their prefix is cached, as far as that pays; one of the user's
-        own is told to spread them anew, as verl does it."""
-        ray.get(
-            self._router.add_servers.remote({self.addresses[s]: self._replicas[s].server_handle for s in slices}),
-        )
+        """Put slices on the router. Ours keeps conversations where their prefix is cached, as far as that pays; one of
+        the user's own is told to spread them anew, as verl does it."""
+        ray.get(self._router.add_servers.remote({self.addresses[s]: self._replicas[s].server_handle for s in slices}))
         if not hasattr(self._router, "keeps_prefixes"):
             self.forget_routes()
 
     def forget_routes(self) -> None:
-        """Every cache is about to be emptied by new weights: whatever they interrupt is spread anew."""
+        """Have the router spread conversations anew: new weights are about to empty every cache."""
         ray.get(self._router.clear_sticky_cache.remote())
 
     def set_horizon(self, slices: Sequence[SliceId], outlasting: frozenset[str]) -> None:
-        """Advice for requests that come from now on; a router of the user's own takes none."""
+        """Tell our router which sessions will outlast the loan of these slices; one of the user's own is left alone."""
         advise = getattr(self._router, "set_horizon", None)
         if advise is not None:
             advise.remote([self.addresses[s] for s in slices], outlasting)
@@ -104,13 +102,15 @@ class ReplicaSlices:
         _together([self._replicas[s].resume_generation() for s in slices] + asleep)
 
     def publish(self, version: int) -> None:
-        """The trainer's workers hold this version, and all loans that follow are of it."""
+        """Called when the trainer's workers hold this version, of which all following loans are."""
         if self._checks is not None:
             self._checks.publish(version)
 
     def check(self, slices: Sequence[SliceId], version: int) -> None:
-        """Raises:
-        WeightsDiffer: their weights are not those of ``version``.
+        """Compare the weights of awake slices with the published ones.
+
+        Raises:
+            WeightsDiffer: they are not those of ``version``.
         """
         if self._checks is not None:
             self._checks.compare(version, {s: self._replicas[s] for s in slices})
@@ -159,13 +159,13 @@ class ReplicaSlices:
         return {asked[replica]: reason for replica, reason in found.items()} | known
 
     def leave_out(self, slice_id: SliceId) -> None:
-        """Off the router, and no weights for it any more."""
+        """Take a slice off the router and, if its replica stands alone, out of weight transfers."""
         self.unregister([slice_id])
         if not self.is_hybrid(slice_id):
             self._standing_weights.remove_replicas([self._standing[slice_id]])
 
     def take_in(self, slices: Sequence[SliceId]) -> None:
-        """Standing replicas that came back get weights at the next `sync`."""
+        """Standing replicas that came back take part in the next `sync`."""
         new = [self._standing[s] for s in slices if self._standing[s] not in self._standing_weights.replicas]
         self._standing_weights.add_replicas(new)
 

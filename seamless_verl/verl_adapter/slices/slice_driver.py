@@ -91,7 +91,7 @@ class SliceDriver:
             queue = self._carry_out(commands)
 
     def _is_news(self, event: ev.Event) -> bool:
-        """Each request of a dead replica reports its death; some requests end that nobody said had begun."""
+        """Not: a death told before (each request of a dead replica reports it), the end of an unknown request."""
         if isinstance(event, ev.SliceFailed) and event.restartable:
             return Tag.ROLLOUT in self._cluster[event.slice].usable
         return not isinstance(event, ev.RequestFinished) or event.request in self._cluster.running
@@ -107,13 +107,13 @@ class SliceDriver:
         return {status.slice.id: status.command for status in leisurely if status.command is not None}
 
     def tick(self) -> None:
-        """When the time has come that the scheduler asked for."""
+        """Tell the scheduler the time once its timer is due."""
         if self.timer is not None and self.now() >= self.timer:
             self.timer = None
             self.tell(ev.Tick(at=self.now()))
 
     def tell_requests(self) -> None:
-        """Take in what rollout workers report, and what follows from it."""
+        """Tell the scheduler what rollout workers report; slices whose last request ended are handed back."""
         self.tell(*self._requests())
         self._finish_drains()
 
@@ -132,7 +132,7 @@ class SliceDriver:
                 )
 
     def _requests(self) -> list[ev.Event]:
-        """On this clock and by slice; servers that are no slice of ours are left out."""
+        """What rollout workers report, with this clock's times and slices for addresses; other servers are left out."""
         by_address = {address: slice_id for slice_id, address in self._replicas.addresses.items()}
         offset = self._clock() - time.time()
         known: list[ev.Event] = []
@@ -197,7 +197,7 @@ class SliceDriver:
             )
 
     def _drain(self, drains: Sequence[cm.DrainSlice]) -> list[ev.Event]:
-        """One that lets requests finish is answered when the last of them has."""
+        """Off the router; `SliceDrained` follows at once, or when the last request ended where they may finish."""
         if not drains:
             return []
         self._replicas.unregister([c.slice for c in drains])

@@ -37,12 +37,12 @@ class StandingServers:
 
     @property
     def exist(self) -> bool:
-        """Otherwise the trainer's own replicas are all there are."""
+        """Whether there are any; else only the trainer's own replicas generate."""
         return bool(self._config.actor_rollout_ref.rollout.nnodes)
 
     @property
     def own_router(self) -> bool:
-        """The user names a router, which verl makes."""
+        """Whether the user named a router, which verl then makes."""
         return self._config.actor_rollout_ref.rollout.get("router_config_path") is not None
 
     def pools(self) -> dict[int, RayResourcePool]:
@@ -67,7 +67,7 @@ class StandingServers:
 
     @contextmanager
     def starting(self, pools: Mapping[int, RayResourcePool]) -> Iterator[Future[LLMServerManager]]:
-        """They start beside what happens within, and are there when it has ended."""
+        """Start the replicas in a thread while the body runs; they are there when it has ended."""
         with ThreadPoolExecutor(1, thread_name_prefix="replicas") as pool:
             servers = pool.submit(self.start, pools)
             try:
@@ -76,7 +76,7 @@ class StandingServers:
                 servers.result()
 
     def start(self, pools: Mapping[int, RayResourcePool]) -> LLMServerManager:
-        """All of them on ``pools``, which are placed, with the router."""
+        """Start all replicas on ``pools``, which are placed by now, and the router."""
         config = standalone_config(self._config)
         servers: LLMServerManager = PlacedServers.create(
             config=config, pools=pools, start_rank=self._first_rank, load_balancer_cls=self._balancer_class()
@@ -84,7 +84,7 @@ class StandingServers:
         return servers
 
     def pool_manager(self, of_verl: ResourcePoolManager, accelerator: str | None) -> TagAwareResourcePoolManager:
-        """Of the same pools as verl's; it knows that there are GPUs beside them."""
+        """Our manager of verl's pools, which counts the GPUs of standalone replicas, too."""
         rollout = self._config.actor_rollout_ref.rollout
         return TagAwareResourcePoolManager(
             resource_pool_spec=of_verl.resource_pool_spec,
@@ -94,7 +94,7 @@ class StandingServers:
         )
 
     def router_alone(self, worker_group: Any) -> LLMServerManager:
-        """A manager of no replicas; those of the trainer join its router when they are lent."""
+        """A manager without replicas, whose router takes the trainer's replicas when they are lent."""
         servers: LLMServerManager = LLMServerManager.create_empty(
             config=self._config, worker_group=worker_group, load_balancer_cls=self._balancer_class()
         )

@@ -50,7 +50,7 @@ def side_by_side(batch: KVBatchMeta, lengths: Sequence[int]) -> KVBatchMeta:
 def correct(
     batch: KVBatchMeta, metrics: dict[str, Any], seamless: SeamlessConfig, *, limit: int, version: int
 ) -> KVBatchMeta:
-    """What the configuration asks for beyond verl's advantages, which are there.
+    """Apply what the configuration asks for to a batch that has verl's advantages.
 
     Args:
         limit: tokens of a response (``data.max_response_length``).
@@ -66,8 +66,8 @@ def correct(
 def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:
     """Rows whose answers were cut off teach nothing (SRPO): their advantages become 0.
 
-    Which these are stands in a row's stamp. Its length does not tell: it counts what tools and users said, which costs
-    no budget, and an answer may be cut off long before by another limit.
+    A row's stamp says whether it was cut off. Its length does not: that counts what tools and users said, too, and
+    another limit may have cut an answer off long before.
 
     Args:
         limit: tokens of a response (``data.max_response_length``) at which rows without a stamp, of verl's own agent

@@ -43,7 +43,7 @@ class GangRefused(SeamlessError):
 
 
 class SavesWeights(Protocol):
-    """The trainer's workers, with verl's `DetachActorWorker`."""
+    """What is called of the trainer's workers (verl's `DetachActorWorker`)."""
 
     def save_model_to_cpu(self, key: int) -> Any: ...
 
@@ -66,7 +66,7 @@ class PublishedWeights:
         self.newer = False
 
     def save(self) -> None:
-        """A step begins; verl does it itself unless it bypasses old log-probs."""
+        """Save what a step begins with; verl does so itself unless it bypasses old log-probs."""
         self.workers.save_model_to_cpu(_PUBLISHED)
 
     @contextmanager
@@ -223,14 +223,14 @@ class Lending:
             self._acquire(Tag.TRAIN, self._gang, minimum=self._shape.mini_batch, batch=left)
 
     def close_batch(self) -> None:
-        """The step has trained."""
+        """Called when the step has trained: tell the scheduler for which groups the next batch waits."""
         self._tell_news()  # without replicas that are back: the weights to be had here are not the published ones
         awaited = self._rows.awaited()
         if awaited is not None:
             self.driver.tell(ev.BatchOpened(at=self.driver.now(), awaited=awaited))
 
     def publish(self, *, waited_s: float, waited_groups: int, last: bool) -> dict[str, Any]:
-        """The step's weights, to all who generate; the gang is free.
+        """Send the step's weights to every replica that generates, and release the gang.
 
         Args:
             waited_s: seconds that the trainer waited for rows with its gang.
@@ -303,7 +303,7 @@ class Lending:
     # ---------------------------------------------------------------- validation
 
     def begin_validation(self) -> None:
-        """All that can generate does so, and is not taken away.
+        """Every slice that can generate does so until `end_validation`.
 
         Raises:
             GangRefused: nobody is left.
@@ -324,7 +324,7 @@ class Lending:
 
 
 def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
-    """That of a run.
+    """Builds the lending of a run.
 
     Args:
         trainer: `SeamlessTrainer`, initialized.

@@ -160,7 +160,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
 
     @property
     def outlives_replicas(self) -> bool:
-        """A scheduler decides, and goes on without a replica that died."""
+        """Whether the run goes on when a replica dies: a scheduler does without it."""
         return self.seamless.scheduler.policy is not None and self._enable_hybrid_replicas
 
     def declare_slices(self, workers: Sequence[Any]) -> None:

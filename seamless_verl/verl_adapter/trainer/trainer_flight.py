@@ -54,7 +54,7 @@ class TrainerFlight:
         self._trainers: list[SliceAdded] = []
         self._rollouts: list[SliceAdded] = []
         self._places: dict[str, SliceAdded] = {}  # by address; a slice that was restarted has had several
-        # Whose death is behind an error; set by whoever watches over the run.
+        # Names the dead actor that caused an error; `job` sets it.
         self.blame: Callable[[BaseException], str | None] = lambda error: None
         self._memory = MemoryFlight()
         self._lent: set[str] = set()  # followed slices that are in the router's books, not in ours
@@ -187,7 +187,7 @@ class TrainerFlight:
             self._ledger.handle(replace(added, at=self.recorder.now(), state=SliceState.TRAINING))
 
     def books(self, of_servers: Iterable[SliceSeconds]) -> tuple[SliceSeconds, ...]:
-        """Up to now, of the whole run: the trainer's own and those of the load balancer, which knows addresses only."""
+        """Seconds of every slice since the run began: our own of the trainer's, and the load balancer's, by address."""
         known = [(self._places[books.slice], books) for books in of_servers if books.slice in self._places]
         of_slices = [replace(books, slice=it.slice, pool=it.pool, devices=it.devices) for it, books in known]
         return (*self._ledger.books(self.recorder.now()), *of_slices)

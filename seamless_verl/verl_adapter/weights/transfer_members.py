@@ -41,8 +41,8 @@ _GRACE_S = 5.0  # for an engine that lives to acknowledge the bucket it has, in 
 _FAREWELL = {"bucket_meta": None, "is_last": True}  # what the receiver cannot load, so that its call fails
 
 
-class Standing:
-    """What this process knows of the transfer under way; `current` is the process's own."""
+class TransferState:
+    """What this process knows of the transfer under way, as events that its blocked calls look at."""
 
     def __init__(self) -> None:
         self.engine_gone = threading.Event()  # the engine that this process sends to
@@ -50,12 +50,12 @@ class Standing:
         self.over = threading.Event()
 
     def give_up(self) -> None:
-        """Called by the thread, while the process itself may be blocked in the very calls that this ends."""
+        """Called by the listening thread; the main thread may be blocked in the calls that this ends."""
         self.engine_gone.set()
         self.aborted.set()
 
 
-current = Standing()
+current = TransferState()
 
 
 def key_of(transfer: str) -> bytes:
@@ -63,7 +63,7 @@ def key_of(transfer: str) -> bytes:
 
 
 def say(transfer: str, *, gone: list[int], abort: bool, over: bool) -> None:
-    """The trainer's side of the key."""
+    """Tell the members of a transfer how it stands; called in the trainer's process."""
     import ray.experimental.internal_kv as internal_kv
 
     said = json.dumps({"gone": gone, "abort": abort, "over": over}).encode()
@@ -88,9 +88,9 @@ def begin(worker: Any, transfer: str, in_group: bool, replica: int) -> None:
     """
     global current
     current.over.set()
-    standing = current = Standing()
+    state = current = TransferState()
     engines = list(_checkpoint_engines(worker)) if in_group else []
-    arguments = (standing, engines, transfer, replica)
+    arguments = (state, engines, transfer, replica)
     threading.Thread(target=_listen, args=arguments, name="transfer watch", daemon=True).start()
 
 
@@ -119,16 +119,16 @@ def renew_group(worker: Any, generation: int) -> None:
         engine.rank = engine.world_size = None
 
 
-def _listen(standing: Standing, engines: list[Any], transfer: str, replica: int) -> None:
+def _listen(state: TransferState, engines: list[Any], transfer: str, replica: int) -> None:
     import ray.experimental.internal_kv as internal_kv
 
-    while not standing.over.wait(_LISTEN_S):
+    while not state.over.wait(_LISTEN_S):
         said = internal_kv._internal_kv_get(key_of(transfer))
         news: dict[str, Any] = json.loads(said) if said else {"gone": [], "abort": False, "over": True}
         if replica in news["gone"]:
-            standing.engine_gone.set()
-        if news["abort"] and not standing.aborted.is_set():
-            standing.give_up()
+            state.engine_gone.set()
+        if news["abort"] and not state.aborted.is_set():
+            state.give_up()
             for engine in engines:
                 _abort(engine)
         if news["over"]:
@@ -204,10 +204,10 @@ class AnsweredSocket:
             self._socket.close(linger=0)
 
     def _wait(self, event: int) -> None:
-        standing, began = current, time.monotonic()
+        state, began = current, time.monotonic()
         while not self._socket.poll(_POLL_MS, event):
             waited = time.monotonic() - began
-            if standing.engine_gone.is_set() and (waited > _GRACE_S or not standing.aborted.is_set()):
+            if state.engine_gone.is_set() and (waited > _GRACE_S or not state.aborted.is_set()):
                 raise NotDelivered(f"the transfer of weights to {self._engine} was given up")
             if waited > _TRANSFER_S:
                 raise NotDelivered(
@@ -216,7 +216,7 @@ class AnsweredSocket:
 
 
 def bound_sender(transfer: Any) -> None:
-    """See the module, the first two."""
+    """Patch `BucketedWeightSender`: its waits have a limit, and after a failure it takes the rest of the weights."""
     from verl.workers.rollout.utils import ensure_async_iterator
 
     sender = transfer.BucketedWeightSender
@@ -227,11 +227,11 @@ def bound_sender(transfer: Any) -> None:
         self.socket = AnsweredSocket(self.socket, self.zmq_handle)
 
     async def send(self: Any, weights: Any) -> None:
-        standing = current
+        state = current
 
         async def unless_given_up() -> Any:
             async for named in ensure_async_iterator(weights):
-                if standing.aborted.is_set():  # after that the buckets hold anything
+                if state.aborted.is_set():  # after that the buckets hold anything
                     raise NotDelivered("the transfer of weights was given up")
                 yield named
 

@@ -27,12 +27,12 @@ class WeightsDiffer(SeamlessError):
 
 
 class WeightChecks:
-    """See the module; for replicas of one worker, whose engine holds every weight once.
+    """Compares checksums; for replicas of one worker, whose engine holds every weight once.
 
     Args:
         workers: of the trainer's actor, one per rank.
         dtype: of the engine's weights.
-        told: slice, version, published and found checksum, after each comparison.
+        told: called after each comparison with slice, version, published and found checksum.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class WeightChecks:
         self._published: tuple[int, str] | None = None
 
     def publish(self, version: int) -> None:
-        """The weights that the trainer holds are this version."""
+        """Compute the checksum of the weights that the trainer holds; they are this version."""
         parts = ray.get([worker.__ray_call__.remote(_of_trainer, self._dtype) for worker in self._workers])
         self._published = version, _text(sum(parts))
 
     def compare(self, version: int, replicas: Mapping[SliceId, Any]) -> None:
-        """With the engines of these replicas, awake and with weights of ``version``.
+        """Compare what was published with the engines of these replicas, which are awake and hold ``version``.
 
         Raises:
             WeightsDiffer: not the same, or another version was published last.
@@ -103,7 +103,7 @@ def weight_checks_of(
 
 
 def checksum(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> int:
-    """Of all elements, as ``dtype``: the sum of a polynomial of their bits, modulo 2^64. Zeros count nothing."""
+    """Sum of a polynomial of the bits of each element as ``dtype``, modulo 2^64; zeros add nothing."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     total = 0
     for tensor in tensors:
@@ -118,14 +118,14 @@ def _text(total: int) -> str:
 
 
 def _of_trainer(worker: Any, dtype: torch.dtype) -> int:
-    """Runs in a worker of the trainer: of this rank's shards."""
+    """Checksum of this rank's shards; runs in a worker of the trainer."""
     parts = (worker, *getattr(worker, "worker_dict", {}).values())
     engine = next(part.actor.engine for part in parts if hasattr(part, "actor"))
     return checksum(_own_shards(engine.module), dtype)
 
 
 def _own_shards(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    """What is replicated over ranks is the first one's."""
+    """This rank's shards; what ranks hold in common is counted on the first one only."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -43,8 +43,8 @@ class TransferBroken(SeamlessError):
     """Weights did not reach everybody.
 
     Args:
-        dead: whom not, and why; empty if nobody is known to have died.
-        story: what is known otherwise.
+        dead: replicas that did not get them, and why; empty if none is known to have died.
+        story: what is known where no replica died.
     """
 
     def __init__(self, version: int | None, dead: Mapping[RolloutReplica, str], story: str) -> None:
@@ -74,7 +74,9 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         return cls(config=manager.config, actor_wg=manager.actor_wg, replicas=manager.replicas)
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's, step by step; it is written out because verl's waits for each step itself. To nobody: nothing.
+        """As verl's, step by step; it is written out because verl's waits for each step itself.
+
+        Without replicas nothing happens.
 
         Raises:
             TransferBroken: a replica died, or nothing moved for too long; the others may be sent to again.
@@ -134,7 +136,7 @@ def _send(group: Any, **arguments: Any) -> list[Any]:
 
 
 class _Transfer:
-    """One of them.
+    """One transfer: calls to all who take part, and waits that end when one of them dies.
 
     Args:
         trainers: the trainer's workers.
@@ -231,7 +233,7 @@ class _Transfer:
         raise TransferBroken(self._version, self._dead, story or f"given up after {time.monotonic() - began:.0f} s")
 
     def _broken(self, calls: Calls, open_: Sequence[Any]) -> dict[Any, RayError]:
-        """Calls that ended badly."""
+        """The errors of calls that have failed."""
         found = {}
         for call in calls.keys() - set(open_):
             try:
@@ -241,7 +243,11 @@ class _Transfer:
         return found
 
     def _judge(self, calls: Calls, broken: Mapping[Any, RayError], open_: Sequence[Any]) -> None:
-        """Who died, and whether the trainer's workers are still there."""
+        """Note which replicas died.
+
+        Raises:
+            TransferStuck: a worker of the trainer died or did not return.
+        """
         self._dead |= self._health.deaths(_LOOK_S)
         lost = {calls[call]: "did not come back from a transfer that was given up" for call in open_}
         lost |= {calls[call]: "died" for call, error in broken.items() if isinstance(error, RayActorError)}

@@ -27,7 +27,7 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = bucket_transfer()
     device = SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None, ipc_collect=lambda: None)
     monkeypatch.setattr(module, "get_torch_device", lambda: device)
-    monkeypatch.setattr(transfer_members, "current", transfer_members.Standing())
+    monkeypatch.setattr(transfer_members, "current", transfer_members.TransferState())
     return module
 
 
