@@ -129,8 +129,10 @@ class MemoryBook:
         return frozenset(owner.process for _, owner, _ in (*self._held, *self._needs))
 
     def check(self, entry: Held) -> None:
-        """Raises:
-        OutOfMemory: it does not fit beside what is held. Holding less than before always fits.
+        """Refuse what does not fit.
+
+        Raises:
+            OutOfMemory: there is too little room beside what is held. Holding less than before always fits.
         """
         capacity = self.capacity(entry.device)
         before = self._held.get((entry.device, entry.owner, entry.what), 0)
@@ -163,7 +165,7 @@ class MemoryBook:
 
 
 def size(nbytes: float) -> str:
-    """For people: 1536 -> ``1.5 KiB``."""
+    """A number of bytes for people: 1536 -> ``1.5 KiB``."""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
@@ -198,8 +200,10 @@ class SharedBook:
             )
 
     def hold(self, owner: Owner, device: str, what: str, nbytes: int) -> None:
-        """Raises:
-        OutOfMemory: it does not fit; nothing is booked.
+        """Book ``nbytes`` for ``what``, in place of what was booked for it.
+
+        Raises:
+            OutOfMemory: it does not fit; nothing is booked.
         """
         entry = Held(at=time.time(), device=device, owner=owner, what=what, nbytes=nbytes)
         with self._current():

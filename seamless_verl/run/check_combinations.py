@@ -251,8 +251,10 @@ def check_lengths(config: Mapping[str, Any]) -> None:
 
 
 def check_entry(config: Mapping[str, Any]) -> None:
-    """Raises:
-    ConfigError: only verl's own entry point can honour a key, or a file could not be written at the end.
+    """Refuse keys that our command cannot honour.
+
+    Raises:
+        ConfigError: only verl's own entry point can honour a key, or a file could not be written at the end.
     """
     if not value_of(config, "trainer.use_v1", True):
         problem = "asks for verl's old trainer, which runs under verl's own command only"

@@ -173,7 +173,7 @@ def explain(error: Exception, keys: Sequence[str]) -> str:
 
 
 def _explain_missing(error: MissingConfigException) -> str:
-    """One line for a configuration that Hydra did not find; Hydra's own takes a line per option and folder."""
+    """Say in one line which configuration was not found; Hydra takes a line per option and folder."""
     group, _, name = str(error.missing_cfg_file or "").rpartition("/")
     options = list(error.options or [])
     if group in GROUPS and options:

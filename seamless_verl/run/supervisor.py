@@ -243,7 +243,7 @@ def sweep(
 
 
 def sweep_node(run_id: str, since: float) -> str:
-    """All that is left of a run on this node, without a subreaper: processes, shared memory, journals.
+    """End and remove what is left of a run on this node, without a subreaper: processes, shared memory, journals.
 
     Returns:
         What could not be ended, for people; empty: nothing is left.
@@ -283,7 +283,7 @@ def _send(process: psutil.Process, number: int) -> None:
 def _await_end(
     processes: list[psutil.Process], until: float, interrupts: Sequence[int], seen: int
 ) -> list[psutil.Process]:
-    """Those that are still there when the time is over or the user interrupts again; one look at least."""
+    """Wait for ``processes``; returns those left when the time is over or the user interrupts again."""
     while True:
         _, processes = psutil.wait_procs(processes, timeout=_SECOND_LOOK_S)
         if not processes or time.monotonic() >= until or len(interrupts) > seen:

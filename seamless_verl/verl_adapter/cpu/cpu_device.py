@@ -51,11 +51,11 @@ class DeviceMemory:
         self.peak = 0
 
     def need(self, what: str, nbytes: int, phases: Iterable[Phase]) -> None:
-        """It will hold up to ``nbytes`` for ``what``, in these phases only."""
+        """Announce that this process will hold up to ``nbytes`` for ``what``, in these phases only."""
         self._ledger.need(self._owner, self._device, what, nbytes, phases)
 
     def hold(self, what: str, nbytes: int) -> None:
-        """From now on; to be called before memory is taken, and after it was given back.
+        """Book ``nbytes`` for ``what`` from now on; call it before memory is taken, and after it was given back.
 
         Raises:
             torch.OutOfMemoryError: it does not fit; the message has everybody's bytes.
@@ -87,7 +87,7 @@ def name_device(kind: str, number: int) -> None:
 
 
 def device_memory(user: str, worker: int = 0) -> DeviceMemory | None:
-    """That of this process; None where nothing is counted.
+    """This process's part of its device's memory; None where nothing is counted.
 
     Args:
         user: ``trainer`` or ``engine``.

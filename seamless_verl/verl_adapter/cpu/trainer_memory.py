@@ -104,7 +104,7 @@ _books: dict[Any, TrainerMemory] = {}  # by verl's engine; they live as long as 
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
-    """Of this rank's shards; memory that several tensors share counts once."""
+    """Bytes of this rank's shards; memory that several tensors share counts once."""
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}.values())
 
@@ -132,8 +132,10 @@ def offload_model(model: torch.nn.Module, empty_cache: bool = True) -> None:
 
 
 def load_model(model: torch.nn.Module) -> None:
-    """Raises:
-    torch.OutOfMemoryError: somebody else holds the memory.
+    """Bring a model back to the device.
+
+    Raises:
+        torch.OutOfMemoryError: somebody else holds the memory.
     """
     _place(model).enter(lambda: _copy_model(model))
 

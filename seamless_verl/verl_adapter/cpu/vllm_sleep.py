@@ -60,8 +60,10 @@ class SleepingCPUWorker(CPUWorker):
                 self._memory.hold(tag, 0)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Raises:
-        torch.OutOfMemoryError: somebody else holds the memory; that tag and those after it sleep on.
+        """Take memory again for these tags, for all that sleep where none are given.
+
+        Raises:
+            torch.OutOfMemoryError: somebody else holds the memory; that tag and those after it sleep on.
         """
         for tag in [tag for tag in self._asleep if tags is None or tag in tags]:
             if self._memory is not None:

@@ -151,8 +151,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             self._release_server(server_id, request_id=request_id)
 
     async def _someone_serves(self) -> None:
-        """One question for all that wait here: each of them would hold one of the 1,000 places that Ray gives the
-        router, and with all of them taken nobody could tell it of a new replica."""
+        """Wait until a replica serves, with one call for all requests of this process. Each call holds one of the 1,000
+        places that Ray gives the router; were all of them taken, nobody could tell it of a new replica."""
         told = getattr(self._load_balancer, "someone_serves", None)
         if told is None:  # a router of the user's own
             await asyncio.sleep(_NOBODY_SERVES_S)

@@ -79,9 +79,10 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         return ["context_tokens"]
 
     def acquire_server(self, request_id: str, context_tokens: int | None = None) -> tuple[str, Any]:
-        """
+        """As verl's; a conversation goes to the replica of its last turn unless moving pays.
+
         Args:
-            context_tokens: of the prompt; without it a conversation never leaves the replica of its last turn.
+            context_tokens: of the prompt; without it a conversation never leaves that replica.
         """
         home = self._request_id_to_server.get(request_id)
         if home in self._inflight_requests:

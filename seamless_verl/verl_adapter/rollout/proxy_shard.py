@@ -147,7 +147,7 @@ def _plain(section: Any) -> dict[str, Any]:
 
 
 def _portable(processor: Any) -> Any:
-    """Without the functions of the model's class that verl binds to it: nobody here calls them, nor can pickle them."""
+    """A copy without the functions of the model's class that verl binds to it; these cannot be pickled."""
     copied = copy.copy(processor)
     for name in ("get_rope_index", "get_vision_position_ids"):
         getattr(copied, "__dict__", {}).pop(name, None)

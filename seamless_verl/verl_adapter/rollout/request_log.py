@@ -225,7 +225,7 @@ class ReplicaCall:
                 self._ended(self.address, failure)
 
     def routed(self, address: str, server: Any = None) -> None:
-        """It runs on this replica from now on."""
+        """The replica that it runs on from now on."""
         self.address, self.server = address, server
         request_log.started(self._request, self._request_id, address, self._prompt_tokens)
         self._recorder.record(

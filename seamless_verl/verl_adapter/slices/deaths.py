@@ -54,7 +54,7 @@ class Liveness(Generic[Key]):
         self.ask()
 
     def ask(self) -> None:
-        """All of them, anew."""
+        """Ask all of them anew."""
         for key in self._actors:
             self._ask(key)
 
@@ -65,7 +65,7 @@ class Liveness(Generic[Key]):
         self._asked[key] = (call, time.monotonic())
 
     def deaths(self, wait_s: float = 0.0) -> dict[Key, RayError | None]:
-        """Those found dead, with the error of their own process, None: the engine behind it died.
+        """Who was found dead, with the error of its process, or None where only the engine behind a server died.
 
         The others answered, or have not answered yet.
 
@@ -91,7 +91,7 @@ class Liveness(Generic[Key]):
         return found
 
     def silent_s(self, key: Key) -> float:
-        """For how long it has not answered."""
+        """Seconds since it was asked."""
         return time.monotonic() - self._asked[key][1]
 
 
@@ -116,14 +116,14 @@ class ReplicaHealth:
         self._liveness = Liveness(self._servers | workers, self._servers)
 
     def deaths(self, wait_s: float = 0.0) -> dict[RolloutReplica, str]:
-        """Those found dead, and why; the others answered, or have not answered yet."""
+        """Which replicas were found dead, and why; the others answered, or have not answered yet."""
         found: dict[RolloutReplica, str] = {}
         for (replica, part, _), error in self._liveness.deaths(wait_s).items():
             found.setdefault(replica, "its engine process died" if error is None else f"its {part}: {_story(error)}")
         return found
 
     def silent(self, for_s: float) -> dict[RolloutReplica, str]:
-        """Those one of whose servers has not answered for so long; a worker is silent whenever it works."""
+        """Replicas with a server that has not answered for so long; workers do not answer while they work."""
         since = {key[0]: self._liveness.silent_s(key) for key in self._servers if self._liveness.silent_s(key) >= for_s}
         return {replica: f"its server has not answered for {seconds:.0f} s" for replica, seconds in since.items()}
 
@@ -152,7 +152,7 @@ def _launch(replica: RolloutReplica) -> None:
 
 
 def _replace_dead_workers(replica: RolloutReplica) -> None:
-    """All of them, if one does not answer, in the same place."""
+    """Start all workers anew, on the same GPUs, if one of them does not answer."""
     try:
         ray.get([worker.__ray_ready__.remote() for worker in replica.workers], timeout=_GONE_S)
         return

@@ -151,7 +151,7 @@ class ReplicaSlices:
             raise
 
     def dead(self, slices: Iterable[SliceId]) -> dict[SliceId, str]:
-        """Those whose server, engine or worker does not live, or has not answered for ten seconds; why."""
+        """Slices whose server, engine or worker died or has not answered for ten seconds, and why."""
         asked = {self._replicas[s]: s for s in slices}
         health = ReplicaHealth(list(asked))
         found = health.deaths(_PROBE_S) | health.silent(_PROBE_S)

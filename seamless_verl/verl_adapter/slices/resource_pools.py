@@ -135,7 +135,7 @@ class TagAwareResourcePoolManager(ResourcePoolManager):
         place(wanted, say=say)
 
     def _check_resource_available(self) -> None:
-        """By what the nodes have; who holds it now is for `place` to wait for."""
+        """Compare with what the nodes have in all; `place` waits for what others hold now."""
         needed = self.get_n_gpus() + self.standing_gpus
         found = int(sum(node.get("Resources", {}).get("GPU", 0) for node in ray.nodes() if node.get("Alive")))
         found = found or int(ray.cluster_resources().get("NPU", 0))

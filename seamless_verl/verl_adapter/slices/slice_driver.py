@@ -91,7 +91,7 @@ class SliceDriver:
             queue = self._carry_out(commands)
 
     def _is_news(self, event: ev.Event) -> bool:
-        """Not: a death told before (each request of a dead replica reports it), the end of an unknown request."""
+        """Leaves out deaths told before (each request of a dead replica reports it) and ends of unknown requests."""
         if isinstance(event, ev.SliceFailed) and event.restartable:
             return Tag.ROLLOUT in self._cluster[event.slice].usable
         return not isinstance(event, ev.RequestFinished) or event.request in self._cluster.running

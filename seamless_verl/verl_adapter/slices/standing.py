@@ -23,8 +23,10 @@ _COLOCATED = 2  # workers per GPU that verl's `init_standalone` makes room for
 
 
 class StandingServers:
-    """Args:
-    hybrid: the trainer's GPUs carry replicas, too; verl counts those first.
+    """Starts standalone replicas and the router.
+
+    Args:
+        hybrid: the trainer's GPUs carry replicas, too; verl counts those first.
     """
 
     def __init__(self, config: DictConfig, router: RouterConfig, *, hybrid: bool) -> None:
@@ -46,7 +48,7 @@ class StandingServers:
         return self._config.actor_rollout_ref.rollout.get("router_config_path") is not None
 
     def pools(self) -> dict[int, RayResourcePool]:
-        """That of every replica, by rank, as verl's `init_standalone` would make it; none is placed yet.
+        """The pool of every replica, by rank, as verl's `init_standalone` would make it; none is placed yet.
 
         Empty where replicas are parted into prefill and decode servers, whose pools are left to verl.
         """

@@ -28,7 +28,9 @@ def compute_policy_loss_a3po(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """All tensors are (rows, response tokens); see the module for what the two with borrowed names hold.
+    """The loss of the module's docstring, which says what the two arguments with borrowed names hold.
+
+    All tensors are (rows, response tokens).
 
     Raises:
         ValueError: the interpolation weights did not arrive.

@@ -75,7 +75,7 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Without interpolations."""
+    """The configuration as plain values, interpolations resolved."""
     values: Any = OmegaConf.to_container(config, resolve=True)
     return dict(values)
 

@@ -257,9 +257,11 @@ def report_validation(
     uids: Sequence[str],
     infos: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Args:
-    wanted: rollouts that were asked for.
-    uids: of the group of each that came, as ``data_sources`` and the columns of ``infos``.
+    """Report a validation, and how many of its rollouts are missing.
+
+    Args:
+        wanted: rollouts that were asked for.
+        uids: group of each rollout that came; ``data_sources`` and the columns of ``infos`` are in the same order.
     """
     for report in validation_report(step, data_sources, uids, infos):
         reporter.validation(report)

@@ -108,7 +108,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             self.train_dataloader = self.curriculum
 
     def _init_resource_pool_mgr(self) -> None:
-        """Once: `_setup` comes here before verl's does."""
+        """Runs once: our `_setup` calls it before verl's does."""
         if self.resource_pool_manager:
             return
         super()._init_resource_pool_mgr()

@@ -269,15 +269,17 @@ class MemoryFlight:
         self._began_at = at
 
     def add(self, added: SliceAdded) -> None:
-        """In the order of their devices: the trainer's ranks, and the replicas as verl counts them."""
+        """To be called in the order of devices: the trainer's ranks, and the replicas as verl counts them."""
         kind = TRAINER if "train" in added.capabilities else STANDING
         if added.slice not in self._slices[kind]:  # one that returns stays where it was
             self._slices[kind] += [added.slice] * added.devices
             self._hybrid = self._hybrid or (kind == TRAINER and "rollout" in added.capabilities)
 
     def news(self, clock_s: float) -> Iterator[MemoryHeld]:
-        """Args:
-        clock_s: the recorder's clock, now.
+        """What was booked since the last call, as events.
+
+        Args:
+            clock_s: the recorder's clock, now.
         """
         if self._file is None or not self._file.exists():
             return

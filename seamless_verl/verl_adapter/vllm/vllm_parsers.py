@@ -45,9 +45,11 @@ def parser_of(folder: str, *, tool_parser: str | None, reasoning_parser: str | N
 
 
 class VllmParser:
-    """Args:
-    tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``.
-    keys: what the two are called where the user wrote them.
+    """An `AnswerParser` made of two of vLLM's parsers.
+
+    Args:
+        tool_parser, reasoning_parser: names as of ``vllm serve --tool-call-parser`` and ``--reasoning-parser``.
+        keys: what the two are called where the user wrote them.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def end_with_server() -> None:
-    """In a server's process: tell its engine's processes its id. In theirs: a thread ends them when it has ended."""
+    """A server's process tells its engine's processes its id; in these a thread ends them when the server has ended."""
     if not multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
         os.environ[SERVER] = str(os.getpid())
     elif SERVER in os.environ:

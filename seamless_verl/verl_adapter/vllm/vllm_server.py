@@ -50,7 +50,7 @@ class InterruptibleServer(vLLMHttpServer):
             name_device(_DEVICES[self.rollout_mode], self.replica_rank * workers)
 
     async def weights_checksum(self) -> str:
-        """Of the weights that the engine holds (`weight_checks`)."""
+        """Checksum of the weights that the engine holds (`weight_checks`)."""
         (found,) = await self.engine.collective_rpc("weights_checksum")
         return str(found)
 

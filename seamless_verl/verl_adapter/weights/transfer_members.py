@@ -159,7 +159,7 @@ def _collective() -> Any:
 
 
 def _checkpoint_engines(worker: Any) -> Iterator[Any]:
-    """Of a worker beside a replica, or of the trainer's, which verl may have fused with others."""
+    """The checkpoint engines of a worker; those of the trainer may be fused with others (``worker_dict``)."""
     for part in (worker, *getattr(worker, "worker_dict", {}).values()):
         engine = getattr(part, "checkpoint_engine", None)
         if engine is not None:

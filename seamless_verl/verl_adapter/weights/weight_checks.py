@@ -72,7 +72,7 @@ class WeightChecks:
 def weight_checks_of(
     config: DictConfig, wanted: bool | None, workers: Sequence[Any], told: Callable[[SliceId, int, str, str], None]
 ) -> WeightChecks | None:
-    """Those of a run; None where they are not wanted, or cannot be made and were not asked for.
+    """Builds the checks of a run; None where they are not wanted, or cannot be made and were not asked for.
 
     Args:
         wanted: ``seamless.scheduler.check_weights``; None: on the CPU platform.

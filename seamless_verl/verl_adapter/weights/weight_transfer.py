@@ -170,11 +170,11 @@ class _Transfer:
 
     @property
     def workers(self) -> list[Any]:
-        """In the order of their ranks."""
+        """Everybody who takes part, in the order of their ranks."""
         return list(self._owners)
 
     def calls_of(self, references: Sequence[Any]) -> Calls:
-        """Of calls that went to everybody, in order."""
+        """The calls behind references that went to everybody, in order."""
         return dict(zip(references, self.workers, strict=True))
 
     def each(self, groups: tuple[Any, Any], method: str, arguments: tuple[Any, Any] = ({}, {})) -> Calls:
