@@ -65,7 +65,7 @@ def test_replicas_with_gpus_of_their_own_are_made_with_their_own_share(monkeypat
     from omegaconf import OmegaConf
 
     from seamless_verl.config import RouterConfig
-    from seamless_verl.verl_adapter.trainer import standing as ours
+    from seamless_verl.verl_adapter.slices import standing as ours
 
     made = []
     monkeypatch.setattr(ours.PlacedServers, "create", lambda *, config, **_: made.append(config))
