@@ -339,6 +339,8 @@ class SeamlessConfig:
         run_dir: folder of this run. None (verl's own entry point): no run folder is written.
         notes: lines printed beside the results at the end, for example what a recipe's figures mean.
         resources: which GPUs there are, entries of `ResourceConfig`; [] takes verl's keys.
+        shared_prefix: tokens that the rows of a micro-batch share are computed once (docs/shared-prefixes.md): ``on``,
+            ``auto`` where at least a twentieth is shared, ``off``.
     """
 
     recipe: str | None = None
@@ -352,6 +354,10 @@ class SeamlessConfig:
     agent: AgentConfig = field(default_factory=AgentConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     assets: AssetsConfig = field(default_factory=AssetsConfig)
+    shared_prefix: str = "off"
+
+    def __post_init__(self) -> None:
+        one_of("seamless.shared_prefix", self.shared_prefix, ("off", "auto", "on"))
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any] | None) -> SeamlessConfig:
@@ -360,4 +366,7 @@ class SeamlessConfig:
         Raises:
             ConfigError: an unknown key, a wrong type or an impossible value.
         """
-        return typing.cast(SeamlessConfig, build(cls, section or {}, "seamless"))
+        section = dict(section or {})
+        if isinstance(section.get("shared_prefix"), bool):  # what on and off without quotes are in YAML
+            section["shared_prefix"] = "on" if section["shared_prefix"] else "off"
+        return typing.cast(SeamlessConfig, build(cls, section, "seamless"))

@@ -89,6 +89,18 @@ _SAME_SOCKETS = (
 
 VERL = (
     Workaround(
+        module="verl.trainer.constants_ppo",
+        install=f"{_ROOM}.shared_prefix:hand_on",
+        mends="workers choose their engine by their environment, before they see a configuration; verl makes it here",
+        until="verl chooses a training engine by a key",
+    ),
+    Workaround(
+        module="verl.workers.engine.fsdp.transformer_impl",
+        install=f"{_ROOM}.shared_prefix:register_engines",
+        mends="micro-batches are cut by tokens, and only into equal, adjacent groups: what shares is torn apart",
+        until="verl's FSDPEngine lets an engine cut its batch into micro-batches",
+    ),
+    Workaround(
         module="verl.workers.rollout.replica",
         install=_raise_slots,
         mends="a server works on max(1000, max_num_seqs + 16) calls at a time. A call to generate keeps its slot while "

@@ -1,0 +1,175 @@
+"""Rows of tokens as a trie: tokens that rows share stand in it once, and every row finds its own again.
+
+Rows are laid out depth first, so what hangs below a stretch of tokens is one contiguous range behind it::
+
+    row 0: A B C        laid out   A    B    C    D    E         stretch A: below it B C D E
+    row 1: A B D                   |----|----|----|----|         stretch B: below it C D
+    row 2: A E                                                   stretches C, D, E: nothing
+
+A query sees the keys of its own stretch up to itself, and all keys of the stretches that it hangs below. Only equal
+tokens from the start of a row are shared, so it does not matter which rows come from one prompt or one session.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Rows = Sequence[Ids]
+
+
+class Stretch(NamedTuple):
+    """Nodes ``[start, stop)`` without a branch, and ``[stop, end)`` all that hangs below them."""
+
+    start: int
+    stop: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Pairs of a node and the token that is to be predicted from it, each once however many rows have it.
+
+    Attributes:
+        node, label: [predictions] where the hidden state stands, and the token id asked for.
+        row: [predictions] one of the rows that have it.
+        of_token: [tokens of all rows] the prediction at each position; the number of predictions where none is asked.
+    """
+
+    node: Ids
+    label: Ids
+    row: Ids
+    of_token: Ids
+
+
+class Trie:
+    """A plain class: FSDP1 rebuilds every dataclass that it finds among a module's arguments.
+
+    Attributes:
+        tokens, depth, parent: [nodes] token id, position in its rows, node before it (-1 for the first of a row).
+        nodes_of_row: per row, in the caller's order, the nodes of its tokens.
+        stretches: in the order of the layout.
+        calls: of the attention function; a layer that does not use it would see other rows' tokens.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        """Args: rows: token ids, each at least one."""
+        tokens, depth, parent = [], [], []
+        end = np.empty(sum(map(len, rows)), np.int64)
+        self.nodes_of_row: list[Ids] = [np.empty(0, np.int64)] * len(rows)
+        total, path = 0, np.empty(0, np.int64)
+        for index, shared in in_order(rows):
+            row = rows[index]
+            path = np.concatenate([path[:shared], np.arange(total, total + len(row) - shared)])
+            self.nodes_of_row[index] = path
+            tokens.append(row[shared:])
+            depth.append(np.arange(shared, len(row)))
+            parent.append(np.concatenate([[-1], path[:-1]])[shared:])
+            total += len(row) - shared
+            end[path] = total  # the last row through a node leaves its mark
+        self.tokens, self.depth, self.parent = map(np.concatenate, (tokens, depth, parent))
+        cuts = [0, *(np.flatnonzero(np.diff(end[:total])) + 1).tolist(), total]
+        self.calls = 0
+        self.stretches = [Stretch(a, b, int(end[a])) for a, b in itertools.pairwise(cuts)]
+
+    def __len__(self) -> int:
+        """Nodes: tokens that are computed."""
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows."""
+        return sum(map(len, self.nodes_of_row))
+
+    def predictions(self, wanted: Rows, kinds: Sequence[float] | None = None) -> Predictions:
+        """What the rows' losses need.
+
+        Args:
+            wanted: per row, the positions whose next token is to be predicted, each below its length - 1.
+            kinds: per row, what else tells two predictions of one token apart (its temperature); None: nothing.
+        """
+        counts = [len(positions) for positions in wanted]
+        begin = np.cumsum([0, *map(len, self.nodes_of_row)])
+        places = np.concatenate([first + positions for first, positions in zip(begin, wanted, strict=False)])
+        children = np.concatenate([nodes[at + 1] for nodes, at in zip(self.nodes_of_row, wanted, strict=True)])
+        keys = children
+        if kinds is not None:
+            _, kind = np.unique(np.asarray(kinds), return_inverse=True)
+            keys = children + len(self) * np.repeat(kind, counts)
+        _, first_at, which = np.unique(keys, return_index=True, return_inverse=True)
+        children = children[first_at]
+        of_token = np.full(begin[-1], len(children))
+        of_token[places] = which
+        row = np.repeat(np.arange(len(wanted)), counts)[first_at]
+        return Predictions(self.parent[children], self.tokens[children], row, of_token)
+
+
+def in_order(rows: Rows) -> list[tuple[int, int]]:
+    """Rows in lexicographic order, and how many of its first tokens each shares with the one before it.
+
+    Neighbours in this order share the most that any two rows do.
+    """
+    order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">i8").tobytes())
+    shared = [0, *(_common(rows[a], rows[b]) for a, b in itertools.pairwise(order))]
+    return list(zip(order, shared, strict=False))
+
+
+def micro_batches(
+    rows: Rows, budget: int, agree: Callable[[int, int], tuple[int, int]] = lambda groups, rows: (groups, rows)
+) -> list[list[int]]:
+    """Rows in groups of at most ``budget`` distinct tokens, as even as they come.
+
+    Rows that share stay together, since the lexicographic order is cut into runs.
+
+    Args:
+        budget: tokens that one forward and backward pass may hold.
+        agree: among ranks, whose passes are collective: from the groups that this one needs and its rows to the most
+            groups that any needs and the fewest rows that any has.
+
+    Raises:
+        ValueError: a row alone exceeds the budget; a rank has fewer rows than groups are needed (on all ranks alike).
+    """
+    longest = max(map(len, rows))
+    if longest > budget:
+        raise ValueError(f"a row of {longest} tokens exceeds the {budget} of a micro-batch")
+    ordered = in_order(rows)
+    count, fewest = agree(len(_cut(rows, ordered, budget)), len(rows))
+    if count > fewest:
+        raise ValueError(f"{count} micro-batches are needed on one rank, and another has {fewest} rows")
+    low, high = longest, budget
+    while low < high:  # the smallest limit that needs no more groups
+        middle = (low + high) // 2
+        if len(_cut(rows, ordered, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    parts = _cut(rows, ordered, low)
+    while len(parts) < count:
+        largest = max(parts, key=lambda part: (len(part) > 1, sum(len(rows[row]) for row in part)))
+        parts.remove(largest)
+        parts += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return parts
+
+
+def _cut(rows: Rows, ordered: Sequence[tuple[int, int]], limit: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    used = limit + 1
+    for row, shared in ordered:
+        used += len(rows[row]) - shared
+        if used > limit:
+            parts.append([])
+            used = len(rows[row])
+        parts[-1].append(row)
+    return parts
+
+
+def _common(a: Ids, b: Ids) -> int:
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    return int(differs.argmax()) if differs.any() else size

@@ -1,0 +1,262 @@
+"""verl's FSDP engines on tries: what the rows of a micro-batch share is computed once, forward and backward.
+
+Registered with verl's `EngineRegistry` under a vendor of ours (``VERL_ENGINE_VENDOR``), so the strategy stays the
+user's and other backends stay verl's. The decoder sees the trie as one packed row; its head sees only what has to be
+predicted; verl's own code makes log-probs and entropy of that. Back in the rows' layout, losses and metrics never know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import verl.workers.engine.fsdp.transformer_impl as fsdp
+import wrapt
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.model import extract_multi_modal_inputs
+from verl.workers.engine.base import EngineRegistry
+
+from seamless_verl.errors import ConfigError
+from seamless_verl.token_trie import Ids, Predictions, Trie, in_order, micro_batches
+from seamless_verl.verl_adapter.shared_prefix import MODE, VENDOR, attention
+
+_OURS = "seamless_shared_prefix"
+"""Marks data on its way through `prepare_micro_batches` that an engine of ours has sent."""
+_KEY = "seamless.shared_prefix"
+_LEAST_SHARED = 0.05  # of the tokens; packing and unpacking cost 1 to 2 %
+
+
+class _OnTries(fsdp.FSDPEngine):
+    """Goes before a stock engine; micro-batches that it cannot lay out go to the stock one as they are."""
+
+    def _build_module(self) -> Any:
+        refuse(self.engine_config, self.model_config.hf_config)
+        attention.register()
+        module: Any = super()._build_module()  # type: ignore[no-untyped-call]
+        # AutoModel.from_config copies the configuration that it is given, and attention reads the copy.
+        self._configs: list[Any] = list(
+            {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}.values()
+        )
+        self._stock_attention = module.config._attn_implementation
+        self._trie: Trie | None = None
+        self._picked: torch.Tensor | None = None
+        self._tokens = self._computed = 0
+        decoder: Any = module.base_model
+        decoder.register_forward_pre_hook(self._hand_down, with_kwargs=True)
+        decoder.register_forward_hook(self._pick)
+        return module
+
+    def _hand_down(self, _: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A hook, since the forward that verl gives models for its fused kernels drops arguments unknown to it."""
+        return args, kwargs if self._trie is None else {**kwargs, "trie": self._trie}
+
+    def _pick(self, _: torch.nn.Module, __: Any, output: Any) -> Any:
+        if self._picked is not None:
+            output.last_hidden_state = output.last_hidden_state[:, self._picked]
+        return output
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        tu.assign_non_tensor(data, **{_OURS: True})
+        self._tokens = self._computed = 0
+        made: Any = super().forward_backward_batch(data, loss_function, forward_only)
+        if not forward_only:
+            made["metrics"]["shared_prefix/computed"] = [self._computed / self._tokens]
+        return made
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        shared = tu.get_non_tensor_data(micro_batch, _OURS, default=False) and not stays_flat(micro_batch)
+        self._trie = Trie(rows_of(micro_batch["input_ids"])) if shared else None
+        self._picked = None
+        tokens = micro_batch["input_ids"].values().numel()
+        self._tokens += tokens
+        self._computed += tokens if self._trie is None else len(self._trie)
+        for config in self._configs:
+            config._attn_implementation = attention.NAME if self._trie is not None else self._stock_attention
+        if self._trie is None:
+            inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]  # the stock engine's
+            return dict(inputs), dict(arguments)
+        device = micro_batch["input_ids"].device
+        ids, positions = (torch.from_numpy(each)[None].to(device) for each in (self._trie.tokens, self._trie.depth))
+        return {"input_ids": ids, "position_ids": positions, "attention_mask": None}, {"trie": self._trie}
+
+    def _check_layers(self, trie: Trie) -> None:
+        """verl replaces the attention of some models altogether (qwen2_vl, glm4v, …)."""
+        layers = self._configs[0].get_text_config().num_hidden_layers
+        if trie.calls != layers:
+            problem = f"{trie.calls} of the model's {layers} layers use {attention.NAME}"
+            raise ConfigError(_KEY, "on", f"does not know this model: {problem}", f"write {_KEY}=off")
+
+
+class TrieEngineWithLMHead(_OnTries, fsdp.FSDPEngineWithLMHead):
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        trie: Trie | None = arguments.get("trie")
+        if trie is None:
+            return inputs, arguments
+        temperature = micro_batch["temperature"]
+        of_rows = temperature.tolist() if isinstance(temperature, torch.Tensor) else None
+        asked = arguments["asked"] = trie.predictions(response_positions(micro_batch), of_rows)
+        device = inputs["input_ids"].device
+        self._picked = torch.from_numpy(asked.node).to(device)
+        if tu.get_non_tensor_data(micro_batch, "use_fused_kernels", default=False):
+            labels = torch.from_numpy(asked.label)[None].to(device)
+            inputs |= {"shift_labels": labels, "temperature": temperature, "return_dict": True}
+        return inputs, arguments
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, torch.Tensor]:
+        asked: Predictions | None = output_args.get("asked")
+        if asked is None or self._picked is None:
+            return dict(super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func))
+        self._check_layers(output_args["trie"])
+        one_row, arguments = _as_one_row(asked, micro_batch, self._picked.device)
+        found = super().prepare_model_outputs(output, arguments, one_row, logits_processor_func)
+        of_token = torch.from_numpy(asked.of_token).to(self._picked.device)
+        offsets = micro_batch["input_ids"].offsets()
+        return {key: _nested(_spread(value.values(), of_token), offsets) for key, value in found.items()}
+
+
+class TrieEngineWithValueHead(_OnTries, fsdp.FSDPEngineWithValueHead):
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, torch.Tensor]:
+        trie: Trie | None = output_args.get("trie")
+        if trie is None:
+            return dict(super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func))
+        self._check_layers(trie)
+        nodes = torch.from_numpy(np.concatenate(trie.nodes_of_row)).to(output.logits.device)
+        return {"values": _nested(output.logits[0, nodes, 0], micro_batch["input_ids"].offsets())}
+
+
+def refuse(engine: Any, model: Any) -> None:
+    """Args: engine: verl's FSDPEngineConfig; model: the Hugging Face configuration.
+
+    Raises:
+        ConfigError: something that a shared token would get wrong or that is not built.
+    """
+    problems = {
+        "GPUs yet: its attention is written for the CPU": get_device_name() != "cpu",
+        "sequences split over GPUs (ulysses_sequence_parallel_size)": engine.ulysses_sequence_parallel_size > 1,
+        "pad_to_length": engine.pad_to_length,
+        "linear attention": "linear_attention" in (getattr(model, "layer_types", None) or ()),
+        "router losses (output_router_logits): a shared token would count once": bool(
+            getattr(model, "output_router_logits", False)
+        ),
+        "attention dropout: one mask per row": bool(getattr(model, "attention_dropout", 0.0)),
+    }
+    found = [name for name, there in problems.items() if there]
+    if found:
+        raise ConfigError(_KEY, "on", f"cannot be had with {'; '.join(found)}", f"write {_KEY}=off, or leave that out")
+
+
+def stays_flat(batch: TensorDict) -> bool:
+    """Pictures, positions that do not count from 0, distillation: nothing is shared then."""
+    positions = batch["position_ids"]
+    if positions.dim() == 3 or extract_multi_modal_inputs(batch.get("multi_modal_inputs", [])):
+        return True
+    if any(tu.get_non_tensor_data(batch, key, default=False) for key in ("distillation_use_topk", "distillation_only")):
+        return True
+    offsets = batch["input_ids"].offsets()
+    counted = torch.arange(int(offsets[-1]), device=offsets.device)
+    counted -= torch.repeat_interleave(offsets[:-1], offsets.diff())
+    return not torch.equal(positions.values(), counted)
+
+
+def rows_of(nested: Any) -> list[Ids]:
+    ids, offsets = nested.values().cpu().numpy(), nested.offsets().cpu().numpy()
+    return [ids[start:stop] for start, stop in itertools.pairwise(offsets)]
+
+
+def response_positions(batch: TensorDict) -> list[Ids]:
+    """Where verl's losses and its callers of compute_log_prob read (no_padding_2_padding, response_from_nested)."""
+    lengths = batch["input_ids"].offsets().diff().tolist()
+    prompts = batch["prompts"].offsets().diff().tolist()
+    return [np.arange(prompt - 1, length - 1) for prompt, length in zip(prompts, lengths, strict=True)]
+
+
+def _as_one_row(asked: Predictions, micro_batch: TensorDict, device: torch.device) -> tuple[TensorDict, dict[str, Any]]:
+    """What verl's code takes for the only row of a packed micro-batch."""
+    temperature, count = micro_batch["temperature"], len(asked.label)
+    if isinstance(temperature, torch.Tensor):
+        each = temperature.to(torch.float32)[torch.from_numpy(asked.row).to(temperature.device)]
+    else:
+        each = torch.full((count,), float(temperature))
+    labels = torch.from_numpy(asked.label)
+    names = ("calculate_entropy", "calculate_sum_pi_squared", "pad_mode", "use_fused_kernels")
+    flags = {key: tu.get_non_tensor_data(micro_batch, key, default=None) for key in names if key in micro_batch}
+    row = tu.get_tensordict(
+        {"input_ids": _nested(labels, torch.tensor([0, count]))}, non_tensor_dict={**flags, "use_remove_padding": True}
+    )
+    return row, {
+        "input_ids_rmpad_rolled": labels.to(device),
+        "temperature_rmpad": each.to(device),
+        "temperature_is_one": fsdp._is_scalar_unit_temperature(temperature),
+        "pad_size": 0,
+    }
+
+
+def _spread(values: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
+    """Zero where nothing was asked; autograd sums over the rows that share a prediction."""
+    return torch.cat([values, values.new_zeros(1)])[of_token]
+
+
+def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return nested
+
+
+def _group(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In the place of verl's `prepare_micro_batches`: dynamic micro-batches by distinct tokens.
+
+    `FSDPEngine.forward_backward_batch` calls it by name and has no other way in.
+    """
+    data: Any = args[0] if args else kwargs["data"]
+    group = kwargs.get("dp_group")
+    if not tu.get_non_tensor_data(data, _OURS, default=False):
+        return wrapped(*args, **kwargs)
+    rows = rows_of(data["input_ids"])
+    # Both ways talk to the other ranks, each in its own way: all must take the same.
+    flat, worth = _most(group, int(stays_flat(data)), int(_is_worth_it(rows)))
+    if flat or not worth:
+        tu.assign_non_tensor(data, **{_OURS: False})
+    if flat or not worth or not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+        return wrapped(*args, **kwargs)
+    parts = micro_batches(rows, int(data["max_token_len_per_gpu"]), _agree(group))
+    return [tu.index_select_tensor_dict(data, part) for part in parts], parts
+
+
+def _is_worth_it(rows: list[Ids]) -> bool:
+    """Under ``auto`` only where enough is shared; else always."""
+    if os.environ.get(MODE) != "auto":
+        return True
+    tokens = sum(map(len, rows))
+    return sum(shared for _, shared in in_order(rows)) > _LEAST_SHARED * tokens
+
+
+def _most(group: Any, *numbers: int) -> list[int]:
+    """The largest of each among the ranks of a data-parallel group."""
+    found = torch.tensor(numbers, device=get_device_id())
+    if group is not None and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+    most: list[int] = found.tolist()
+    return most
+
+
+def _agree(group: Any) -> Any:
+    def agree(groups: int, rows: int) -> tuple[int, int]:
+        most, fewest = _most(group, groups, -rows)
+        return most, -fewest
+
+    return agree
+
+
+_CHOSEN: dict[str, Any] = {"backend": ["fsdp", "fsdp2"], "device": ["cuda", "npu"], "vendor": VENDOR}
+EngineRegistry.register(model_type="language_model", **_CHOSEN)(TrieEngineWithLMHead)
+EngineRegistry.register(model_type="value_model", **_CHOSEN)(TrieEngineWithValueHead)
+wrapt.wrap_function_wrapper(fsdp, "prepare_micro_batches", _group)

@@ -1,0 +1,112 @@
+"""verl's own workers do the same with our engine as with verl's, on one rank and on two, and compute less."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seamless_verl.errors import ConfigError
+
+SCRIPT = Path(__file__).with_name("engines.py")
+
+
+def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    environment |= {
+        "VERL_PLATFORM": "cpu",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DIST_INIT_METHOD": f"tcp://127.0.0.1:{port}",
+        "WG_BACKEND": "ray",
+    }
+    logs = [folder / f"rank-{rank}" for rank in range(ranks)]
+    with ExitStack() as stack:
+        processes = []
+        for rank, log in enumerate(logs):
+            mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, str(SCRIPT), *options]
+            stream = stack.enter_context(log.open("w"))
+            process = subprocess.Popen(command, env=mine, stdout=stream, stderr=subprocess.STDOUT)
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        codes = [process.wait(300) for process in processes]
+    assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+    told: dict[str, Any] = json.loads(logs[0].read_text().strip().splitlines()[-1])
+    return told
+
+
+def assert_the_same(told: dict[str, Any]) -> None:
+    figures = {key: value for key, value in told.items() if key not in ("engine", "micro-batches", "computed")}
+    assert any(key.startswith("gradient of") for key in figures)
+    for key, (largest, difference) in figures.items():
+        limit = 1e-5 if key in ("log_probs", "entropy", "values", "loss") else 1e-4
+        assert difference <= limit * max(1.0 if limit == 1e-5 else 1e-6, largest), (key, largest, difference)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, ("checkpointing",)),
+        (2, ("critic",)),
+        (1, ("lora", "row-temperature")),
+        (1, ("fused",)),
+        (1, ("fixed",)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_the_same_log_probs_gradients_and_steps_for_less(ranks: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    told = compared(tmp_path, *options, ranks=ranks)
+    assert_the_same(told)
+    assert told["engine"] == (
+        ["FSDPEngineWithValueHead", "TrieEngineWithValueHead"]
+        if "critic" in options
+        else ["FSDPEngineWithLMHead", "TrieEngineWithLMHead"]
+    )
+    assert told["computed"][1] < 0.8
+    assert told["micro-batches"][1] <= told["micro-batches"][0]
+
+
+def test_what_it_cannot_lay_out_goes_the_stock_engines_way(tmp_path: Path) -> None:
+    told = compared(tmp_path, "odd-positions", "auto")
+    assert told["computed"] == [1.0, 1.0]
+    assert told["micro-batches"][0] == told["micro-batches"][1]
+    assert {difference for key, (_, difference) in told.items() if key.startswith(("gradient", "log_"))} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "story"),
+    [
+        ({"ulysses_sequence_parallel_size": 2}, {}, "ulysses_sequence_parallel_size"),
+        ({"pad_to_length": True}, {}, "pad_to_length"),
+        ({}, {"layer_types": ["linear_attention", "full_attention"]}, "linear attention"),
+        ({}, {"output_router_logits": True}, "router losses"),
+        ({}, {"attention_dropout": 0.1}, "attention dropout"),
+    ],
+)
+def test_what_a_shared_token_would_get_wrong_is_refused(
+    engine: dict[str, Any], model: dict[str, Any], story: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from seamless_verl.verl_adapter.shared_prefix import engine as engines
+
+    monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
+    plain = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False}
+    engines.refuse(SimpleNamespace(**plain), SimpleNamespace())
+    with pytest.raises(ConfigError, match=f"{story}.*seamless.shared_prefix=off"):
+        engines.refuse(SimpleNamespace(**{**plain, **engine}), SimpleNamespace(**model))
+    monkeypatch.setattr(engines, "get_device_name", lambda: "cuda")
+    with pytest.raises(ConfigError, match="GPUs yet"):
+        engines.refuse(SimpleNamespace(**plain), SimpleNamespace())
