@@ -85,6 +85,7 @@ def test_what_it_cannot_lay_out_goes_the_stock_engines_way(tmp_path: Path) -> No
     assert {difference for key, (_, difference) in told.items() if key.startswith(("gradient", "log_"))} == {0.0}
 
 
+@pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
 @pytest.mark.parametrize(
     ("engine", "model", "story"),
     [
