@@ -33,6 +33,7 @@ from seamless_verl.machine import count_accelerators
 _ROOT = Path(__file__).parents[1]
 _MINUTES = 25.0
 _LEAST_S = 30.0  # with less time left a check is not begun
+_ENDING = {signal.SIGTERM, signal.SIGINT}
 _END_S = 75.0  # from a polite end to a rude one: a run has to clean up
 _PACKAGES = (
     "verl",
@@ -172,10 +173,19 @@ def _run(check: Check, platform: str, folder: Path, limit_s: float) -> Outcome:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     began = time.monotonic()
     with (folder / "check.log").open("wb") as log:
+        # Whoever ends us between the fork and the next line would leave the check behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING),
         )
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
