@@ -1,6 +1,8 @@
 """What a person should look at next: rules that read the figures of a run and say what they mean and what to try.
 
-Each rule has a threshold that stands beside it; a rule that does not apply says nothing. Pure.
+Each rule has a threshold that stands beside it, and yields what it found (the fact, with its figure) with what it means
+and what to do; a rule that does not apply yields nothing. How urgent that is, and which section shows it, stands in the
+table at the end. Pure.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.page.words import LABELS, REALIGNED, duration, quantile, share
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.trajectory.segments import DriftReason
+
+
+_Told = Iterator[tuple[str, str]]
+"""Titles and advice."""
 
 
 class Weight(Enum):
@@ -41,86 +47,86 @@ class Finding:
 
 def findings(digest: RunDigest) -> list[Finding]:
     """All that apply, the most urgent first; the order of the rules breaks ties."""
-    found = [finding for rule in _RULES for finding in rule(digest)]
+    found = [
+        Finding(weight=weight, title=title, advice=advice, anchor=anchor)
+        for rule, weight, anchor in _RULES
+        for title, advice in rule(digest)
+    ]
     return sorted(found, key=lambda finding: list(Weight).index(finding.weight))
 
 
-def _ended_badly(run: RunDigest) -> Iterator[Finding]:
-    if run.start is None or run.outcome == "finished":
+_AGAIN = "The same command with hydra.run.dir set to the folder continues from the last checkpoint."
+
+
+def _where(run: RunDigest) -> str:
+    return f"in step {run.step_spans[-1].step}" if run.step_spans else "before the first step"
+
+
+def _ended_badly(run: RunDigest) -> _Told:
+    if run.start is None or run.running or run.outcome in ("finished", "KeyboardInterrupt"):
         return
-    last = run.step_spans[-1].step if run.step_spans else 0
-    where = f"in step {last}" if last else "before the first step"
-    again = "The same command with hydra.run.dir set to the folder continues from the last checkpoint."
-    if run.running:
-        title, advice = f"The run goes on; the recording is {where}", "Write the report again later to see more."
-        yield Finding(weight=Weight.NOTE, title=title, advice=advice, anchor="lanes")
-    elif run.outcome == "KeyboardInterrupt":
-        yield Finding(weight=Weight.NOTE, title=f"The run was interrupted {where}", advice=again, anchor="lanes")
-    elif run.end is None:
-        yield Finding(
-            weight=Weight.BROKEN,
-            title=f"The recording stops {where}: the run was killed, or its machine went away",
-            advice=f"Up to a fifth of a second is missing at its end; the rest is complete. {again}",
-            anchor="lanes",
+    if run.end is None:
+        yield (
+            f"The recording stops {_where(run)}: the run was killed, or its machine went away",
+            f"Up to a fifth of a second is missing at its end; the rest is complete. {_AGAIN}",
         )
     else:
         detail = f": {run.end.detail}" if run.end.detail else ""
-        yield Finding(
-            weight=Weight.BROKEN,
-            title=f"The run ended {where} with {run.outcome}{detail}",
-            advice=f"logs/trainer.log has the whole story, the right end of the lanes what each slice did. {again}",
-            anchor="lanes",
+        yield (
+            f"The run ended {_where(run)} with {run.outcome}{detail}",
+            f"logs/trainer.log has the whole story, the right end of the lanes what each slice did. {_AGAIN}",
         )
 
 
-def _audit(run: RunDigest) -> Iterator[Finding]:
+def _not_ended(run: RunDigest) -> _Told:
+    if run.start is None or run.outcome == "finished":
+        return
+    if run.running:
+        yield f"The run goes on; the recording is {_where(run)}", "Write the report again later to see more."
+    elif run.outcome == "KeyboardInterrupt":
+        yield f"The run was interrupted {_where(run)}", _AGAIN
+
+
+def _audit(run: RunDigest) -> _Told:
     bad = sum(record.get("audit_violations", 0) for record in run.steps)
     if bad:
-        yield Finding(
-            weight=Weight.BROKEN,
-            title=f"{bad} rows are not what the engine returned",
-            advice="The run ended before it trained on them. This is a defect: logs/trainer.log names the first row.",
-            anchor="learning",
+        yield (
+            f"{bad} rows are not what the engine returned",
+            "The run ended before it trained on them. This is a defect: logs/trainer.log names the first row.",
         )
 
 
-def _staleness(run: RunDigest) -> Iterator[Finding]:
+def _staleness(run: RunDigest) -> _Told:
     worst = max(run.rows.staleness, default=0)
     if run.start is not None and worst > run.start.eta:
-        yield Finding(
-            weight=Weight.BROKEN,
-            title=f"A row was {worst} versions old; the bound is {run.start.eta}",
-            advice="seamless.staleness.eta is a promise, so this is a defect: please report it with this recording.",
-            anchor="data",
+        yield (
+            f"A row was {worst} versions old; the bound is {run.start.eta}",
+            "seamless.staleness.eta is a promise, so this is a defect: please report it with this recording.",
         )
 
 
-def _failed(run: RunDigest) -> Iterator[Finding]:
+def _failed(run: RunDigest) -> _Told:
     lost = sum(pool[Category.FAILED] for pool in run.pools().values())
     if lost:
         names = [entry.slice for entry in run.books if entry.seconds[Category.FAILED]]
-        yield Finding(
-            weight=Weight.BROKEN,
-            title=f"{duration(lost)} of device time went by on failed slices",
-            advice=f"Failed at some time: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}.",
-            anchor="lanes",
+        yield (
+            f"{duration(lost)} of device time went by on failed slices",
+            f"Failed at some time: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}.",
         )
 
 
-def _idle(run: RunDigest) -> Iterator[Finding]:
+def _idle(run: RunDigest) -> _Told:
     """A fifth of a pool's time in steps is worth a second look."""
     for pool, seconds in run.pools_in_steps().items():
         total = sum(seconds.values())
         idle = sum(seconds[category] for category in IDLE)
         if total <= 0 or idle / total < 0.2:
             continue
-        yield Finding(
-            weight=Weight.COSTLY,
-            title=f"Pool {pool} was idle for {share(idle / total)} of its time in steps ({duration(idle)})",
-            advice=_idle_trainer(run, seconds)
+        yield (
+            f"Pool {pool} was idle for {share(idle / total)} of its time in steps ({duration(idle)})",
+            _idle_trainer(run, seconds)
             if seconds[Category.TRAIN] > seconds[Category.GENERATE]
             else _idle_rollout(run, pool),
-            anchor="ledger",
         )
 
 
@@ -160,7 +166,7 @@ def _idle_rollout(run: RunDigest, pool: str) -> str:
     )
 
 
-def _overheads(run: RunDigest) -> Iterator[Finding]:
+def _overheads(run: RunDigest) -> _Told:
     """Sync, switches and prefilling again above a twentieth; what nobody accounts for above a tenth."""
     pools = run.pools_in_steps()
     total = sum(sum(seconds.values()) for seconds in pools.values())
@@ -179,68 +185,58 @@ def _overheads(run: RunDigest) -> Iterator[Finding]:
     ):
         spent = sum(seconds[category] for seconds in pools.values())
         if spent / total > limit:
-            yield Finding(
-                weight=Weight.COSTLY,
-                title=f"{share(spent / total)} of the device time in steps went into {LABELS[category]}",
-                advice=advice,
-                anchor="ledger",
+            yield (
+                f"{share(spent / total)} of the device time in steps went into {LABELS[category]}",
+                advice,
             )
 
 
-def _validation(run: RunDigest) -> Iterator[Finding]:
+def _validation(run: RunDigest) -> _Told:
     """A quarter of the trainer's whole time."""
     for pool, seconds in run.pools().items():
         total = sum(seconds.values())
         if total > 0 and seconds[Category.VALIDATION] / total > 0.25:
-            yield Finding(
-                weight=Weight.NOTE,
-                title=f"Pool {pool} waited for validation for {share(seconds[Category.VALIDATION] / total)} of the run",
-                advice="trainer.test_freq, data.val_max_samples and rollout.val_kwargs.n decide how much is validated.",
-                anchor="ledger",
+            yield (
+                f"Pool {pool} waited for validation for {share(seconds[Category.VALIDATION] / total)} of the run",
+                "trainer.test_freq, data.val_max_samples and rollout.val_kwargs.n decide how much is validated.",
             )
 
 
-def _slow_sessions(run: RunDigest) -> Iterator[Finding]:
+def _slow_sessions(run: RunDigest) -> _Told:
     """The slowest twentieth takes more than three times the median."""
     if len(run.sessions.seconds) < 20:
         return
     middle, slow = quantile(run.sessions.seconds, 0.5), quantile(run.sessions.seconds, 0.95)
     if middle > 0 and slow > 3 * middle:
-        yield Finding(
-            weight=Weight.NOTE,
-            title=f"One attempt in twenty takes more than {duration(slow)}; the median is {duration(middle)}",
-            advice="Long attempts decide when a batch is complete. The tail of requests in the lanes shows them.",
-            anchor="data",
+        yield (
+            f"One attempt in twenty takes more than {duration(slow)}; the median is {duration(middle)}",
+            "Long attempts decide when a batch is complete. The tail of requests in the lanes shows them.",
         )
 
 
-def _drift(run: RunDigest) -> Iterator[Finding]:
+def _drift(run: RunDigest) -> _Told:
     """More than one turn in twenty starts a branch for a reason that is not how agents work by design."""
     harmless = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
     forks = Counter({reason: count for reason, count in run.sessions.drift.items() if reason not in harmless})
     if run.sessions.turns and forks.total() / run.sessions.turns > 0.05:
         reason, count = forks.most_common(1)[0]
-        yield Finding(
-            weight=Weight.NOTE,
-            title=f"{forks.total()} of {run.sessions.turns} turns did not continue their session, most often for "
+        yield (
+            f"{forks.total()} of {run.sessions.turns} turns did not continue their session, most often for "
             f"{reason.replace('_', ' ')} ({count})",
-            advice="Each such turn becomes a row of its own and is prefilled from there. If the agent does not mean to "
+            "Each such turn becomes a row of its own and is prefilled from there. If the agent does not mean to "
             "rewrite its history, let it send back what it was given.",
-            anchor="data",
         )
 
 
-def _failed_requests(run: RunDigest) -> Iterator[Finding]:
+def _failed_requests(run: RunDigest) -> _Told:
     if run.requests.failed:
-        yield Finding(
-            weight=Weight.BROKEN,
-            title=f"{run.requests.failed} of {run.requests.started} requests to replicas ended with an error",
-            advice="The finish field of RequestEnded in flight/ names the errors; logs/ has the replicas' own words.",
-            anchor="data",
+        yield (
+            f"{run.requests.failed} of {run.requests.started} requests to replicas ended with an error",
+            "The finish field of RequestEnded in flight/ names the errors; logs/ has the replicas' own words.",
         )
 
 
-def _decisions(run: RunDigest) -> Iterator[Finding]:
+def _decisions(run: RunDigest) -> _Told:
     """A policy whose loans brought less than half of what it predicted."""
     known = [
         (row.made.predicted_s, row.outcome.realised_s)
@@ -249,51 +245,46 @@ def _decisions(run: RunDigest) -> Iterator[Finding]:
     ]
     predicted, realised = sum(pair[0] for pair in known), sum(pair[1] for pair in known)
     if predicted > 0 and realised < 0.5 * predicted:
-        yield Finding(
-            weight=Weight.COSTLY,
-            title=f"Decisions promised {duration(predicted)} and brought {duration(realised)}",
-            advice="The policy's model of generation speed or switch cost does not fit this machine.",
-            anchor="decisions",
+        yield (
+            f"Decisions promised {duration(predicted)} and brought {duration(realised)}",
+            "The policy's model of generation speed or switch cost does not fit this machine.",
         )
 
 
-def _recorder(run: RunDigest) -> Iterator[Finding]:
+def _recorder(run: RunDigest) -> _Told:
     if run.lost:
-        yield Finding(
-            weight=Weight.NOTE,
-            title=f"The recorder dropped {run.lost} events",
-            advice="The disk could not keep up; figures of this page are lower bounds from there on.",
-            anchor="about",
+        yield (
+            f"The recorder dropped {run.lost} events",
+            "The disk could not keep up; figures of this page are lower bounds from there on.",
         )
 
 
-def _well(run: RunDigest) -> Iterator[Finding]:
+def _well(run: RunDigest) -> _Told:
     pools = run.pools_in_steps()
     total = sum(sum(seconds.values()) for seconds in pools.values())
     if total <= 0:
         return
     useful = sum(seconds[Category.TRAIN] + seconds[Category.GENERATE] for seconds in pools.values()) / total
     if useful >= 0.9:
-        yield Finding(
-            weight=Weight.GOOD,
-            title=f"{share(useful)} of the device time in steps was spent training or generating",
-            advice="There is little left to gain from scheduling; look at batch sizes and kernels next.",
-            anchor="ledger",
+        yield (
+            f"{share(useful)} of the device time in steps was spent training or generating",
+            "There is little left to gain from scheduling; look at batch sizes and kernels next.",
         )
 
 
-_RULES: tuple[Callable[[RunDigest], Iterator[Finding]], ...] = (
-    _ended_badly,
-    _audit,
-    _staleness,
-    _failed,
-    _failed_requests,
-    _idle,
-    _overheads,
-    _decisions,
-    _validation,
-    _slow_sessions,
-    _drift,
-    _recorder,
-    _well,
+_RULES: tuple[tuple[Callable[[RunDigest], _Told], Weight, str], ...] = (
+    (_ended_badly, Weight.BROKEN, "lanes"),
+    (_not_ended, Weight.NOTE, "lanes"),
+    (_audit, Weight.BROKEN, "learning"),
+    (_staleness, Weight.BROKEN, "data"),
+    (_failed, Weight.BROKEN, "lanes"),
+    (_failed_requests, Weight.BROKEN, "data"),
+    (_idle, Weight.COSTLY, "ledger"),
+    (_overheads, Weight.COSTLY, "ledger"),
+    (_decisions, Weight.COSTLY, "decisions"),
+    (_validation, Weight.NOTE, "ledger"),
+    (_slow_sessions, Weight.NOTE, "data"),
+    (_drift, Weight.NOTE, "data"),
+    (_recorder, Weight.NOTE, "about"),
+    (_well, Weight.GOOD, "ledger"),
 )

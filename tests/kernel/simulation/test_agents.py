@@ -13,9 +13,7 @@ from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet, Unit
 from seamless_verl.simulation.replica import Replica, Request
-from seamless_verl.staleness.affinity import MovePrice
-from seamless_verl.staleness.routing import LeastRequests
-from tests.kernel.simulation.build import ENGINE
+from tests.kernel.simulation.build import ENGINE, make_fleet
 
 TWO_TURNS = (Turn(prompt=100, answer=20, tool_s=3.0), Turn(prompt=7, answer=10, tool_s=1.0))
 ONE_TURN = (Turn(prompt=100, answer=50, tool_s=2.0),)
@@ -115,28 +113,16 @@ def test_a_request_that_nobody_waits_for_any_more_is_not_looked_at() -> None:
 # ---------------------------------------------------------------- slices and the router
 
 
-def fleet(stopped: list[tuple[object, str, bool]], started: list[tuple[object, str]]) -> Fleet:
-    return Fleet(
-        Clock(),
-        LeastRequests(),
-        migration=None,
-        rebalance=False,
-        price=MovePrice(),
-        oldest_first=False,
-        is_long=lambda request: False,
-        lowest_version=lambda request: 0,
-        started=lambda request, name: started.append((request.owner, name)),
-        stopped=lambda request, name, finished: stopped.append((request.owner, name, finished)),
-        finished=lambda request: None,
-    )
-
-
 @pytest.fixture
 def both() -> tuple[Fleet, list[tuple[object, str, bool]], list[tuple[object, str]]]:
     """Two slices that serve."""
     stopped: list[tuple[object, str, bool]] = []
     started: list[tuple[object, str]] = []
-    found = fleet(stopped, started)
+    found = make_fleet(
+        Clock(),
+        started=lambda request, name: started.append((request.owner, name)),
+        stopped=lambda request, name, finished: stopped.append((request.owner, name, finished)),
+    )
     for name in ("a", "b"):
         found.add(name, gpus=1, trainable=False, physics=ENGINE)
         found.units[name].serve(0)

@@ -17,12 +17,9 @@ from seamless_verl.scheduling.slices import Gpu, Slice, SliceId, SliceState, Tag
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.driver import Driver
-from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.scenario import SwitchCosts
-from seamless_verl.staleness.affinity import MovePrice
-from seamless_verl.staleness.routing import LeastRequests
-from tests.kernel.simulation.build import ENGINE
+from tests.kernel.simulation.build import ENGINE, make_fleet
 
 A, B = SliceId("a"), SliceId("b")
 COSTS = SwitchCosts(wake=7.0, drain=3.0, load=2.0, push=1.0, repair=50.0)
@@ -50,19 +47,7 @@ class Stage:
         self.cluster = Cluster()
         self.events: list[ev.Event] = []
         self.replies: dict[type[ev.Event], list[cmd.Command]] = {}
-        self.fleet = Fleet(
-            self.clock,
-            LeastRequests(),
-            migration=None,
-            rebalance=False,
-            price=MovePrice(),
-            oldest_first=False,
-            is_long=lambda request: False,
-            lowest_version=lambda request: 0,
-            started=lambda request, name: None,
-            stopped=lambda request, name, finished: self.idle(name),
-            finished=lambda request: None,
-        )
+        self.fleet = make_fleet(self.clock, stopped=lambda request, name, finished: self.idle(name))
         for name in (A, B):
             self.fleet.add(name, gpus=1, trainable=True, physics=ENGINE)
         cluster: Any = self.cluster

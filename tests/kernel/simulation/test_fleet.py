@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.staleness.affinity import MovePrice
-from seamless_verl.staleness.routing import Hold, LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
-from tests.kernel.simulation.build import ENGINE, scenario
+from seamless_verl.staleness.routing import Hold, MarginalGain, PendingRequest, ReplicaLoad, Route
+from tests.kernel.simulation.build import ENGINE, make_fleet, scenario
 
 
 def test_the_router_is_told_the_version_of_a_session_and_serves_the_most_stale_first(
@@ -42,22 +43,11 @@ def test_the_router_is_told_the_version_of_a_session_and_serves_the_most_stale_f
     assert any(order[0][0] < order[-1][0] for order in behind)  # interrupted sessions beside new ones
 
 
-def _fleet(
-    stopped: list[tuple[object, str, bool]], *, rebalance: bool = False, price: MovePrice | None = None
-) -> Fleet:
-    return Fleet(
-        Clock(),
-        LeastRequests(),
-        migration=None,
-        rebalance=rebalance,
-        price=price or MovePrice(),
-        oldest_first=False,
-        is_long=lambda request: False,
-        lowest_version=lambda request: 0,
-        started=lambda request, name: None,
-        stopped=lambda request, name, finished: stopped.append((request.owner, name, finished)),
-        finished=lambda request: None,
-    )
+def _fleet(stopped: list[tuple[object, str, bool]], **changes: Any) -> Fleet:
+    def told(request: Request, name: str, finished: bool) -> None:
+        stopped.append((request.owner, name, finished))
+
+    return make_fleet(Clock(), stopped=told, **changes)
 
 
 def test_a_request_is_withdrawn_wherever_it_is() -> None:
@@ -108,7 +98,7 @@ def _two_busy(
     stopped: list[tuple[object, str, bool]], context: int, *, count: int = 40, price: MovePrice | None = None
 ) -> Fleet:
     """Two slices that serve requests of one context and a third that does not yet; what joins may take running ones."""
-    fleet = _fleet(stopped, rebalance=True, price=price)
+    fleet = _fleet(stopped, rebalance=True, price=price or MovePrice())
     for name in ("a", "b", "c"):
         fleet.add(name, gpus=1, trainable=name == "c", physics=ENGINE)
     for name in ("a", "b"):

@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock
-from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import EnginePhysics, Request
-from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule
+from tests.kernel.simulation.build import make_fleet
 
 COST = DecodeCost(floor_s=0.1, base_s=0.05, per_request_s=0.02, attention_base_s=0.0, attention_per_token_s=1e-4)
 ENGINE = EnginePhysics(decode=COST, prefill_s_per_token=1e-3, kv_tokens=2_000, max_running=3)
@@ -37,15 +36,12 @@ class Machine(RuleBasedStateMachine):
         self.ended: list[Request] = []
         self.given_up: list[Request] = []
         self.version = 0
-        self.fleet = Fleet(
+        self.fleet = make_fleet(
             self.clock,
-            MarginalGain(cost=COST) if self.moves else LeastRequests(),
+            router=MarginalGain(cost=COST) if self.moves else LeastRequests(),
             migration=MigrationRule() if self.moves else None,
             rebalance=True,
-            price=MovePrice(),
             oldest_first=self.moves,
-            is_long=lambda request: False,
-            lowest_version=lambda request: 0,
             started=self._started,
             stopped=self._stopped,
             finished=self.ended.append,
