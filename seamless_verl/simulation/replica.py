@@ -146,13 +146,11 @@ class Replica:
     def set_slowdown(self, factor: float) -> None:
         """From now on decode steps take ``factor`` times as long; the past must have been charged."""
         self.slowdown = factor
-        if self._serving:
-            self._set_timer()
+        self._set_timer()
 
     def submit(self, request: Request) -> None:
         request.replica = self
-        if self._serving:
-            self.advance()
+        self.advance()
         self._submitted += 1
         request.place = request.age if self._oldest_first else (self._submitted, 0)
         self._queue(request)
@@ -162,8 +160,7 @@ class Replica:
 
     def take_all(self) -> list[Request]:
         """Interrupt everything; requests keep their tokens. The order is that of admission, the queue last."""
-        if self._serving:
-            self.advance()
+        self.advance()
         taken = [request for _, number, request in self._admitted if request.alive and request.number == number]
         taken.sort(key=lambda request: request.number)
         for request in taken:
@@ -178,8 +175,7 @@ class Replica:
 
     def take(self, count: int) -> list[Request]:
         """Interrupt ``count`` requests, the waiting ones first, then those that a full cache would preempt."""
-        if self._serving:
-            self.advance()
+        self.advance()
         taken = [self.waiting.pop() for _ in range(min(count, len(self.waiting)))]
         while len(taken) < count and self.num_running:
             taken.append(self._preempt())
@@ -192,8 +188,7 @@ class Replica:
         waiting = len(self.waiting)
         if count >= waiting:
             return self.take(count)
-        if self._serving:
-            self.advance()
+        self.advance()
         places = {index * waiting // count for index in range(count)}
         taken = [request for index, request in enumerate(self.waiting) if index in places]
         self.waiting = [request for index, request in enumerate(self.waiting) if index not in places]
@@ -203,8 +198,7 @@ class Replica:
 
     def remove(self, request: Request) -> None:
         """Give up one request that runs or waits here."""
-        if self._serving:
-            self.advance()
+        self.advance()
         if request.alive:
             self._stop(request)
         else:

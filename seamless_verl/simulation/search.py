@@ -23,7 +23,7 @@ UNCERTAIN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One split under one system. ``trainers`` slices train (all of them where everything is colocated)."""
+    """One split under one system; ``label`` names both."""
 
     scenario: Scenario
     label: str

@@ -17,7 +17,6 @@ from seamless_verl.observe.page.words import LABELS, REALIGNED, duration, quanti
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.trajectory.segments import DriftReason
 
-
 _Told = Iterator[tuple[str, str]]
 """Titles and advice."""
 
