@@ -23,7 +23,7 @@ from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
 from seamless_verl.trajectory.matching import Extension, ExtensionRefused, Renderer
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import Row, build_rows
-from seamless_verl.trajectory.segments import Segment, TurnRecord
+from seamless_verl.trajectory.tokens import Segment, TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn, SessionTree
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 
 from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.segments import Segment
+from seamless_verl.trajectory.tokens import Segment
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from seamless_verl.trajectory.messages import Message, MessageKey, Role, Transcript
-from seamless_verl.trajectory.segments import DriftReason, Segment
-from seamless_verl.trajectory.tokens import pack_ids
+from seamless_verl.trajectory.tokens import DriftReason, Segment, pack_ids
 
 
 class ExtensionRefused(Exception):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seamless_verl.trajectory.generation import FinishReason
-from seamless_verl.trajectory.segments import Segment, path_to
+from seamless_verl.trajectory.tokens import Segment, path_to
 from seamless_verl.trajectory.tree import SessionTree
 
 # Of every row as JSON; one that shows pictures has "images", too.

@@ -23,8 +23,15 @@ from dataclasses import dataclass, replace
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError
 from seamless_verl.trajectory.matching import HistoryIndex, HistoryMatch, Renderer, Rendering, system_of
 from seamless_verl.trajectory.messages import Message, Transcript, key_of, link
-from seamless_verl.trajectory.segments import DriftReason, MatchKind, Segment, TurnRecord, deepest_token_match
-from seamless_verl.trajectory.tokens import TokenPath, pack_ids
+from seamless_verl.trajectory.tokens import (
+    DriftReason,
+    MatchKind,
+    Segment,
+    TokenPath,
+    TurnRecord,
+    deepest_token_match,
+    pack_ids,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

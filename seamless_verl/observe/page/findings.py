@@ -15,7 +15,7 @@ from enum import Enum
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.page.words import LABELS, REALIGNED, duration, quantile, share
 from seamless_verl.observe.time_ledger import IDLE, Category
-from seamless_verl.trajectory.segments import DriftReason
+from seamless_verl.trajectory.tokens import DriftReason
 
 _Told = Iterator[tuple[str, str]]
 """Titles and advice."""

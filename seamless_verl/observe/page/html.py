@@ -22,7 +22,7 @@ from seamless_verl.observe.page.words import DRIFT, LABELS, duration, share, si,
 from seamless_verl.observe.tallies import DecisionRow
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.scheduling.slices import ACTIVE_TAG
-from seamless_verl.trajectory.segments import DriftReason
+from seamless_verl.trajectory.tokens import DriftReason
 
 _MOST_DECISIONS = 200
 _Pairs = list[tuple[str, str]]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from seamless_verl.observe.time_ledger import Category
-from seamless_verl.trajectory.segments import DriftReason
+from seamless_verl.trajectory.tokens import DriftReason
 
 LABELS: Mapping[Category, str] = {
     Category.TRAIN: "training",

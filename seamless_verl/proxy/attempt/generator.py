@@ -40,7 +40,7 @@ from seamless_verl.proxy.text.tokenizer import TextDecoder
 from seamless_verl.trajectory.generation import TrajectoryError
 from seamless_verl.trajectory.matching import HistoryMatch
 from seamless_verl.trajectory.messages import Message, Role, Transcript
-from seamless_verl.trajectory.segments import TurnRecord
+from seamless_verl.trajectory.tokens import TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn
 
 _BIG_RENDER_CHARS = 20_000

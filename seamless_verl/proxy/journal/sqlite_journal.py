@@ -33,8 +33,7 @@ from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
 from seamless_verl.proxy.text.pictures import StoredImage
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import TrajectoryError
-from seamless_verl.trajectory.segments import TurnRecord
-from seamless_verl.trajectory.tokens import pack_ids
+from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
 
 VERSION = 2  # of the bytes of a turn
 _CHECKSUM_BYTES = 8

@@ -14,7 +14,7 @@ from seamless_verl.proxy.journal.sqlite_journal import Damaged, pack, unpack
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import FinishReason, VersionSpan
 from seamless_verl.trajectory.messages import Message, MessageKey, Role, ToolCall
-from seamless_verl.trajectory.segments import DriftReason, TurnRecord
+from seamless_verl.trajectory.tokens import DriftReason, TurnRecord
 
 _ANY: dict[type, st.SearchStrategy[Any]] = {
     str: st.text(st.characters(exclude_categories=["Cs"]), max_size=5),

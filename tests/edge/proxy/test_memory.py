@@ -24,7 +24,7 @@ from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TextCache, TokenizerRenderer
-from seamless_verl.trajectory.segments import Segment
+from seamless_verl.trajectory.tokens import Segment
 from tests.fakes import Served, serving, small_tokenizer, user
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -9,7 +9,7 @@ import pytest
 from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, ToolCall
-from seamless_verl.trajectory.segments import DriftReason, MatchKind
+from seamless_verl.trajectory.tokens import DriftReason, MatchKind
 from tests.fakes import CHATML, ScriptedEdge, assistant, small_tokenizer, system, tool, user
 
 # Thinking is dropped from every answer before the last question; the generation prompt opens the thinking.

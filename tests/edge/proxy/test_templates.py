@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
-from seamless_verl.trajectory.segments import DriftReason, MatchKind
+from seamless_verl.trajectory.tokens import DriftReason, MatchKind
 from tests.edge.proxy.test_rendering import HEADERS, MERGED_TOOLS, MOVING_TOOLS, PLAIN, THINKING
 from tests.fakes import CHATML, ScriptedEdge, assistant, small_tokenizer, system, tool, user
 

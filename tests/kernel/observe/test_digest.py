@@ -9,7 +9,7 @@ from seamless_verl.observe.page.findings import Weight, findings
 from seamless_verl.observe.page.words import DRIFT, REALIGNED
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import Category
-from seamless_verl.trajectory.segments import DriftReason
+from seamless_verl.trajectory.tokens import DriftReason
 from tests.kernel.observe.made_up import made_up_run
 
 

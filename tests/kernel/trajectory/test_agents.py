@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import Row, build_rows
-from seamless_verl.trajectory.segments import MatchKind, TurnRecord
+from seamless_verl.trajectory.tokens import MatchKind, TurnRecord
 from seamless_verl.trajectory.tree import SessionTree
 from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, system, tool, user
 

@@ -6,7 +6,7 @@ import pytest
 
 from seamless_verl.trajectory.matching import Extension
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
-from seamless_verl.trajectory.segments import DriftReason, MatchKind
+from seamless_verl.trajectory.tokens import DriftReason, MatchKind
 from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, system, tool, user
 
 CALL = ToolCall(id="c1", name="run", arguments="{}")

@@ -10,7 +10,7 @@ from seamless_verl.trajectory.generation import FinishReason, Generation, Versio
 from seamless_verl.trajectory.matching import Extension
 from seamless_verl.trajectory.messages import transcript_of
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn, build_rows
-from seamless_verl.trajectory.segments import Segment
+from seamless_verl.trajectory.tokens import Segment
 from seamless_verl.trajectory.tree import SessionTree
 from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, user
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from seamless_verl.trajectory.messages import transcript_of
 from seamless_verl.trajectory.rows import build_rows
-from seamless_verl.trajectory.segments import Segment, TurnRecord
+from seamless_verl.trajectory.tokens import Segment, TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn, SessionTree
 from tests.fakes import ScriptedEdge, user
 

@@ -8,7 +8,7 @@ from seamless_verl.trajectory.generation import FinishReason, Generation, Trajec
 from seamless_verl.trajectory.matching import Extension
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import build_rows
-from seamless_verl.trajectory.segments import DriftReason, MatchKind
+from seamless_verl.trajectory.tokens import DriftReason, MatchKind
 from seamless_verl.trajectory.tree import SessionTree
 from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, scripted_generation, system, tool, user
 
