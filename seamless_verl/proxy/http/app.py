@@ -3,12 +3,12 @@
 ========================================  ===========================  ============================
 route                                     key                          body
 ========================================  ===========================  ============================
-``POST /sessions``                        admin                        :class:`~.requests.OpenBody`
+``POST /sessions``                        admin                        :class:`~.openapi.OpenBody`
 ``GET /sessions/{id}``                    admin, or the session's own
-``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.requests.RewardBody`
+``POST /sessions/{id}/reward``, ``close`` admin                        :class:`~.openapi.RewardBody`
 ``DELETE /sessions/{id}``                 admin
 ``GET /stats``                            admin
-``POST /pause``, ``/resume``              admin                        :class:`~.requests.PauseBody`, `ResumeBody`
+``POST /pause``, ``/resume``              admin                        :class:`~.openapi.PauseBody`, `ResumeBody`
 ``POST [/sessions/{id}]`` + `DIALECTS`    the session's own            the dialect's
 ``POST … /v1/messages/count_tokens``      the session's own            :class:`~.messages.CountRequest`
 ``GET [/sessions/{id}]/v1/models[/NAME]`` the session's own
@@ -40,15 +40,12 @@ from seamless_verl.proxy.dialects.completions import parse_completion
 from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.dialects.shared import validated
 from seamless_verl.proxy.engine import Ability, Engine, Gate, GatedEngine
-from seamless_verl.proxy.http.openapi import describe
-from seamless_verl.proxy.http.replying import Reply, StreamTiming
+from seamless_verl.proxy.http.openapi import OpenBody, PauseBody, ResumeBody, RewardBody, describe
 from seamless_verl.proxy.http.requests import (
     BodyIntake,
     ClientGone,
-    OpenBody,
-    PauseBody,
-    ResumeBody,
-    RewardBody,
+    Reply,
+    StreamTiming,
     api_key_of,
     retry_count_of,
 )

@@ -1,10 +1,10 @@
-"""The proxy's routes as an OpenAPI description, from the same models that check the bodies."""
+"""The bodies of the control routes, and all routes as an OpenAPI description from the models that check the bodies."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from seamless_verl import __version__
@@ -12,7 +12,56 @@ from seamless_verl.proxy.dialects.anthropic import CountRequest, MessagesRequest
 from seamless_verl.proxy.dialects.chat import ChatRequest
 from seamless_verl.proxy.dialects.completions import CompletionRequest
 from seamless_verl.proxy.dialects.responses import ResponsesRequest
-from seamless_verl.proxy.http.requests import OpenBody, PauseBody, ResumeBody, RewardBody
+from seamless_verl.proxy.dialects.shared import Strict
+from seamless_verl.proxy.session.sessions import SessionSpec
+
+
+class SamplingBody(Strict):
+    """Sampling that the trainer decides."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+
+
+class OpenBody(Strict):
+    """Body of ``POST /sessions``; what is left out keeps the default of :class:`SessionSpec`."""
+
+    group: str = Field(default="", max_length=256)
+    index: int = Field(default=0, ge=0, lt=2**31)
+    deadline_s: float = Field(default=3600.0, gt=0, le=30 * 86400)
+    max_turns: int = Field(default=1000, ge=1, lt=2**31)
+    max_tokens: int = Field(default=1 << 30, ge=1, lt=2**31)
+    max_model_len: int | None = Field(default=None, ge=1, lt=2**31)
+    max_parallel: int = Field(default=16, ge=1, lt=2**31)
+    sampling: SamplingBody = Field(default_factory=SamplingBody)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def spec(self) -> SessionSpec:
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "sampling"}
+        return SessionSpec(**fields, sampling=self.sampling.model_dump(exclude_none=True))
+
+
+class RewardBody(Strict):
+    """Body of ``POST /sessions/{id}/reward`` and of ``…/close``."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = Field(default_factory=dict, max_length=256)
+
+
+class PauseBody(Strict):
+    """Body of ``POST /pause``; ``timeout_s`` is how long to wait for what is under way."""
+
+    timeout_s: float = Field(default=60.0, ge=0, le=3600)
+
+
+class ResumeBody(Strict):
+    """Body of ``POST /resume``; ``version`` of the weights that are served now, where they changed."""
+
+    version: int | None = Field(default=None, ge=0, lt=2**31)
+
 
 _AGENT: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,

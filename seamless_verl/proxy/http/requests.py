@@ -1,82 +1,39 @@
-"""Requests on their way in: keys, headers, bodies. Everything here is bounded and ends in a 4xx.
+"""One client's request: its key, its body on the way in, its answers on the way out.
 
-How many bodies of a session, and how much memory in all, is decided before anything is read or parsed: an answer counts
-against the session's ``max_parallel`` only once its body was read; whoever sends many bodies slowly would otherwise
-hold memory that no limit knows. Requests that wait for the answer to another one count as well.
+What comes in is bounded and ends in a 4xx otherwise. How many bodies of a session, and how much memory in all, is
+decided before anything is read or parsed: an answer counts against the session's ``max_parallel`` only once its body
+was read; whoever sends many bodies slowly would otherwise hold memory that no limit knows. Requests that wait for the
+answer to another one count as well.
+
+What goes out is one body at the end, or server-sent events meanwhile. A stream begins with the first settled text, or
+after ``keep_alive_s`` without any; until then a failure is still an HTTP status. Afterwards it is an event of the
+dialect, and the stream ends as the dialect says. Each client writes at its own pace: what came meanwhile goes out as
+one delta.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 
-from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from seamless_verl.proxy.calls import ApiError, bad_request
+from seamless_verl.proxy.calls import Answer, ApiError, Delta, EventWriter, Exchange, Token, bad_request
 from seamless_verl.proxy.limits import Limits
-from seamless_verl.proxy.session.sessions import Session, SessionSpec
+from seamless_verl.proxy.session.attempts import Attempt
+from seamless_verl.proxy.session.sessions import Session
 
+_log = logging.getLogger(__name__)
 _NUM_ALWAYS = 8  # requests that a session may have here, however few answers it may have in flight
 
 
 class ClientGone(Exception):
     """The client has gone."""
-
-
-class SamplingBody(BaseModel):
-    """Sampling that the trainer decides."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-
-
-class OpenBody(BaseModel):
-    """Body of ``POST /sessions``; what is left out keeps the default of :class:`SessionSpec`."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    group: str = Field(default="", max_length=256)
-    index: int = Field(default=0, ge=0, lt=2**31)
-    deadline_s: float = Field(default=3600.0, gt=0, le=30 * 86400)
-    max_turns: int = Field(default=1000, ge=1, lt=2**31)
-    max_tokens: int = Field(default=1 << 30, ge=1, lt=2**31)
-    max_model_len: int | None = Field(default=None, ge=1, lt=2**31)
-    max_parallel: int = Field(default=16, ge=1, lt=2**31)
-    sampling: SamplingBody = Field(default_factory=SamplingBody)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-    def spec(self) -> SessionSpec:
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "sampling"}
-        return SessionSpec(**fields, sampling=self.sampling.model_dump(exclude_none=True))
-
-
-class RewardBody(BaseModel):
-    """Body of ``POST /sessions/{id}/reward`` and of ``…/close``."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    reward: float | None = None
-    rewards: dict[str, float] = Field(default_factory=dict, max_length=256)
-
-
-class PauseBody(BaseModel):
-    """Body of ``POST /pause``; ``timeout_s`` is how long to wait for what is under way."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    timeout_s: float = Field(default=60.0, ge=0, le=3600)
-
-
-class ResumeBody(BaseModel):
-    """Body of ``POST /resume``; ``version`` of the weights that are served now, where they changed."""
-
-    model_config = ConfigDict(extra="forbid")
-    version: int | None = Field(default=None, ge=0, lt=2**31)
 
 
 async def read_body(request: Request, limits: Limits, *, take: Callable[[int], None] = lambda num_bytes: None) -> bytes:
@@ -195,3 +152,209 @@ async def client_left(request: Request) -> None:
     """Returns when the client has gone. The body has been read, so other messages are ignored."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTiming:
+    """How long a stream may be silent, and how long a client may not read.
+
+    Attributes:
+        keep_alive_s: seconds without anything to say after which a stream says that it is alive.
+        write_timeout_s: seconds after which a client that takes nothing counts as gone.
+    """
+
+    keep_alive_s: float = 10.0
+    write_timeout_s: float = 30.0
+
+
+class Reply(Response):
+    """The response to one request; it lives as long as its client waits, and has its part in the attempt's fate.
+
+    Args:
+        begun: the attempt; begins it when entered.
+        delivered: told of an attempt whose answers its client has.
+        failed: told of a refusal that could no longer become an HTTP status.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        exchange: Exchange,
+        begun: AbstractAsyncContextManager[Attempt],
+        *,
+        timing: StreamTiming,
+        orphan_grace_s: float,
+        delivered: Callable[[Attempt], None],
+        failed: Callable[[ApiError], None],
+    ) -> None:
+        super().__init__()
+        self._request = request
+        self._exchange = exchange
+        self._begun = begun
+        self._timing = timing
+        self._orphan_grace_s = orphan_grace_s
+        self._delivered = delivered
+        self._failed = failed
+        self._news = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the answers and write them.
+
+        Raises:
+            ApiError: nothing has been sent.
+            ClientGone: the client left before anything was sent.
+        """
+        async with self._begun as attempt:
+            left = asyncio.ensure_future(client_left(self._request))
+            landing = asyncio.ensure_future(attempt.landed())
+            for task in (left, landing):
+                task.add_done_callback(lambda _: self._news.set())
+            try:
+                with attempt.attended(self._news, orphan_grace_s=self._orphan_grace_s):
+                    await self._first_sign(attempt, landing, left)
+                    if left.done():
+                        raise ClientGone
+                    if not landing.done():
+                        await self._send_stream(attempt, landing, left, send)
+                    else:
+                        await self._whole(landing.result())(scope, receive, send)
+                        self._delivered(attempt)
+            finally:
+                left.cancel()
+                landing.cancel()
+
+    async def _first_sign(
+        self, attempt: Attempt, landing: asyncio.Future[Sequence[Answer]], left: asyncio.Future[None]
+    ) -> None:
+        """Returns when all answers are there, the client is gone, or a stream should begin."""
+        is_stream = self._exchange.call.stream
+        while not landing.done() and not left.done():
+            if is_stream and attempt.deltas:
+                return
+            self._news.clear()
+            try:
+                # A stream may be silent once its prompt is known to be one that the model can answer.
+                patience_s = self._timing.keep_alive_s if is_stream and attempt.answers else None
+                await asyncio.wait_for(self._news.wait(), patience_s)
+            except asyncio.TimeoutError:
+                return
+
+    def _whole(self, answers: Sequence[Answer]) -> Response:
+        headers = _headers(answers)
+        headers["x-seamless-match"] = ", ".join(dict.fromkeys(answer.match for answer in answers))
+        if not self._exchange.call.stream:
+            return Response(self._exchange.body(answers), headers=headers, media_type="application/json")
+        writer = self._exchange.writer()
+        content = writer.start(answers[0])
+        content += _written(writer, _Sent(len(answers)).rest(answers)) + writer.end(answers)
+        headers["cache-control"] = "no-cache"
+        return Response(content, headers=headers, media_type="text/event-stream")
+
+    async def _send_stream(
+        self,
+        attempt: Attempt,
+        landing: asyncio.Future[Sequence[Answer]],
+        left: asyncio.Future[None],
+        send: Send,
+    ) -> None:
+        headers = _headers(attempt.answers)
+        headers |= {"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8"}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        writer, sent = self._exchange.writer(), _Sent(attempt.num_answers)
+        data = writer.start(attempt.answers[0])
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        while not left.done():
+            self._news.clear()
+            if landing.done():
+                if await self._send_end(landing, writer, sent, data, send):
+                    self._delivered(attempt)
+                return
+            data += _written(writer, sent.more(attempt.deltas))
+            if data and not await self._write(data, send):
+                return
+            data = b""
+            try:
+                await asyncio.wait_for(self._news.wait(), self._timing.keep_alive_s)
+            except asyncio.TimeoutError:
+                data = writer.keep_alive()
+
+    async def _send_end(
+        self,
+        landing: asyncio.Future[Sequence[Answer]],
+        writer: EventWriter,
+        sent: _Sent,
+        data: bytes,
+        send: Send,
+    ) -> bool:
+        """Whether the client has all of the answers."""
+        error = landing.exception()
+        if error is None:
+            answers = landing.result()
+            data += _written(writer, sent.rest(answers)) + writer.end(answers)
+        else:
+            if not isinstance(error, ApiError):
+                _log.error("%s failed in mid-stream", self._request.url.path, exc_info=error)
+                error = ApiError(500, "internal_error", f"{type(error).__name__} inside the proxy.")
+            self._failed(error)
+            data += writer.fail(error)
+        is_sent = await self._write(data, send) and await self._write(b"", send, is_last=True)
+        return is_sent and error is None
+
+    async def _write(self, data: bytes, send: Send, *, is_last: bool = False) -> bool:
+        """Whether the client took what was written before; servers wait before a write only."""
+        message = {"type": "http.response.body", "body": data, "more_body": not is_last}
+        try:
+            await asyncio.wait_for(send(message), self._timing.write_timeout_s)
+        except (asyncio.TimeoutError, OSError):
+            return False
+        return True
+
+
+class _Sent:
+    """What a client has got of the answers: how many deltas, and of each answer how much in all."""
+
+    def __init__(self, num_answers: int) -> None:
+        self._num_deltas = 0
+        self._reasoning, self._content, self._tokens = ([0] * num_answers for _ in range(3))
+
+    def more(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """What came since the last call, as one delta of each answer."""
+        new = deltas[self._num_deltas :]
+        self._num_deltas += len(new)
+        return [
+            self._counted(
+                index,
+                "".join(delta.reasoning for delta in new if delta.index == index),
+                "".join(delta.content for delta in new if delta.index == index),
+                tuple(token for delta in new if delta.index == index for token in delta.tokens),
+            )
+            for index in sorted({delta.index for delta in new})
+        ]
+
+    def rest(self, answers: Sequence[Answer]) -> list[Delta]:
+        """What deltas did not carry of the whole answers."""
+        rest = [
+            self._counted(
+                index,
+                answer.message.reasoning[self._reasoning[index] :],
+                answer.message.content[self._content[index] :],
+                answer.tokens[self._tokens[index] :],
+            )
+            for index, answer in enumerate(answers)
+        ]
+        return [delta for delta in rest if delta.reasoning or delta.content or delta.tokens]
+
+    def _counted(self, index: int, reasoning: str, content: str, tokens: tuple[Token, ...]) -> Delta:
+        self._reasoning[index] += len(reasoning)
+        self._content[index] += len(content)
+        self._tokens[index] += len(tokens)
+        return Delta(index=index, reasoning=reasoning, content=content, tokens=tokens)
+
+
+def _written(writer: EventWriter, deltas: Iterable[Delta]) -> bytes:
+    return b"".join(writer.delta(delta) for delta in deltas)
+
+
+def _headers(answers: Sequence[Answer]) -> dict[str, str]:
+    overrides = dict.fromkeys(name for answer in answers for name in answer.overrides)
+    return {"x-seamless-overrides": ", ".join(overrides)} if overrides else {}

@@ -10,7 +10,7 @@ import pytest
 
 from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
 from seamless_verl.proxy.http.app import make_app
-from seamless_verl.proxy.http.replying import StreamTiming
+from seamless_verl.proxy.http.requests import StreamTiming
 from seamless_verl.proxy.session.sessions import Session, SessionSpec
 from tests.fakes import Served, serving
 

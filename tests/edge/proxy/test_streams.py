@@ -12,7 +12,7 @@ import pytest
 
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.engine import EngineUnavailable
-from seamless_verl.proxy.http.replying import StreamTiming
+from seamless_verl.proxy.http.requests import StreamTiming
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import Served, serving
