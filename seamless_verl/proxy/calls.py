@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -90,6 +91,24 @@ class Call:
     def tools_to_parse(self) -> Sequence[Mapping[str, Any]]:
         """Tools whose calls are found in the answer's text; none where calls are just text."""
         return () if self.tool_choice is ToolChoice.NONE else self.raw_tools
+
+    def digest(self, said: bytes) -> bytes:
+        """Names a request by everything that decides its answers; two with the same name may be a retry.
+
+        Args:
+            said: names its messages and tools.
+        """
+        schema = "" if self.json_schema is None else json.dumps(self.json_schema, sort_keys=True)
+        wishes = (
+            sorted(self.sampling.items()),
+            self.logprobs,
+            self.tool_choice.value,
+            self.tool_name,
+            self.parallel_tool_calls,
+            sorted(self.strict_tools),
+            schema,
+        )
+        return blake2b(said + repr(wishes).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,74 @@
-"""From a checked request to its attempt: retries are recognised, budgets checked, the trainer's decisions applied."""
+"""From a checked request to its recorded answers.
+
+::
+
+    retry? ─▶ budget? ─▶ render ─▶ prepare ─▶ engine, once per answer ─▶ (somebody waits?) ─▶ LANDING: journal ─▶ tree
+                                                └─ tokens as they come ─▶ Attempt.deltas ─▶ streams       ANSWERED ◀─┘
+
+Invariants: all answers of a request are in the journal and in the tree, or none is. The end of an answer leaves only
+after that. Its beginning may leave earlier, to a client that streams; whoever never saw the end was not answered, and
+no trace of it is kept. What was streamed is a prefix of the answer that is recorded.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
-from seamless_verl.proxy.attempt.generator import Generator
-from seamless_verl.proxy.calls import ApiError, Call, bad_request
+from seamless_verl.proxy.attempt.drafts import Draft, tokens_of
+from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request
 from seamless_verl.proxy.dialects.chat import canonical_message, canonical_tools
+from seamless_verl.proxy.engine import (
+    Engine,
+    EngineRefused,
+    EngineUnavailable,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+)
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
-from seamless_verl.proxy.session.attempts import Attempt, Verdict, answer_digest
+from seamless_verl.proxy.session.attempts import Attempt, State, Verdict, answer_digest
+from seamless_verl.proxy.session.journal import AnsweredTurn, Journal, JournalFailed
 from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
+from seamless_verl.proxy.text.parsing import AnswerParser, find_stop, structured_outputs
+from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.matching import HistoryMatch
 from seamless_verl.trajectory.messages import Message, Role, Transcript, transcript_of
-from seamless_verl.trajectory.tokens import pack_ids
+from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
+from seamless_verl.trajectory.tree import PendingTurn
 
+_BIG_RENDER_CHARS = 20_000
+_PROMPT_TAIL = 16  # tokens; enough to see that a prompt ends with the opening tag of reasoning
 _PROMPT_NAME = "\x00prompt"  # keeps prompts apart from messages; who gives this name to a message fools itself only
+_NOTHING_SAID = Message(role=Role.ASSISTANT)
+_T = TypeVar("_T")
 
 
 class AttemptService:
-    """Begins the attempts of all sessions of one proxy."""
+    """Answers the requests of all sessions of one proxy."""
 
-    def __init__(self, *, generator: Generator, limits: Limits, counters: Counters) -> None:
-        self._generator = generator
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        renderer: TokenizerRenderer,
+        parser: AnswerParser,
+        journal: Journal,
+        limits: Limits,
+        counters: Counters,
+    ) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._parser = parser
+        self._journal = journal
         self._limits = limits
         self._counters = counters
 
@@ -41,7 +83,7 @@ class AttemptService:
         """
         session.check_open(time.time())
         transcript, remember = self._transcript(session, call)
-        digest = _request_digest(transcript, call)
+        digest = call.digest(transcript.digest)
         earlier = session.board.find(digest, call.n)
         verdict = earlier.verdict(retry_count) if earlier is not None else Verdict.NEW
         if earlier is not None and verdict is not Verdict.NEW:
@@ -51,7 +93,7 @@ class AttemptService:
                 self._counters.retries_joined += call.n
             return earlier
         self._check_room(session, call.n)
-        sampling, overrides = _decide_sampling(session, call, digest)
+        sampling, overrides = session.decide_sampling(call, digest)
         attempt = Attempt(digest, call.n)
         session.num_started += call.n
         session.num_in_flight += call.n
@@ -61,16 +103,14 @@ class AttemptService:
             session.num_in_flight -= call.n
             self._counters.generations_ended(call.n, time.monotonic())
 
-        work = self._generator.run(
-            attempt, session, call, transcript, sampling=sampling, overrides=overrides, remember=remember
-        )
+        work = self._run(attempt, session, call, transcript, sampling=sampling, overrides=overrides, remember=remember)
         session.board.launch(attempt, work, ended)
         return attempt
 
     async def count_prompt(self, session: Session, call: Call) -> int:
         """Tokens of the prompt that a request would be given; nothing is generated or kept."""
         session.check_open(time.time())
-        pending = await self._generator.prepare(session, self._transcript(session, call)[0], call)
+        pending = await self._prepare(session, self._transcript(session, call)[0], call)
         return len(pending.prompt_ids)
 
     def _check_room(self, session: Session, num: int) -> None:
@@ -103,6 +143,199 @@ class AttemptService:
             session.recent.add, raw, raw_tools, transcript, replaces=known if continues else None
         )
 
+    async def _run(
+        self,
+        attempt: Attempt,
+        session: Session,
+        call: Call,
+        transcript: Transcript,
+        *,
+        sampling: Sequence[dict[str, Any]],
+        overrides: tuple[str, ...],
+        remember: Callable[[], None],
+    ) -> None:
+        """Generate and record all answers of an attempt.
+
+        Args:
+            sampling: what the engine will be asked for each answer, ``max_tokens`` still as wished.
+            overrides: what the trainer decided against the agent's wish so far.
+            remember: called once the request turns out to be one that the model can answer.
+
+        Raises:
+            ApiError: in the client's words.
+        """
+        ids = [uuid.uuid4().hex for _ in range(call.n)]
+        try:
+            pending = await self._prepare(session, transcript, call)
+            room = self._room(session, pending)
+            remember()
+            attempt.answers = _heads(attempt.digest, ids, pending, overrides)
+            attempt.tell()  # before the wait for budget: a stream has to be kept alive meanwhile
+            wanted: int = sampling[0].get("max_tokens", room)
+            granted = await session.until_deadline(attempt, session.reserve(attempt, min(wanted, room)))
+            if "max_tokens" in call.sampling and granted < wanted:
+                known = (*overrides, f"max_tokens={granted}")
+                attempt.answers = [replace(head, overrides=known) for head in attempt.answers]
+            work = [
+                self._generate(attempt, number, session, call, pending, asked | {"max_tokens": granted})
+                for number, asked in enumerate(sampling)
+            ]
+            turns = await session.until_deadline(attempt, _together(work))
+            await self._land(attempt, session, turns)
+        finally:
+            session.release(attempt)
+            for generation_id in ids:
+                if not session.tree.has(generation_id):
+                    session.ledger.discard(generation_id, "its answer reached no client")
+                    self._counters.discarded += 1
+
+    async def _prepare(self, session: Session, transcript: Transcript, call: Call) -> PendingTurn:
+        """The prompt of a request and its place in the tree.
+
+        Raises:
+            ApiError: 400, it cannot be rendered.
+        """
+        try:
+            if call.prompt is not None:
+                ids = call.prompt if isinstance(call.prompt, tuple) else await self._encode(call.prompt)
+                if ids and max(ids) >= self._renderer.num_tokens:
+                    raise TrajectoryError(f"the model knows {self._renderer.num_tokens} tokens, not {max(ids)}")
+                named = next((token for token in self._renderer.placeholders if token in ids), None)
+                if named is not None:
+                    raise TrajectoryError(f"token {named} stands for a picture or a video, and there is none")
+                return session.tree.prepare_ids(transcript, ids)
+            match = session.tree.match(transcript)
+            if _num_chars_to_render(match) > _BIG_RENDER_CHARS:
+                rendering = await asyncio.to_thread(match.render, self._renderer)
+            else:
+                rendering = match.render(self._renderer)
+            return session.tree.prepare(match, rendering)
+        except (RenderingFailed, TrajectoryError, UnicodeError) as error:
+            param = "messages" if call.prompt is None else "prompt"
+            raise bad_request(f"This cannot be rendered: {error}.", param=param) from None
+
+    async def _encode(self, text: str) -> list[int]:
+        if len(text) > _BIG_RENDER_CHARS:
+            return await asyncio.to_thread(self._renderer.encode_prompt, text)
+        return self._renderer.encode_prompt(text)
+
+    def _room(self, session: Session, pending: PendingTurn) -> int:
+        """How many tokens the model's length leaves for the answer.
+
+        Raises:
+            ApiError: 400, none.
+        """
+        limit = min(session.spec.max_model_len or self._limits.max_model_len, self._limits.max_model_len)
+        num_prompt = len(pending.prompt_ids)
+        if num_prompt >= limit:
+            story = f"The prompt has {num_prompt} tokens; prompt and answer together may have {limit}."
+            raise bad_request(story, param="messages", code="context_length_exceeded")
+        return limit - num_prompt
+
+    async def _generate(
+        self,
+        attempt: Attempt,
+        number: int,
+        session: Session,
+        call: Call,
+        pending: PendingTurn,
+        sampling: dict[str, Any],
+    ) -> AnsweredTurn:
+        """One of the answers, ready to be recorded."""
+        head = attempt.answers[number]
+        prompt_ids, images = session.images.prompt(pending.prompt_ids)
+        thinking = self._is_thinking(prompt_ids)
+        constraint = structured_outputs(call, self._parser, thinking=thinking)
+        if constraint is not None:
+            sampling["structured_outputs"] = constraint
+        draft = self._draft(attempt, number, call, thinking) if call.stream else None
+        request = GenerationRequest(
+            request_id=head.id,
+            session_id=session.id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            deadline=session.deadline,
+            images=images,
+            on_tokens=draft.feed if draft is not None else None,
+        )
+        generation = await self._ask(session, request, pending)
+        answer = self._read(head, generation, call, thinking)
+        if draft is not None:
+            draft.check(generation, answer.message)
+        record = _sealed(pending, head.id, generation, answer)
+        return record, session.ledger.entry(head.id), answer
+
+    def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends inside the model's reasoning."""
+        if self._parser.think_tags is None:
+            return False
+        return self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip().endswith(self._parser.think_tags[0])
+
+    def _draft(self, attempt: Attempt, number: int, call: Call, thinking: bool) -> Draft:
+        settler = self._parser.settler(call.tools_to_parse, thinking=thinking) if call.prompt is None else None
+        stops = call.sampling.get("stop", ())
+        return Draft(attempt, number, self._renderer, settler, stops, show_tokens=call.logprobs is not None)
+
+    async def _ask(self, session: Session, request: GenerationRequest, pending: PendingTurn) -> Generation:
+        try:
+            generation = await session.ledger.generate(self._engine, request, pending.prompt_ids)
+        except EngineRefused as error:
+            raise bad_request(f"The engine refuses this request: {error}.", code="engine_refused") from None
+        except EngineUnavailable as error:
+            raise ApiError(503, "engine_unavailable", f"No engine is available: {error}.", retry_after_s=1.0) from None
+        if generation.finish_reason is FinishReason.ABORTED or not generation.token_ids:
+            story = f"The engine gave up after {len(generation.token_ids)} tokens."
+            raise ApiError(503, "engine_aborted", story, retry_after_s=1.0)
+        return generation
+
+    def _read(self, head: Answer, generation: Generation, call: Call, thinking: bool) -> Answer:
+        """Text, reasoning and tool calls of a generation."""
+        ids = list(generation.token_ids)
+        if generation.finish_reason is FinishReason.STOP and ids[-1] in self._renderer.stop_token_ids:
+            ids.pop()
+        text = self._renderer.decode(ids)
+        end, stop_text = find_stop(text, call.sampling.get("stop", ()))
+        if call.prompt is None:
+            prefix = f"call_{head.id[:20]}_"
+            message = self._parser.parse(text[:end], call.tools_to_parse, thinking=thinking, call_prefix=prefix)
+        else:
+            message = Message(role=Role.ASSISTANT, content=text[:end])
+        tokens = tokens_of(generation, range(len(ids)), self._renderer) if call.logprobs is not None else []
+        while stop_text and tokens and sum(len(token.text) for token in tokens[:-1]) >= end:
+            tokens.pop()
+        ended = FinishReason.STOP if stop_text else generation.finish_reason  # with the budget's last token, too
+        return replace(
+            head,
+            message=message,
+            finish_reason="tool_calls" if message.tool_calls else ended.value,
+            completion_tokens=len(generation.token_ids),
+            tokens=tuple(tokens),
+            stop_text=stop_text,
+        )
+
+    async def _land(self, attempt: Attempt, session: Session, turns: Sequence[AnsweredTurn]) -> None:
+        """Write all answers down once somebody waits for them, then commit them in one step of the event loop."""
+        while not attempt.wanted.is_set():
+            await attempt.wanted.wait()
+        attempt.move(State.LANDING)
+        try:
+            await self._journal.append(session.id, turns)
+        except JournalFailed as error:
+            story = f"The answer could not be recorded, so it is not given: {error}."
+            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        attempt.answers = [self._commit(session, record, answer) for record, _, answer in turns]
+        session.board.record(attempt, State.ANSWERED)
+        for anchor in {record.anchor for record, _, _ in turns if not record.anchor_is_given}:
+            session.board.continued(anchor)
+
+    def _commit(self, session: Session, record: TurnRecord, answer: Answer) -> Answer:
+        committed = session.tree.commit(record)
+        session.num_generated += answer.completion_tokens
+        self._counters.turn_committed(
+            committed, prompt_tokens=answer.prompt_tokens, generated_tokens=answer.completion_tokens
+        )
+        return replace(answer, match=committed.kind.value)
+
 
 def _prompt_transcript(prompt: str | tuple[int, ...]) -> Transcript:
     """A text completion has no messages; its prompt stands for them, so that retries are recognised."""
@@ -113,45 +346,44 @@ def _prompt_transcript(prompt: str | tuple[int, ...]) -> Transcript:
     return transcript_of((Message(role=Role.USER, content=text, name=name),))
 
 
-def _request_digest(transcript: Transcript, call: Call) -> bytes:
-    """Names a request by everything that decides its answers; two with the same name may be a retry."""
-    schema = "" if call.json_schema is None else json.dumps(call.json_schema, sort_keys=True)
-    wishes = (
-        sorted(call.sampling.items()),
-        call.logprobs,
-        call.tool_choice.value,
-        call.tool_name,
-        call.parallel_tool_calls,
-        sorted(call.strict_tools),
-        schema,
-    )
-    return blake2b(transcript.digest + repr(wishes).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _heads(digest: bytes, ids: Sequence[str], pending: PendingTurn, overrides: tuple[str, ...]) -> list[Answer]:
+    """What is known of answers before their first token."""
+    num_prompt = len(pending.prompt_ids)
+    return [
+        Answer(
+            id=generation_id,
+            created=int(time.time()),
+            message=_NOTHING_SAID,
+            finish_reason="",
+            prompt_tokens=num_prompt,
+            completion_tokens=0,
+            cached_tokens=num_prompt - len(pending.context_ids),
+            digest=answer_digest(digest, number),
+            overrides=overrides,
+        )
+        for number, generation_id in enumerate(ids)
+    ]
 
 
-def _decide_sampling(session: Session, call: Call, digest: bytes) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """What the engine is asked for each answer, and which of the agent's wishes the trainer overrode.
+def _sealed(pending: PendingTurn, generation_id: str, generation: Generation, answer: Answer) -> TurnRecord:
+    try:
+        return pending.seal(generation_id=generation_id, generation=generation, answer=answer.message)
+    except TrajectoryError as error:
+        raise ApiError(502, "engine_error", f"The engine's answer contradicts itself: {error}.") from None
 
-    The answers differ in their seeds only, where there are any.
-    """
-    decided: Mapping[str, Any] = session.spec.sampling
-    sampling, overrides = dict(call.sampling), []
-    for key, value in decided.items():
-        if key == "max_tokens" and sampling.get(key, value) <= value:
-            sampling.setdefault(key, value)  # a cap, not a wish
-            continue
-        if key in call.sampling and call.sampling[key] != value:
-            overrides.append(f"{key}={value}")
-        sampling[key] = value
-    if call.thinking_budget is not None:
-        overrides.append("thinking.budget_tokens=max_tokens")  # reasoning and answer share one limit
-    if call.logprobs:
-        sampling["logprobs"] = call.logprobs
-    each = [dict(sampling) for _ in range(call.n)]
-    if "seed" in decided:
-        for number, asked in enumerate(each):
-            mixed = f"{decided['seed']}:{answer_digest(digest, number).hex()}:{session.num_started + number}".encode()
-            asked["seed"] = int.from_bytes(blake2b(mixed, digest_size=4).digest(), "little") & 0x7FFFFFFF
-    elif "seed" in sampling:
-        for number, asked in enumerate(each):
-            asked["seed"] += number
-    return each, tuple(overrides)
+
+async def _together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """All results; the first failure cancels the others."""
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _num_chars_to_render(match: HistoryMatch) -> int:
+    return sum(len(message.content) for message in match.transcript.messages[match.num_known :])

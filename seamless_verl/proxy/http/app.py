@@ -31,7 +31,6 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from seamless_verl.proxy.attempt.generator import Generator
 from seamless_verl.proxy.attempt.service import AttemptService
 from seamless_verl.proxy.calls import ApiError, Call, Exchange, encoded
 from seamless_verl.proxy.dialects.anthropic import parse_count, parse_messages
@@ -127,7 +126,7 @@ class Proxy:
         if deps.gate is not None:
             moves_grammars = Ability.CONTINUED_GRAMMARS in deps.abilities
             engine = GatedEngine(engine, deps.gate, deps.renderer.decode, moves_grammars=moves_grammars)
-        generator = Generator(
+        self._attempts = AttemptService(
             engine=engine,
             renderer=deps.renderer,
             parser=deps.parser,
@@ -135,7 +134,6 @@ class Proxy:
             limits=deps.limits,
             counters=deps.counters,
         )
-        self._attempts = AttemptService(generator=generator, limits=deps.limits, counters=deps.counters)
         self._intake = BodyIntake(deps.limits)
         self._images = ImageIntake(deps.images, deps.limits, deps.blind)
 

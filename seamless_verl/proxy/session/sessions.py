@@ -11,12 +11,14 @@ A session that nobody uses may let its turns go (:meth:`Session.unload`); the jo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterable, Mapping
+import time
+from collections.abc import Container, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeVar
 
-from seamless_verl.proxy.calls import Answer, ApiError, bad_request
+from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.session.attempts import Attempt, AttemptBoard, State, answer_digest
 from seamless_verl.proxy.text.pictures import ImageTable
@@ -52,6 +54,7 @@ class SessionSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+_T = TypeVar("_T")
 _BYTES_PER_TOKEN = 40  # id, log-prob, and both again in the ledger
 _BYTES_PER_TURN = 8_000  # records, digests
 _BYTES_PER_CHAR = 3  # as sent, and in messages made of an earlier request
@@ -249,6 +252,54 @@ class Session:
         attempt.num_reserved = 0
         self._released.set()
         self._released = asyncio.Event()
+
+    def decide_sampling(self, call: Call, digest: bytes) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+        """What the engine is asked for each answer, and which of the agent's wishes the trainer overrode.
+
+        The answers differ in their seeds only, where there are any.
+
+        Args:
+            digest: names the request.
+        """
+        decided = self.spec.sampling
+        sampling, overrides = dict(call.sampling), []
+        for key, value in decided.items():
+            if key == "max_tokens" and sampling.get(key, value) <= value:
+                sampling.setdefault(key, value)  # a cap, not a wish
+                continue
+            if key in call.sampling and call.sampling[key] != value:
+                overrides.append(f"{key}={value}")
+            sampling[key] = value
+        if call.thinking_budget is not None:
+            overrides.append("thinking.budget_tokens=max_tokens")  # reasoning and answer share one limit
+        if call.logprobs:
+            sampling["logprobs"] = call.logprobs
+        each = [dict(sampling) for _ in range(call.n)]
+        if "seed" in decided:
+            for number, asked in enumerate(each):
+                mixed = f"{decided['seed']}:{answer_digest(digest, number).hex()}:{self.num_started + number}".encode()
+                asked["seed"] = int.from_bytes(blake2b(mixed, digest_size=4).digest(), "little") & 0x7FFFFFFF
+        elif "seed" in sampling:
+            for number, asked in enumerate(each):
+                asked["seed"] += number
+        return each, tuple(overrides)
+
+    async def until_deadline(self, attempt: Attempt, work: Coroutine[Any, Any, _T]) -> _T:
+        """What ``work`` for an attempt returns.
+
+        Raises:
+            ApiError: 504, the session's deadline came first.
+        """
+        try:
+            result = await asyncio.wait_for(work, timeout=max(0.0, self.deadline - time.time()))
+        except asyncio.TimeoutError:
+            story = f"Session {self.id} reached its deadline of {self.spec.deadline_s:g} s."
+            raise ApiError(504, "deadline_exceeded", story) from None
+        if attempt.state is State.CANCELLED:
+            # `wait_for` forgets a cancellation that comes in the step in which the work ends.
+            # Remove with Python < 3.12.
+            raise asyncio.CancelledError
+        return result
 
     def _out_of_tokens(self) -> ApiError:
         return ApiError(429, "token_budget_exhausted", f"Session {self.id} has used its {self.spec.max_tokens} tokens.")

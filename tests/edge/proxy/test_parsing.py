@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.attempt.generator import Draft
+from seamless_verl.proxy.attempt.drafts import Draft
 from seamless_verl.proxy.engine import TokenChunk
 from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
