@@ -4,8 +4,8 @@ A dialect is a pure translation: a body becomes a :class:`Call`, :class:`Answer`
 
 ::
 
-    bytes ──parse──▶ Exchange.call ──▶ attempt ──▶ answers ──Exchange.body──▶ bytes
-                                          └──────▶ deltas ──Exchange.writer──▶ server-sent events
+    bytes ──parse──▶ Call ──▶ attempt ──▶ answers ──Call.body──▶ bytes
+                                 └──────▶ deltas ──Call.writer──▶ server-sent events
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ToolChoice(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A checked request.
+    """A checked request; each dialect has a kind of its own, which writes its answers.
 
     Attributes:
         raw_messages, raw_tools: in the shape of OpenAI's chat completions, before they became canonical.
@@ -91,6 +91,14 @@ class Call:
     def tools_to_parse(self) -> Sequence[Mapping[str, Any]]:
         """Tools whose calls are found in the answer's text; none where calls are just text."""
         return () if self.tool_choice is ToolChoice.NONE else self.raw_tools
+
+    def body(self, answers: Sequence[Answer]) -> bytes:
+        """The whole response of a request without streaming."""
+        raise NotImplementedError
+
+    def writer(self) -> EventWriter:
+        """Of a stream."""
+        raise NotImplementedError
 
     def digest(self, said: bytes) -> bytes:
         """Names a request by everything that decides its answers; two with the same name may be a retry.
@@ -177,19 +185,6 @@ class EventWriter(Protocol):
         ...
 
     def fail(self, error: ApiError) -> bytes: ...
-
-
-class Exchange(Protocol):
-    """One request in its dialect."""
-
-    @property
-    def call(self) -> Call: ...
-
-    def body(self, answers: Sequence[Answer]) -> bytes:
-        """The whole response of a request without streaming."""
-        ...
-
-    def writer(self) -> EventWriter: ...
 
 
 def total_usage(answers: Sequence[Answer]) -> tuple[int, int, int]:

@@ -96,7 +96,7 @@ class MessagesRequest(CountRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-def parse_messages(body: bytes) -> MessagesExchange:
+def parse_messages(body: bytes) -> MessagesCall:
     """Check a body.
 
     Raises:
@@ -105,7 +105,7 @@ def parse_messages(body: bytes) -> MessagesExchange:
     request = validated(MessagesRequest, body)
     sampling = sampling_of(request, request.max_tokens, checked_stop(request.stop_sequences, "stop_sequences"))
     shows_thinking = request.thinking is None or request.thinking.display != "omitted"
-    return MessagesExchange(call=_call(request, sampling, stream=bool(request.stream)), shows_thinking=shows_thinking)
+    return _call(request, sampling, stream=bool(request.stream), shows_thinking=shows_thinking)
 
 
 def parse_count(body: bytes) -> Call:
@@ -114,10 +114,12 @@ def parse_count(body: bytes) -> Call:
     Raises:
         ApiError: 400, naming the parameter at fault.
     """
-    return _call(validated(CountRequest, body), {}, stream=False)
+    return _call(validated(CountRequest, body), {})
 
 
-def _call(request: CountRequest, sampling: Mapping[str, Any], *, stream: bool) -> Call:
+def _call(
+    request: CountRequest, sampling: Mapping[str, Any], *, stream: bool = False, shows_thinking: bool = True
+) -> MessagesCall:
     tools = request.tools or []
     choice = request.tool_choice or Choice(type="auto")
     wished = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
@@ -130,7 +132,7 @@ def _call(request: CountRequest, sampling: Mapping[str, Any], *, stream: bool) -
     messages = _system(request.system)
     for number, turn in enumerate(request.messages):
         messages += _turn(turn, f"messages.{number}")
-    return Call(
+    return MessagesCall(
         model=request.model,
         raw_messages=messages,
         raw_tools=[chat_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
@@ -142,6 +144,7 @@ def _call(request: CountRequest, sampling: Mapping[str, Any], *, stream: bool) -
         thinking=None if request.thinking is None else request.thinking.type != "disabled",
         thinking_budget=request.thinking.budget_tokens if request.thinking is not None else None,
         stream=stream,
+        shows_thinking=shows_thinking,
     )
 
 
@@ -249,14 +252,13 @@ def _unsupported(block: Block, where: str) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesExchange:
-    """One message; see :class:`~.calls.Exchange`.
+class MessagesCall(Call):
+    """One message.
 
     ``shows_thinking``: whether thinking blocks have their text. Sent back empty, they are recognised all the same.
     """
 
-    call: Call
-    shows_thinking: bool = True
+    shows_thinking: bool
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
@@ -269,10 +271,10 @@ class MessagesExchange:
             content.append({"type": "text", "text": said.content})
         content.extend({**_tool_use(call), "input": _input(call)} for call in said.tool_calls)
         usage = _usage(answer, answer.completion_tokens)
-        return encoded({**_message(answer.id, self.call), "content": content, **_ending(answer), "usage": usage})
+        return encoded({**_message(answer.id, self), "content": content, **_ending(answer), "usage": usage})
 
     def writer(self) -> MessagesWriter:
-        return MessagesWriter(self.call, shows_thinking=self.shows_thinking)
+        return MessagesWriter(self, shows_thinking=self.shows_thinking)
 
 
 def _message(answer_id: str, call: Call) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class ChatRequest(Strict):
     safety_identifier: str | None = None
 
 
-def parse_chat(body: bytes) -> ChatExchange:
+def parse_chat(body: bytes) -> ChatCall:
     """Check a body.
 
     Raises:
@@ -139,7 +139,8 @@ def parse_chat(body: bytes) -> ChatExchange:
     names = {tool.get("function", {}).get("name", "") for tool in tools}
     tool_choice, tool_name = openai_choice(choice, wished, names)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    call = Call(
+    options = request.stream_options
+    return ChatCall(
         model=request.model,
         raw_messages=request.messages,
         raw_tools=tools,
@@ -152,9 +153,8 @@ def parse_chat(body: bytes) -> ChatExchange:
         n=request.n or 1,
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         stream=bool(request.stream),
+        include_usage=options is not None and options.include_usage,
     )
-    options = request.stream_options
-    return ChatExchange(call=call, include_usage=options is not None and options.include_usage)
 
 
 def _strict_tools(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -248,10 +248,9 @@ def canonical_tools(raw: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatExchange:
-    """One chat completion; see :class:`~.calls.Exchange`."""
+class ChatCall(Call):
+    """One chat completion."""
 
-    call: Call
     include_usage: bool
 
     def body(self, answers: Sequence[Answer]) -> bytes:
@@ -259,16 +258,16 @@ class ChatExchange:
             {
                 "index": number,
                 "message": _message(answer),
-                "logprobs": _logprobs(answer) if self.call.logprobs is not None else None,
+                "logprobs": _logprobs(answer) if self.logprobs is not None else None,
                 "finish_reason": answer.finish_reason,
             }
             for number, answer in enumerate(answers)
         ]
-        head = frame(answers[0], self.call, "chatcmpl", "chat.completion")
+        head = frame(answers[0], self, "chatcmpl", "chat.completion")
         return encoded({**head, "choices": choices, "usage": usage_of(answers)})
 
     def writer(self) -> ChatWriter:
-        return ChatWriter(self.call, "chatcmpl", "chat.completion.chunk", include_usage=self.include_usage)
+        return ChatWriter(self, "chatcmpl", "chat.completion.chunk", include_usage=self.include_usage)
 
 
 def _message(answer: Answer) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class CompletionRequest(Strict):
     user: str | None = None
 
 
-def parse_completion(body: bytes) -> CompletionExchange:
+def parse_completion(body: bytes) -> CompletionCall:
     """Check a body.
 
     Raises:
@@ -64,16 +64,16 @@ def parse_completion(body: bytes) -> CompletionExchange:
         ("frequency_penalty", bool(request.frequency_penalty), NO_PENALTIES),
         ("presence_penalty", bool(request.presence_penalty), NO_PENALTIES),
     )
-    call = Call(
+    options = request.stream_options
+    return CompletionCall(
         model=request.model,
         prompt=_prompt(request.prompt),
         sampling=sampling_of(request, request.max_tokens or 16, checked_stop(request.stop)),  # the API's own default
         n=request.n or 1,
         logprobs=request.logprobs,
         stream=bool(request.stream),
+        include_usage=options is not None and options.include_usage,
     )
-    options = request.stream_options
-    return CompletionExchange(call=call, include_usage=options is not None and options.include_usage)
 
 
 def _prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:
@@ -92,23 +92,22 @@ def _prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | tupl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionExchange:
-    """One text completion; see :class:`~.calls.Exchange`."""
+class CompletionCall(Call):
+    """One text completion."""
 
-    call: Call
     include_usage: bool
 
     def body(self, answers: Sequence[Answer]) -> bytes:
-        shows = self.call.logprobs is not None
+        shows = self.logprobs is not None
         choices = [
             _choice(number, answer.message.content, answer.tokens if shows else None, 0, answer.finish_reason)
             for number, answer in enumerate(answers)
         ]
-        head = frame(answers[0], self.call, "cmpl", "text_completion")
+        head = frame(answers[0], self, "cmpl", "text_completion")
         return encoded({**head, "choices": choices, "usage": usage_of(answers)})
 
     def writer(self) -> CompletionWriter:
-        return CompletionWriter(self.call, include_usage=self.include_usage)
+        return CompletionWriter(self, include_usage=self.include_usage)
 
 
 def _choice(

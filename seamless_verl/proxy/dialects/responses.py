@@ -94,7 +94,7 @@ class ResponsesRequest(Strict):
     safety_identifier: str | None = None
 
 
-def parse_responses(body: bytes) -> ResponsesExchange:
+def parse_responses(body: bytes) -> ResponsesCall:
     """Check a body.
 
     Raises:
@@ -107,7 +107,7 @@ def parse_responses(body: bytes) -> ResponsesExchange:
     tools, choice = request.tools or [], request.tool_choice or "auto"
     wished = choice.get("name") or None if isinstance(choice, dict) else None
     tool_choice, tool_name = openai_choice(choice, wished, {tool.name for tool in tools})
-    call = Call(
+    return ResponsesCall(
         model=request.model,
         raw_messages=_messages(request),
         raw_tools=[chat_tool(tool.name, tool.description, tool.parameters) for tool in tools],
@@ -119,8 +119,8 @@ def parse_responses(body: bytes) -> ResponsesExchange:
         json_schema=_json_schema(request.text),
         logprobs=_num_alternatives(request),
         stream=bool(request.stream),
+        echo=_echo(request),
     )
-    return ResponsesExchange(call=call, echo=_echo(request))
 
 
 def _echo(request: ResponsesRequest) -> dict[str, Any]:
@@ -244,10 +244,9 @@ def _unsupported(kind: Any, where: str) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesExchange:
-    """One response; see :class:`~.calls.Exchange`. ``echo`` is what it repeats of its request."""
+class ResponsesCall(Call):
+    """One response; ``echo`` is what it repeats of its request."""
 
-    call: Call
     echo: Mapping[str, Any]
 
     def body(self, answers: Sequence[Answer]) -> bytes:
@@ -275,7 +274,7 @@ class ResponsesExchange:
         """A response object without any output."""
         known = {"id": f"resp_{seen.id}", "object": "response", "created_at": seen.created, "status": status}
         nothing: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
-        return {**known, "model": self.call.model, **nothing, **self.echo}
+        return {**known, "model": self.model, **nothing, **self.echo}
 
 
 def _items_of(answer: Answer) -> list[dict[str, Any]]:
@@ -312,8 +311,8 @@ def _call_item(call: ToolCall, arguments: str, status: str) -> dict[str, Any]:
 class ResponsesWriter:
     """Events of one stream; one item is open at a time, and every event has its number."""
 
-    def __init__(self, exchange: ResponsesExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, request: ResponsesCall) -> None:
+        self._request = request
         self._id = ""
         self._response: dict[str, Any] = {}  # before there is an answer
         self._num_events = self._num_items = 0
@@ -322,7 +321,7 @@ class ResponsesWriter:
         self._tokens: list[Token] = []
 
     def start(self, head: Answer) -> bytes:
-        self._id, self._response = head.id, self._exchange.frame(head, "in_progress")
+        self._id, self._response = head.id, self._request.frame(head, "in_progress")
         created = self._event("created", response=self._response)
         return created + self._event("in_progress", response=self._response)
 
@@ -343,7 +342,7 @@ class ResponsesWriter:
         says_nothing = not answer.message.content and not answer.message.tool_calls
         parts = [self._enter("message") if says_nothing else b"", self._leave(answer)]
         parts.extend(self._call(call) for call in answer.message.tool_calls)
-        return b"".join([*parts, self._event(f"{_status(answer)}", response=self._exchange.ended(answer))])
+        return b"".join([*parts, self._event(f"{_status(answer)}", response=self._request.ended(answer))])
 
     def fail(self, error: ApiError) -> bytes:
         told = {"code": "server_error", "message": error.message}

@@ -32,7 +32,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from seamless_verl.proxy.attempt.service import AttemptService
-from seamless_verl.proxy.calls import ApiError, Call, Exchange, encoded
+from seamless_verl.proxy.calls import ApiError, Call, encoded
 from seamless_verl.proxy.dialects.anthropic import parse_count, parse_messages
 from seamless_verl.proxy.dialects.chat import parse_chat
 from seamless_verl.proxy.dialects.completions import parse_completion
@@ -62,7 +62,7 @@ from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageIntake, ImageReade
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499
 _EPOCH = "1970-01-01T00:00:00Z"
-DIALECTS: dict[str, Callable[[bytes], Exchange]] = {
+DIALECTS: dict[str, Callable[[bytes], Call]] = {
     "/v1/chat/completions": parse_chat,
     "/v1/completions": parse_completion,
     "/v1/responses": parse_responses,
@@ -184,15 +184,15 @@ class Proxy:
         await self.handover.acknowledge(request.path_params["session_id"])
         return Response(status_code=204)
 
-    async def answer(self, request: Request, parse: Callable[[bytes], Exchange]) -> Response:
+    async def answer(self, request: Request, parse: Callable[[bytes], Call]) -> Response:
         """One request of any dialect; what is returned runs for as long as its client waits."""
         session = self._session_of(request)
-        exchange = parse(await self._intake.read(request, session))
-        refuse_unable(exchange.call, self._deps.parser, self._deps.abilities)
+        call = parse(await self._intake.read(request, session))
+        refuse_unable(call, self._deps.parser, self._deps.abilities)
         return Reply(
             request,
-            exchange,
-            self._begun(session, exchange.call, retry_count_of(request)),
+            call,
+            self._begun(session, call, retry_count_of(request)),
             timing=self._deps.timing,
             orphan_grace_s=self._deps.limits.orphan_grace_s,
             delivered=lambda attempt: session.board.record(attempt, State.DELIVERED),
@@ -354,7 +354,7 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     return app
 
 
-def _speaking(proxy: Proxy, parse: Callable[[bytes], Exchange]) -> Callable[[Request], Awaitable[Response]]:
+def _speaking(proxy: Proxy, parse: Callable[[bytes], Call]) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         return await proxy.answer(request, parse)
 

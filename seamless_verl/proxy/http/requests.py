@@ -23,7 +23,7 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from seamless_verl.proxy.calls import Answer, ApiError, Delta, EventWriter, Exchange, Token, bad_request
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, EventWriter, Token, bad_request
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.session.sessions import Session
@@ -179,7 +179,7 @@ class Reply(Response):
     def __init__(
         self,
         request: Request,
-        exchange: Exchange,
+        call: Call,
         begun: AbstractAsyncContextManager[Attempt],
         *,
         timing: StreamTiming,
@@ -189,7 +189,7 @@ class Reply(Response):
     ) -> None:
         super().__init__()
         self._request = request
-        self._exchange = exchange
+        self._call = call
         self._begun = begun
         self._timing = timing
         self._orphan_grace_s = orphan_grace_s
@@ -227,7 +227,7 @@ class Reply(Response):
         self, attempt: Attempt, landing: asyncio.Future[Sequence[Answer]], left: asyncio.Future[None]
     ) -> None:
         """Returns when all answers are there, the client is gone, or a stream should begin."""
-        is_stream = self._exchange.call.stream
+        is_stream = self._call.stream
         while not landing.done() and not left.done():
             if is_stream and attempt.deltas:
                 return
@@ -242,9 +242,9 @@ class Reply(Response):
     def _whole(self, answers: Sequence[Answer]) -> Response:
         headers = _headers(answers)
         headers["x-seamless-match"] = ", ".join(dict.fromkeys(answer.match for answer in answers))
-        if not self._exchange.call.stream:
-            return Response(self._exchange.body(answers), headers=headers, media_type="application/json")
-        writer = self._exchange.writer()
+        if not self._call.stream:
+            return Response(self._call.body(answers), headers=headers, media_type="application/json")
+        writer = self._call.writer()
         content = writer.start(answers[0])
         content += _written(writer, _Sent(len(answers)).rest(answers)) + writer.end(answers)
         headers["cache-control"] = "no-cache"
@@ -260,7 +260,7 @@ class Reply(Response):
         headers = _headers(attempt.answers)
         headers |= {"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8"}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        writer, sent = self._exchange.writer(), _Sent(attempt.num_answers)
+        writer, sent = self._call.writer(), _Sent(attempt.num_answers)
         data = writer.start(attempt.answers[0])
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         while not left.done():

@@ -167,7 +167,7 @@ def test_blocks_become_messages() -> None:
         },
     ]
     body = {"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "s"}], "messages": turns, "tools": TOOLS}
-    call = parse_messages(json.dumps(body).encode()).call
+    call = parse_messages(json.dumps(body).encode())
     assert call.raw_messages == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\nb"},
@@ -208,7 +208,7 @@ PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/pn
 def test_a_result_that_is_an_error_says_so(is_error: Any, content: Any, said: Any) -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": is_error}
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
-    found = parse_messages(json.dumps(body).encode()).call.raw_messages[0]["content"]
+    found = parse_messages(json.dumps(body).encode()).raw_messages[0]["content"]
     if isinstance(said, list):
         assert (found[:1], [part["type"] for part in found[1:]]) == (said[:1], ["image_url"])
     else:

@@ -101,9 +101,7 @@ def test_items_become_messages() -> None:
         {"type": "message", "role": "assistant", "content": "second"},
         {"role": "user", "content": "go"},
     ]
-    call = parse_responses(
-        json.dumps({"model": "m", "instructions": "s", "input": items, "tools": TOOLS}).encode()
-    ).call
+    call = parse_responses(json.dumps({"model": "m", "instructions": "s", "input": items, "tools": TOOLS}).encode())
     function = {"type": "function", "function": {"name": "run", "arguments": "{}"}}
     assert call.raw_messages == [
         {"role": "system", "content": "s"},
