@@ -20,7 +20,7 @@ from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
-from seamless_verl.trajectory.matching import Extension, ExtensionRefused, Renderer
+from seamless_verl.trajectory.matching import ExtensionRefused, Renderer, Rendering
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.trajectory.tokens import Segment, TurnRecord
@@ -206,12 +206,12 @@ class ScriptedRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[str],
         known_ids: Sequence[int],
-    ) -> Extension:
+    ) -> Rendering:
         if self.refuses:
             raise ExtensionRefused("told to refuse")
         closing = [self.SEPARATOR] if known_ids[-1] == self.END else [self.END, self.SEPARATOR]
         new = [token for message in new_messages for token in self._message(message)]
-        return Extension(token_ids=[*closing, *new, 3, self.PROMPT])
+        return Rendering(token_ids=[*closing, *new, 3, self.PROMPT])
 
 
 class ScriptedEdge:

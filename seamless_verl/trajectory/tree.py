@@ -150,15 +150,15 @@ class SessionTree:
         Raises:
             TrajectoryError: the prompt is empty.
         """
-        forked = match.forked
+        forked, ids = match.forked, pack_ids(rendering.token_ids)
         if rendering.fresh:
-            anchor = deepest_token_match(self.root, rendering.token_ids)
-            context_ids, num_cut = rendering.token_ids[anchor.end :], 0
+            anchor = deepest_token_match(self.root, ids)
+            context_ids, num_cut = ids[anchor.end :], 0
             if rendering.refusal:
                 forked = DriftReason.TEMPLATE_MISMATCH
         else:
             assert match.known is not None
-            anchor, num_cut, context_ids = match.known, rendering.num_dropped, rendering.token_ids
+            anchor, num_cut, context_ids = match.known, rendering.num_dropped, ids
             if num_cut:
                 forked = forked or DriftReason.BOUNDARY_TRIMMED
         prompt_ids = anchor.path.without(num_cut).then(context_ids)
@@ -180,9 +180,8 @@ class SessionTree:
         Raises:
             TrajectoryError: the prompt is empty.
         """
-        ids = pack_ids(prompt_ids)
         match = HistoryMatch(transcript=transcript, known=None, num_known=0, realigned=(), forked=None)
-        pending = self.prepare(match, Rendering(token_ids=ids, fresh=True))
+        pending = self.prepare(match, Rendering(token_ids=prompt_ids, fresh=True))
         return replace(pending, forked=DriftReason.ROOT_CHANGED) if pending.anchor is self.root else pending
 
     def prepare_with(self, renderer: Renderer, transcript: Transcript) -> PendingTurn:

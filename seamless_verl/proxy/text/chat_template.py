@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 from cachetools import LRUCache
 
 from seamless_verl.proxy.text.tokenizer import WordCache, open_ids_of
-from seamless_verl.trajectory.matching import Extension, ExtensionRefused
+from seamless_verl.trajectory.matching import ExtensionRefused, Rendering
 from seamless_verl.trajectory.messages import Image, Message, Role
 
 _MARK = "Zq7SeamlessMark7qZ"
@@ -173,7 +173,7 @@ class TokenizerRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[str],
         known_ids: Sequence[int],
-    ) -> Extension:
+    ) -> Rendering:
         """See :class:`seamless_verl.trajectory.matching.Renderer`."""
         stub = _stub(previous_messages)
         system = [stub[0].content] if stub[0].role is Role.SYSTEM else []
@@ -222,18 +222,18 @@ class TokenizerRenderer:
         filled.extend(ids[start:])
         return filled
 
-    def _join(self, known_ids: Sequence[int], closing: list[int], added: list[int]) -> Extension:
+    def _join(self, known_ids: Sequence[int], closing: list[int], added: list[int]) -> Rendering:
         """Continue after whatever part of the closing the model generated itself."""
         last = known_ids[-1]
         if not closing:
             # Templates without a closing let the model stop with the header of the next role.
             if last in self._stop_token_ids and added and added[0] in self._stop_token_ids:
-                return Extension(token_ids=added, num_dropped=1)
-            return Extension(token_ids=added)
+                return Rendering(token_ids=added, num_dropped=1)
+            return Rendering(token_ids=added)
         for length in range(min(len(closing), len(known_ids)), 0, -1):
             if list(known_ids[-length:]) == closing[:length]:
-                return Extension(token_ids=closing[length:] + added)
-        return Extension(token_ids=closing + added)
+                return Rendering(token_ids=closing[length:] + added)
+        return Rendering(token_ids=closing + added)
 
     @lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as its process
     def _encode_closing(self, text: str) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from seamless_verl.trajectory.matching import Extension
+from seamless_verl.trajectory.matching import Rendering
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.tokens import DriftReason, MatchKind
 from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, system, tool, user
@@ -62,8 +62,8 @@ def test_after_a_fresh_prompt_the_whole_history_is_compared() -> None:
 @pytest.mark.parametrize("num_dropped", [-1, 3])
 def test_a_renderer_may_drop_tokens_of_the_answer_only(num_dropped: int) -> None:
     class Wrong(ScriptedRenderer):
-        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Extension:  # type: ignore[no-untyped-def]
-            return Extension(token_ids=[1], num_dropped=num_dropped)
+        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Rendering:  # type: ignore[no-untyped-def]
+            return Rendering(token_ids=[1], num_dropped=num_dropped)
 
     edge = ScriptedEdge(Wrong())
     edge.ask([user("a")], "one", ids=[60, 61])
@@ -97,8 +97,8 @@ def test_two_contexts_that_cut_their_answer_differently_are_two() -> None:
     class Dropping(ScriptedRenderer):
         num_dropped = 0
 
-        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Extension:  # type: ignore[no-untyped-def]
-            return Extension(token_ids=[99], num_dropped=self.num_dropped)
+        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Rendering:  # type: ignore[no-untyped-def]
+            return Rendering(token_ids=[99], num_dropped=self.num_dropped)
 
     renderer = Dropping()
     edge = ScriptedEdge(renderer)

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
-from seamless_verl.trajectory.matching import Extension
+from seamless_verl.trajectory.matching import Rendering
 from seamless_verl.trajectory.messages import transcript_of
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn, build_rows
 from seamless_verl.trajectory.tokens import Segment
@@ -83,8 +83,8 @@ def test_a_row_that_cuts_an_answer_does_not_train_it() -> None:
     """A template whose stop token is the header of the next role: the next prompt leaves it out."""
 
     class Dropping(ScriptedRenderer):
-        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Extension:  # type: ignore[no-untyped-def]
-            return Extension(token_ids=[99], num_dropped=1)
+        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Rendering:  # type: ignore[no-untyped-def]
+            return Rendering(token_ids=[99], num_dropped=1)
 
     edge = ScriptedEdge(Dropping())
     edge.ask([user("a")], "one", ids=[60, 61, 62])

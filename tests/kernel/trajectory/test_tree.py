@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, VersionSpan
-from seamless_verl.trajectory.matching import Extension
+from seamless_verl.trajectory.matching import Rendering
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import build_rows
 from seamless_verl.trajectory.tokens import DriftReason, MatchKind
@@ -165,8 +165,8 @@ def test_a_fresh_prompt_with_the_recorded_tokens_extends_them() -> None:
 class DroppingRenderer(ScriptedRenderer):
     """Stands at the boundary of a template whose stop token is the next role's header."""
 
-    def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Extension:  # type: ignore[no-untyped-def]
-        return Extension(token_ids=[self.word(new_messages[0].content), self.PROMPT], num_dropped=1)
+    def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Rendering:  # type: ignore[no-untyped-def]
+        return Rendering(token_ids=[self.word(new_messages[0].content), self.PROMPT], num_dropped=1)
 
 
 def test_a_dropped_stop_token_stays_in_its_own_row() -> None:
@@ -188,8 +188,8 @@ def test_a_stop_token_dropped_only_to_be_written_again_is_no_edit() -> None:
 
 def test_dropping_more_than_the_answer_is_refused() -> None:
     class Greedy(ScriptedRenderer):
-        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Extension:  # type: ignore[no-untyped-def]
-            return Extension(token_ids=[1], num_dropped=3)
+        def render_extension(self, previous_messages, new_messages, tools, known_ids) -> Rendering:  # type: ignore[no-untyped-def]
+            return Rendering(token_ids=[1], num_dropped=3)
 
     edge = ScriptedEdge(Greedy())
     edge.ask([user("a")], "one", ids=[60, 61])
