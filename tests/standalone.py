@@ -96,4 +96,5 @@ def refused(scratch: Path, *arguments: str) -> str:
     )
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
+    assert "Unclosed" not in done.stderr, done.stderr
     return done.stderr

@@ -129,7 +129,16 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     engine = VllmHttpEngine(
         config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
     )
-    deps, blind = await _deps(config, engine, tokenizer)
+    try:
+        deps, blind = await _deps(config, engine, tokenizer)
+        await _serve(config, deps, blind, stop, ready)
+    finally:
+        await engine.close()
+
+
+async def _serve(
+    config: StandaloneConfig, deps: ProxyDeps, blind: str, stop: asyncio.Event, ready: Callable[[Ready], None]
+) -> None:
     app = make_app(deps)
     server = ProxyServer(app, config.host, config.port, drain_s=config.drain_s)
     try:
@@ -142,7 +151,6 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
         resumed.cancel()
     finally:
         await server.stop()
-        await engine.close()
         if isinstance(deps.journal, SqliteJournal):
             await deps.journal.close()
 
