@@ -139,8 +139,11 @@ def _marked(mark: str) -> int:
 
 
 def _segments(mark: str, before: set[str]) -> set[str]:
-    """New ones that no living process has open: another run on the machine may have its own."""
+    """New ones that stay and that no living process has open: another run on the machine may have its own."""
     new = set(os.listdir("/dev/shm")) - before
+    if new:
+        time.sleep(5)  # semaphores of others, which lose their name as soon as they are made
+        new &= set(os.listdir("/dev/shm"))
     held = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -160,7 +163,7 @@ def main() -> int:
     while (done := sum(len(part["kills"]) for part in with_policy)) < wanted - alone or len(without) < alone:
         if found.out_of_time:
             return found.pause()
-        if len(without) < alone and len(without) * _PER_RUN <= done:
+        if len(without) < alone and (len(without) * _PER_RUN <= done or done >= wanted - alone):
             moment = ("in", "generating", "before", "after")[len(without) % 4]
             part = ("engine", "server")[len(without) // 2 % 2]
             kill = {"moment": moment, "whose": "standing", "part": part, "delay_s": 0.1}
