@@ -15,7 +15,7 @@ import pytest
 
 from seamless_verl.errors import ConfigError
 
-SCRIPT = Path(__file__).with_name("engines.py")
+ROOT = Path(__file__).parents[3]
 
 
 def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
@@ -36,9 +36,9 @@ def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
         processes = []
         for rank, log in enumerate(logs):
             mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, str(SCRIPT), *options]
+            command = [sys.executable, "-m", "tests.contract.shared_prefix.engines", *options]
             stream = stack.enter_context(log.open("w"))
-            process = subprocess.Popen(command, env=mine, stdout=stream, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=ROOT, env=mine, stdout=stream, stderr=subprocess.STDOUT)
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         codes = [process.wait(300) for process in processes]
