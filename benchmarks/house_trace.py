@@ -28,8 +28,12 @@ class Trace:
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.types: set[str] = set()
+        self._on = False
+        threading.setprofile(self.note)  # counts for threads that start later: pools have theirs before the request
 
     def note(self, frame: FrameType, event: str, arg: Any) -> None:
+        if not self._on:
+            return
         code = frame.f_code
         if event == "return":
             self._note_values([arg])
@@ -56,12 +60,12 @@ class Trace:
     def begin(self, *_: object) -> None:
         self.files.clear()
         self.types.clear()
-        threading.setprofile(self.note)
+        self._on = True
         sys.setprofile(self.note)
 
     def stop(self) -> None:
+        self._on = False
         sys.setprofile(None)
-        threading.setprofile(None)
 
     def end(self, out: Path) -> None:
         self.stop()

@@ -1,6 +1,6 @@
 """One update of verl's training worker with what rows share computed once, beside verl's own engine: seconds, ratios.
 
-Both engines live in this process with the same weights and take turns on the same rows. Beside the ratio measured stands
+Both engines live in this process with the same weights and take turns on the same rows. Beside the measured ratio is
 the ideal one, of multiply-adds. verl pads rows on the CPU, which ours does not; so the same rows with a first token of
 their own, which share nothing, tell what sharing itself brings.
 """
