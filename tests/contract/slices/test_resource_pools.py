@@ -91,10 +91,16 @@ def test_without_a_declaration_nothing_is_changed():
     from seamless_verl.config import SeamlessConfig
     from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
 
-    config, slices = adopted()
+    config, slices = adopted("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8")
     before = OmegaConf.to_yaml(config)
     assert slices == adopt_resources(config, SeamlessConfig()) == ()
     assert OmegaConf.to_yaml(config) == before
+
+
+def test_without_gpus_for_rollout_alone_all_of_them_do_both():
+    config, slices = adopted()
+    assert {(s.pool, s.lendable) for s in slices} == {("trainer", True)}
+    assert config.trainer.n_gpus_per_node * config.trainer.nnodes == sum(len(s.gpus) for s in slices)
 
 
 def test_without_resources_a_policy_takes_verls_keys():
