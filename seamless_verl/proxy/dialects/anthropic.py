@@ -1,8 +1,7 @@
 """Anthropic messages: from a body to a call in the shape of chat completions, from an answer to a message or a stream.
 
 ``system``                    a system message
-``text``                      text of its message
-``thinking``                  reasoning of its assistant message
+``text``, ``thinking``        text and reasoning of its message
 ``tool_use``                  a tool call; ``input`` as JSON text
 ``tool_result``               a tool message, before the rest of its user message; with ``is_error``, one that says so
 ``image`` (base64)            a picture of its user message, or of its tool message

@@ -304,30 +304,11 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     proxy = Proxy(deps)
     app = FastAPI(title="seamless_verl proxy", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.handover = proxy.handover
-    routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
-        ("GET", "/v1/models", proxy.models),
-        ("GET", "/sessions/{session_id}/v1/models", proxy.models),
-        ("GET", "/v1/models/{model:path}", proxy.models),
-        ("GET", "/sessions/{session_id}/v1/models/{model:path}", proxy.models),
-        ("POST", "/v1/messages/count_tokens", proxy.count_tokens),
-        ("POST", "/sessions/{session_id}/v1/messages/count_tokens", proxy.count_tokens),
-        ("POST", "/sessions", proxy.open_session),
-        ("GET", "/sessions/{session_id}", proxy.view_session),
-        ("DELETE", "/sessions/{session_id}", proxy.delete_session),
-        ("POST", "/sessions/{session_id}/reward", proxy.reward_session),
-        ("POST", "/sessions/{session_id}/close", proxy.close_session),
-        ("GET", "/stats", proxy.stats),
-        ("POST", "/pause", proxy.pause),
-        ("POST", "/resume", proxy.resume),
-        ("GET", "/healthz", proxy.healthz),
-        ("GET", "/metrics", proxy.metrics),
-        ("GET", "/openapi.json", proxy.openapi),
-    )
     # The router tries them in this order, so the busiest come first.
     for path, parse in DIALECTS.items():
         for prefix in ("", "/sessions/{session_id}"):
             app.router.add_route(prefix + path, _speaking(proxy, parse), methods=["POST"])
-    for method, path, handler in routes:
+    for method, path, handler in _other_routes(proxy):
         app.router.add_route(path, handler, methods=[method])
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -352,6 +333,29 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     app.add_exception_handler(ClientGone, nobody)
     app.add_exception_handler(Exception, fail)
     return app
+
+
+def _other_routes(proxy: Proxy) -> tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...]:
+    """What is asked rarely: method, path, who answers."""
+    return (
+        ("GET", "/v1/models", proxy.models),
+        ("GET", "/sessions/{session_id}/v1/models", proxy.models),
+        ("GET", "/v1/models/{model:path}", proxy.models),
+        ("GET", "/sessions/{session_id}/v1/models/{model:path}", proxy.models),
+        ("POST", "/v1/messages/count_tokens", proxy.count_tokens),
+        ("POST", "/sessions/{session_id}/v1/messages/count_tokens", proxy.count_tokens),
+        ("POST", "/sessions", proxy.open_session),
+        ("GET", "/sessions/{session_id}", proxy.view_session),
+        ("DELETE", "/sessions/{session_id}", proxy.delete_session),
+        ("POST", "/sessions/{session_id}/reward", proxy.reward_session),
+        ("POST", "/sessions/{session_id}/close", proxy.close_session),
+        ("GET", "/stats", proxy.stats),
+        ("POST", "/pause", proxy.pause),
+        ("POST", "/resume", proxy.resume),
+        ("GET", "/healthz", proxy.healthz),
+        ("GET", "/metrics", proxy.metrics),
+        ("GET", "/openapi.json", proxy.openapi),
+    )
 
 
 def _speaking(proxy: Proxy, parse: Callable[[bytes], Call]) -> Callable[[Request], Awaitable[Response]]:

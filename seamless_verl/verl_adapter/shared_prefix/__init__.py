@@ -1,6 +1,6 @@
 """What rows of a micro-batch share is computed once (``seamless.shared_prefix``), under verl's FSDP engines.
 
-Tree training (arXiv 2511.00413) without a fork: `engine` is registered with verl, `attention` with transformers.
+Tree training (arXiv 2511.00413) without a fork: `trie_engine` is registered with verl, `attention` with transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODE = "SEAMLESS_SHARED_PREFIX"
 
 def register_engines(_: ModuleType) -> None:
     """With verl, for workers whose environment asks for them."""
-    import seamless_verl.verl_adapter.shared_prefix.engine  # noqa: F401
+    import seamless_verl.verl_adapter.shared_prefix.trie_engine  # noqa: F401
 
 
 def hand_on(constants: ModuleType) -> None:

@@ -36,7 +36,7 @@ def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
         processes = []
         for rank, log in enumerate(logs):
             mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "tests.contract.shared_prefix.engines", *options]
+            command = [sys.executable, "-m", "tests.contract.shared_prefix.trie_engines", *options]
             stream = stack.enter_context(log.open("w"))
             process = subprocess.Popen(command, cwd=ROOT, env=mine, stdout=stream, stderr=subprocess.STDOUT)
             processes.append(stack.enter_context(process))
@@ -101,7 +101,7 @@ def test_what_a_shared_token_would_get_wrong_is_refused(
 ) -> None:
     from types import SimpleNamespace
 
-    from seamless_verl.verl_adapter.shared_prefix import engine as engines
+    from seamless_verl.verl_adapter.shared_prefix import trie_engine as engines
 
     monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
     plain = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False}
