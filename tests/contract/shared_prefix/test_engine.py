@@ -36,7 +36,7 @@ def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
         processes = []
         for rank, log in enumerate(logs):
             mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "tests.contract.shared_prefix.trie_engines", *options]
+            command = [sys.executable, "-m", "tests.contract.shared_prefix.engines", *options]
             stream = stack.enter_context(log.open("w"))
             process = subprocess.Popen(command, cwd=ROOT, env=mine, stdout=stream, stderr=subprocess.STDOUT)
             processes.append(stack.enter_context(process))
