@@ -151,8 +151,23 @@ def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
         )
 
 
+def check_shared_prefix(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """Under any trainer mode; what only the model tells is refused by the engine, when it builds it.
+
+    Raises:
+        ConfigError: nothing would come of it here.
+    """
+    asked, device = seamless.shared_prefix, value_of(config, "trainer.device", "cuda")
+    strategy = str(value_of(config, "actor_rollout_ref.actor.strategy", "fsdp"))
+    problem = "" if device == "cpu" else f"is written for the CPU platform only so far (trainer.device={device})"
+    if not strategy.startswith("fsdp"):
+        problem = f"works with FSDP only (actor_rollout_ref.actor.strategy={strategy})"
+    if asked != "off" and problem:
+        raise ConfigError("seamless.shared_prefix", asked, problem, "write off")
+
+
 def told_of_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
-    """What the GPUs will do, and what another layout would bring; empty where the user has declared it.
+    """What the GPUs will do, and what another layout would bring; empty where resources are declared.
 
     Args:
         seamless: as `with_policy` gives it.
@@ -165,13 +180,13 @@ def told_of_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
     )
     if seamless.scheduler.policy == "colocated" and not apart:
         return (
-            f"layout: GPUs that generate and then train, in turns: {train} (seamless.scheduler.policy=colocated); with "
-            "actor_rollout_ref.rollout.nnodes and n_gpus_per_node some of them only roll out, and both go on at once: "
-            "docs/scheduling.md"
+            f"layout: devices that generate and then train, in turns: {train} (seamless.scheduler.policy=colocated); "
+            "with actor_rollout_ref.rollout.nnodes and n_gpus_per_node some of them only roll out, and both go on at "
+            "once: docs/scheduling.md"
         )
     if seamless.scheduler.policy is None and apart:
         return (
-            f"layout: GPUs that train: {train}, that roll out: {apart}; those that train could roll out "
+            f"layout: devices that train: {train}, that roll out: {apart}; those that train could roll out "
             "while they wait for rows: declare them [train, rollout] in seamless.resources, with a policy "
             "(docs/scheduling.md)"
         )

@@ -37,6 +37,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         check_combinations.check_batches(config)
         check_combinations.check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
+    check_combinations.check_shared_prefix(config, seamless)
     check_machine.check_packages(config, machine)
     check_combinations.check_lengths(config)
     check_machine.check_room(config, machine)

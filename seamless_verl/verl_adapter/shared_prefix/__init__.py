@@ -11,6 +11,7 @@ from typing import Any
 import wrapt
 
 from seamless_verl.checked import value_of
+from seamless_verl.config import SeamlessConfig
 
 VENDOR = "seamless"
 """``VERL_ENGINE_VENDOR``: verl's registry takes engines registered for it before its own."""
@@ -29,9 +30,10 @@ def hand_on(constants: ModuleType) -> None:
     def environment(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = wrapped(*args, **kwargs)
         config = args[0] if args else kwargs.get("config")
-        mode = "off" if config is None else value_of(config, "seamless.shared_prefix", "off")
-        if mode not in ("off", False):
-            made["env_vars"] |= {"VERL_ENGINE_VENDOR": VENDOR, MODE: "on" if mode is True else mode}
+        asked = "off" if config is None else value_of(config, "seamless.shared_prefix", "off")
+        mode = SeamlessConfig.from_mapping({"shared_prefix": asked}).shared_prefix
+        if mode != "off":
+            made["env_vars"] |= {"VERL_ENGINE_VENDOR": VENDOR, MODE: mode}
         return made
 
     wrapt.wrap_function_wrapper(constants, "get_ppo_ray_runtime_env", environment)

@@ -89,7 +89,9 @@ class _OnTries(fsdp.FSDPEngine):
         layers = self._configs[0].get_text_config().num_hidden_layers
         if trie.calls != layers:
             problem = f"{trie.calls} of the model's {layers} layers use {attention.NAME}"
-            raise ConfigError(_KEY, "on", f"does not know this model: {problem}", f"write {_KEY}=off")
+            raise ConfigError(
+                _KEY, os.environ.get(MODE, "on"), f"does not know this model: {problem}", f"write {_KEY}=off"
+            )
 
 
 class TrieEngineWithLMHead(_OnTries, fsdp.FSDPEngineWithLMHead):
@@ -152,7 +154,12 @@ def refuse(engine: Any, model: Any) -> None:
     }
     found = [name for name, there in problems.items() if there]
     if found:
-        raise ConfigError(_KEY, "on", f"cannot be had with {'; '.join(found)}", f"write {_KEY}=off, or leave that out")
+        raise ConfigError(
+            _KEY,
+            os.environ.get(MODE, "on"),
+            f"cannot be had with {'; '.join(found)}",
+            f"write {_KEY}=off, or leave that out",
+        )
 
 
 def stays_flat(batch: TensorDict) -> bool:
@@ -227,7 +234,12 @@ def _group(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         tu.assign_non_tensor(data, **{_OURS: False})
     if flat or not worth or not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
         return wrapped(*args, **kwargs)
-    parts = micro_batches(rows, int(data["max_token_len_per_gpu"]), _agree(group))
+    budget = int(data["max_token_len_per_gpu"])
+    try:
+        parts = micro_batches(rows, budget, _agree(group))
+    except ValueError as error:
+        fix = "raise it (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu and the like)"
+        raise ConfigError("max_token_len_per_gpu", budget, str(error), fix) from None
     return [tu.index_select_tensor_dict(data, part) for part in parts], parts
 
 

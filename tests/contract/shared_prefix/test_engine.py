@@ -111,3 +111,26 @@ def test_what_a_shared_token_would_get_wrong_is_refused(
     monkeypatch.setattr(engines, "get_device_name", lambda: "cuda")
     with pytest.raises(ConfigError, match="GPUs yet"):
         engines.refuse(SimpleNamespace(**plain), SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"), [("on", "on"), ("auto", "auto"), (True, "on"), ("off", None), (False, None)]
+)
+def test_workers_are_told_by_the_environment_that_verl_gives_them(asked: Any, mode: str | None) -> None:
+    import verl  # noqa: F401  (its plug-ins)
+    from omegaconf import OmegaConf
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    told = get_ppo_ray_runtime_env(OmegaConf.create({"seamless": {"shared_prefix": asked}}))["env_vars"]
+    assert told.get("SEAMLESS_SHARED_PREFIX") == mode
+    assert told.get("VERL_ENGINE_VENDOR") == (mode and "seamless")
+    assert "VERL_ENGINE_VENDOR" not in get_ppo_ray_runtime_env()["env_vars"]
+
+
+def test_a_mode_that_is_none_is_refused_under_verls_own_command_too() -> None:
+    import verl  # noqa: F401  (its plug-ins)
+    from omegaconf import OmegaConf
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    with pytest.raises(ConfigError, match=r"seamless.shared_prefix=always: .*Fix: write"):
+        get_ppo_ray_runtime_env(OmegaConf.create({"seamless": {"shared_prefix": "always"}}))

@@ -104,7 +104,7 @@ def test_without_gpus_for_rollout_alone_all_do_both_and_it_is_told():
     assert seamless.scheduler.policy == "colocated"
     check_combinations.check_layout(shape, seamless)
     assert check_combinations.told_of_layout(shape, seamless).startswith(
-        "layout: GPUs that generate and then train, in turns: 8 ("
+        "layout: devices that generate and then train, in turns: 8 ("
     )
 
 
@@ -130,7 +130,22 @@ def test_verls_own_switch_stands():
 
 def test_gpus_that_only_train_are_told_what_lending_would_bring():
     told = check_combinations.told_of_layout(config(train=4, rollout=2), given())
-    assert told.startswith("layout: GPUs that train: 4, that roll out: 2; ")
+    assert told.startswith("layout: devices that train: 4, that roll out: 2; ")
     assert "[train, rollout]" in told
     assert check_combinations.told_of_layout(config(train=4, rollout=2), given("greedy")) == ""
     assert check_combinations.told_of_layout(config(train=1, rollout=1), given(resources=TRAIN_AND_ROLL_OUT)) == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "story"),
+    [("cuda", "fsdp2", "CPU platform only so far"), ("cpu", "megatron", "works with FSDP only"), ("cpu", "fsdp2", "")],
+)
+def test_shared_prefixes_are_refused_before_anything_starts_where_nothing_would_come_of_them(device, strategy, story):
+    shape = {"trainer": {"device": device}, "actor_rollout_ref": {"actor": {"strategy": strategy}}}
+    check_combinations.check_shared_prefix(shape, SeamlessConfig())
+    asked = SeamlessConfig(shared_prefix="auto")
+    if not story:
+        check_combinations.check_shared_prefix(shape, asked)
+        return
+    with pytest.raises(ConfigError, match=f"seamless.shared_prefix=auto: .*{story}"):
+        check_combinations.check_shared_prefix(shape, asked)
