@@ -66,10 +66,10 @@ class FakeWeights:
 class FakeRouter:
     """In place of the load balancer's actor; ``on_it``: addresses of servers."""
 
-    keeps_prefixes = True
-
     def __init__(self) -> None:
         self.on_it: set[str] = set()
+        self.evened: list[set[str]] = []  # who was on it each time
+        self.even_out = SimpleNamespace(remote=lambda: self.evened.append(set(self.on_it)))
         self.outlasting: frozenset[str] = frozenset()
         self.add_servers = SimpleNamespace(remote=lambda servers: self.on_it.update(servers))
         self.remove_servers = SimpleNamespace(remote=self.on_it.difference_update)

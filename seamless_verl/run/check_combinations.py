@@ -318,13 +318,14 @@ def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) 
 
 def _check_lending(config: Mapping[str, Any]) -> None:
     name = f"{_ROLLOUT}.name"
-    if value_of(config, name, None) == "sglang":
+    engine = value_of(config, name, "vllm")
+    if engine != "vllm":
         # Until verl's SGLang server refuses requests while it is paused (its SGLangReplica.abort_all_requests says so).
         raise ConfigError(
             name,
-            "sglang",
+            engine,
             "cannot be lent: a request that reaches a replica on its way back to the trainer would wait there until "
-            "the next loan",
+            "the next loan, and no single request can be moved to a replica that joins",
             "write vllm, or leave seamless.scheduler.policy out",
         )
     split = f"{_ROLLOUT}.disaggregation.enabled"

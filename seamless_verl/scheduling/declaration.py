@@ -123,7 +123,7 @@ def _cut(resource: ResourceConfig, replica_gpus: int) -> Iterable[Slice]:
 
 
 def policy_of(config: SchedulerConfig, *, batch: int, mini_batch: int) -> Policy:
-    """The policy that ``seamless.scheduler`` names.
+    """The policy that ``seamless.scheduler`` names, for live runs and for the simulator's.
 
     Args:
         batch: groups per training step.

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from seamless_verl.config import SchedulerConfig
 from seamless_verl.errors import ConfigError, SeamlessError, meant
-from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
-from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
-from seamless_verl.scheduling.verl_gate import VerlGate
+from seamless_verl.scheduling.declaration import policy_of
+from seamless_verl.scheduling.policies import Policy
 from seamless_verl.simulation.agents import Group
 from seamless_verl.staleness.protocol import EntryState, StalenessProtocol
 
@@ -267,8 +267,9 @@ def _bounded(draw: Draw, batch: int, eta: int) -> Feed:
     return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch))
 
 
-def _verl_gate(batch: int, mini_batch: int) -> Policy:
-    return VerlGate(batch=batch, mini_batch=mini_batch)
+def _policy(name: str) -> Callable[[int, int], Policy]:
+    """What a live run with ``seamless.scheduler.policy=name`` and the other keys' defaults gets."""
+    return lambda batch, mini_batch: policy_of(SchedulerConfig(policy=name), batch=batch, mini_batch=mini_batch)
 
 
 def _verl(*, warmup: bool = True, waits: bool = False) -> Callable[[Draw, int, int], Feed]:
@@ -280,13 +281,13 @@ def _verl(*, warmup: bool = True, waits: bool = False) -> Callable[[Draw, int, i
     return feed
 
 
-_APART = Regime(policy=lambda batch, mini_batch: Disaggregated(), feed=_bounded)
-_IN_TURN = Regime(colocated=True, policy=lambda batch, mini_batch: Colocated(), feed=_bounded)
+_APART = Regime(policy=_policy("disaggregated"), feed=_bounded)
+_IN_TURN = Regime(colocated=True, policy=_policy("colocated"), feed=_bounded)
 _VERL_SYNC = replace(_IN_TURN, feed=_verl(warmup=False), bound=lambda eta: 0, poll_s=2.0)
 _VERL_SEPARATE = replace(_APART, feed=_verl(), bound=_none, streaming=True, poll_s=2.0)
-_VERL_SWITCH = replace(_VERL_SEPARATE, lends=True, needs_standing=True, policy=_verl_gate)
+_VERL_SWITCH = replace(_VERL_SEPARATE, lends=True, needs_standing=True, policy=_policy("verl_gate"))
 _OURS = replace(_APART, streaming=True, stop_the_world=False, awaits_load=True, oldest_first=True)
-_GREEDY = replace(_OURS, lends=True, policy=lambda batch, mini_batch: Greedy(), releases=True, rebalances=True)
+_GREEDY = replace(_OURS, lends=True, policy=_policy("greedy"), releases=True, rebalances=True)
 
 REGIMES: Mapping[str, Regime] = MappingProxyType(
     {
@@ -304,12 +305,12 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         "seamlessflow": replace(
             _APART,
             lends=True,
-            policy=lambda batch, mini_batch: Greedy(),
+            policy=_policy("greedy"),
             stop_the_world=False,
             rebalances=True,
         ),
         "greedy": _GREEDY,
-        "predictive": replace(_GREEDY, policy=lambda batch, mini_batch: Predictive(PredictiveConfig(migration=True))),
+        "predictive": replace(_GREEDY, policy=_policy("predictive")),
         "disaggregated": _OURS,
         "colocated": replace(_IN_TURN, rebalances=True, oldest_first=True),
     }

@@ -19,6 +19,7 @@ from math import sqrt
 from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
+from seamless_verl.staleness.affinity import queued_to_move
 
 _EPSILON = 1e-6  # tokens
 
@@ -185,11 +186,10 @@ class Replica:
 
     def share(self, count: int) -> list[Request]:
         """Give ``count`` requests to a replica with free seats: waiting ones first, old and young alike."""
-        waiting = len(self.waiting)
-        if count >= waiting:
+        places = set(queued_to_move(count, len(self.waiting)))
+        if not places:
             return self.take(count)
         self.advance()
-        places = {index * waiting // count for index in range(count)}
         taken = [request for index, request in enumerate(self.waiting) if index in places]
         self.waiting = [request for index, request in enumerate(self.waiting) if index not in places]
         self._admit()

@@ -139,3 +139,13 @@ def requests_to_move(
         requests[source] -= 1
         requests[target] += 1
     return dict(given)
+
+
+def queued_to_move(count: int, waiting: int) -> list[int]:
+    """Which of ``waiting`` requests in a queue move to a replica with free seats: old and young alike, so that both
+    queues hold what is urgent. None if more have to move than wait: then the last ``count`` of all do.
+
+    Returns:
+        Places in the queue, ascending.
+    """
+    return [index * waiting // count for index in range(count)] if count < waiting else []

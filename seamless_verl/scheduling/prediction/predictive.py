@@ -35,7 +35,7 @@ from seamless_verl.scheduling.events import (
     StepEnded,
     WeightsPublished,
 )
-from seamless_verl.scheduling.prediction.course import Course, Crew, Work
+from seamless_verl.scheduling.prediction.course import Course
 from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, PrefillAgain, Trainer, crew_of, prefill_s
 from seamless_verl.scheduling.slices import SliceState, SliceStatus, Switch, Tag
 
@@ -51,13 +51,10 @@ class PredictiveConfig:
     Attributes:
         margin: a loan must be worth this share of its switch cost beyond the cost itself.
         max_loans_per_step: LEND decisions between two ends of steps.
-        migration: whether running requests move to slices that join; else only new requests reach them, except at the
-            end of a step, when new weights interrupt all of them anyway.
     """
 
     margin: float = 0.0
     max_loans_per_step: int = 3
-    migration: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +162,7 @@ class Predictive:
         best: _Plan | None = None
         for count in sorted({(len(idle) + 1) // 2, len(idle)}, reverse=True):
             chosen = tuple(idle[:count])
-            helped = self._helped(cluster, outlook.work, standing, crew_of(cluster, chosen))
+            helped = standing + crew_of(cluster, chosen)
             course = outlook.course((0.0, standing), (wake_s, helped))
             for back_at in _ends_of_loan(outlook, course, wake_s, back_s):
                 planned = outlook.course((0.0, standing), (wake_s, helped), (back_at, standing))
@@ -237,15 +234,6 @@ class Predictive:
     def _reclaim(self, lent: Sequence[SliceStatus], reason: str) -> Decision:
         self._returning = True
         return Decision(verb=Verb.RECLAIM, slices=ids(lent), reason=reason)
-
-    def _helped(self, cluster: Cluster, work: Work, standing: Crew, joining: Crew) -> Crew:
-        """The slices that the work is spread over once ``joining`` are awake; a part of them where it stays."""
-        everyone = standing + joining
-        if self._config.migration or self._caches_lost(cluster) or standing.slices == 0:
-            return everyone
-        sessions = len(work.remaining) * work.weight
-        pinned = min(len(self._forecaster.book.sessions) / sessions, 1.0) if sessions else 1.0
-        return everyone.part(min(1.0, standing.slices / (pinned * everyone.slices))) if pinned > 0 else everyone
 
     def _caches_lost(self, cluster: Cluster) -> bool:
         """New weights go out: everything that runs is interrupted, spread anew and prefilled again in any case."""

@@ -2,7 +2,8 @@
 
 `MeteredLoadBalancer` routes by least requests, as verl's. verl forgets where conversations are whenever replicas join;
 each then prefills its context somewhere else. Here they stay until new weights have emptied every cache, or their
-replica leaves, or moving pays (`staleness.affinity`). It also knows how long each replica had something to do.
+replica leaves, or moving pays (`staleness.affinity`): between turns, and for requests that run or queue as soon as the
+newcomer is awake (`even_out`). It also knows how long each replica had something to do.
 
 `MarginalGainBalancer` sends a request where it gains most, or holds it until a place is worth it:
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import PUBLISHED
 from seamless_verl.observe.flight import RequestEnded, RequestStarted, SliceAdded, SliceRemoved, SliceState
 from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
-from seamless_verl.staleness.affinity import Newcomers
+from seamless_verl.staleness.affinity import MovePrice, Newcomers, queued_to_move, requests_to_move
 from seamless_verl.staleness.routing import (
     LeastRequests,
     MarginalGain,
@@ -50,12 +50,28 @@ _UNBOUNDED = 1 << 30
 _ASKS_AGAIN_S = 1.0
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """A request that runs, or waits in its replica's queue; ``name`` is what the replica calls it, ``""`` unknown."""
+
+    name: str
+    tokens: int
+
+
 class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     """Routes as its parent, except that conversations stay with their prefix when replicas join, and while replicas are
-    lent, among equals, long sessions go to those that stay."""
+    lent, among equals, long sessions go to those that stay.
+
+    Made by `balancer_class`, since verl hands a balancer nothing but its replicas.
+    """
+
+    settings = RouterConfig()
+    max_running = _UNBOUNDED
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._running: dict[tuple[str, str], list[_Attempt]] = {}  # (replica, conversation), in order of arrival
+        self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
         self._lent: set[str] = set()
         self._outlasting: frozenset[str] = frozenset()
         self._newcomers = Newcomers()
@@ -72,59 +88,97 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._lent.update(server_ids)
         self._outlasting = outlasting
 
-    def keeps_prefixes(self) -> None:
-        """Never called: that it exists tells `ReplicaSlices` not to clear routes when replicas join."""
-
     def require_acquire_fields(self) -> list[str]:
-        return ["context_tokens"]
+        return ["context_tokens", "attempt"]
 
-    def acquire_server(self, request_id: str, context_tokens: int | None = None) -> tuple[str, Any]:
+    def require_release_fields(self) -> list[str]:
+        return ["request_id"]
+
+    def acquire_server(self, request_id: str, context_tokens: int | None = None, attempt: str = "") -> tuple[str, Any]:
         """As verl's; a conversation goes to the replica of its last turn unless moving pays.
 
         Args:
             context_tokens: of the prompt; without it a conversation never leaves that replica.
+            attempt: what the replica will call the request; without it the request is never interrupted.
         """
+        self._choose(request_id, context_tokens)
+        return self._seat(request_id, context_tokens or 0, attempt)
+
+    def _choose(self, request_id: str, context_tokens: int | None) -> None:
         home = self._request_id_to_server.get(request_id)
         if home in self._inflight_requests:
             place = self._newcomers.place_of(home, context_tokens, self._inflight_requests)
             self._request_id_to_server[request_id] = place
         elif self._lent and not self._full_determinism:
-            self._choose(request_id)
+            request = PendingRequest(request=request_id, version=0, tokens=0, long=request_id in self._outlasting)
+            for decision in LeastRequests().route([request], self._loads()):
+                if isinstance(decision, Route):
+                    self._request_id_to_server[request_id] = decision.replica
+
+    def _seat(self, request_id: str, tokens: int, attempt: str) -> tuple[str, Any]:
         server_id, handle = super().acquire_server(request_id)
         self._newcomers.placed(request_id, server_id)
+        self._running.setdefault((server_id, request_id), []).append(_Attempt(attempt, tokens))
+        self._kv[server_id] = self._kv.get(server_id, 0) + tokens
         if self._inflight_requests[server_id] == 1:
             self._ledger.handle(RequestStarted(at=time.monotonic(), request=_ANY, slice=server_id, prompt_tokens=0))
         return server_id, handle
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         super().release_server(server_id, request_id)
+        if running := self._running.get((server_id, request_id or "")):
+            self._kv[server_id] -= running.pop(0).tokens
+            if not running:
+                del self._running[server_id, request_id or ""]
         if self._inflight_requests.get(server_id) == 0:
             self._ledger.handle(
                 RequestEnded(at=time.monotonic(), request=_ANY, slice=server_id, tokens=0, finish="completed")
             )
 
-    def _choose(self, request_id: str) -> None:
-        request = PendingRequest(request=request_id, version=0, tokens=0, long=request_id in self._outlasting)
-        loads = [
-            ReplicaLoad(
-                replica=server_id,
-                version=0,
-                running=requests,
-                waiting=0,
-                kv_tokens=0,
-                kv_room=0,
-                lent=server_id in self._lent,
-            )
-            for server_id, requests in self._inflight_requests.items()
-        ]
-        for decision in LeastRequests().route([request], loads):
-            if isinstance(decision, Route):
-                self._request_id_to_server[request_id] = decision.replica
+    def even_out(self) -> None:
+        """Replicas have joined and are awake: requests of the others move to them, as far as that pays. They keep their
+        tokens, and their clients ask for a place again."""
+        empty = [server_id for server_id, requests in self._inflight_requests.items() if not requests]
+        if self._full_determinism or not empty:
+            return
+        for server_id, count in requests_to_move(self._loads(), empty, MovePrice()).items():
+            here = [conversation for replica, conversation in self._running if replica == server_id]
+            queued = queued_to_move(count, len(here[self.max_running :]))
+            chosen = [here[self.max_running + index] for index in queued] if queued else here[-count:]
+            for conversation in chosen:
+                if self._interrupt(server_id, conversation):
+                    self._request_id_to_server.pop(conversation, None)
+
+    def _interrupt(self, server_id: str, conversation: str) -> bool:
+        """False where the replica's name for one of its requests is unknown: nothing happens."""
+        attempts = self._running[server_id, conversation]
+        if not all(attempt.name for attempt in attempts):
+            return False
+        for attempt in attempts:
+            self._servers[server_id].abort_request.remote(attempt.name, reset_prefix_cache=False)
+        return True
+
+    def _loads(self) -> list[ReplicaLoad]:
+        """Requests in flight."""
+        return [self._load(server_id, requests, 0) for server_id, requests in self._inflight_requests.items()]
+
+    def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
+        return ReplicaLoad(
+            replica=server_id,
+            version=0,
+            running=min(requests, self.max_running),
+            waiting=max(0, requests - self.max_running),
+            kv_tokens=self._kv.get(server_id, 0) + coming_tokens,
+            kv_room=_UNBOUNDED,
+            max_running=self.max_running,
+            lent=server_id in self._lent,
+        )
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         known = set(self._inflight_requests)
         super().add_servers(servers)
         new = [server_id for server_id in servers if server_id not in known]
+        self._kv |= dict.fromkeys(new, 0)
         self._newcomers.joined(new)
         self._open(new)
 
@@ -140,6 +194,9 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         gone = [name for name, place in self._request_id_to_server.items() if place not in self._inflight_requests]
         for conversation in gone:
             del self._request_id_to_server[conversation]
+        for server_id in server_ids:
+            self._kv.pop(server_id, None)
+        self._running = {key: attempts for key, attempts in self._running.items() if key[0] in self._kv}
         self._newcomers.left(server_ids)
         self._lent.difference_update(server_ids)
         if not self._inflight_requests:
@@ -176,22 +233,8 @@ class _Held:
     place: asyncio.Future[str]
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """A request that runs, or waits in its replica's queue; ``name`` is what the replica calls it, ``""`` unknown."""
-
-    name: str
-    tokens: int
-
-
 class MarginalGainBalancer(MeteredLoadBalancer):
-    """See the module; a conversation stays on its replica, as under its parent.
-
-    Made by `balancer_class`, since verl hands a balancer nothing but its replicas.
-    """
-
-    settings = RouterConfig()
-    max_running = _UNBOUNDED
+    """See the module; a conversation stays on its replica, as under its parent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -201,25 +244,13 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
         self._conversations = 0
         self._rule = MigrationRule() if self.settings.migrate else None
-        self._running: dict[tuple[str, str], list[_Attempt]] = {}  # (replica, conversation), in order of arrival
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
-        self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
-
-    def require_acquire_fields(self) -> list[str]:
-        return ["prompt_ids", "attempt"]
-
-    def require_release_fields(self) -> list[str]:
-        return ["request_id"]
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
-        self, request_id: str, prompt_ids: Sequence[int] = (), attempt: str = ""
+        self, request_id: str, context_tokens: int | None = None, attempt: str = ""
     ) -> tuple[str, Any]:
-        """As verl's, except that the answer may take until another request has ended.
-
-        Args:
-            attempt: what the replica will call the request; without it the request cannot be moved later.
-        """
+        """As its parent's, except that the answer may take until another request has ended."""
         if request_id not in self._begun:
             self._begun[request_id] = self._conversations
             self._conversations += 1
@@ -227,44 +258,35 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         if self._inflight_requests and not known and len(self._held) < _MOST_HELD:
             self._asked += 1
             number = str(self._asked)
-            held = _Held(request_id, len(prompt_ids), asyncio.get_running_loop().create_future())
+            held = _Held(request_id, context_tokens or 0, asyncio.get_running_loop().create_future())
             self._held[number] = held
             self._route()
             try:
                 await held.place
             finally:
                 del self._held[number]
-        server_id, handle = super().acquire_server(request_id, len(prompt_ids) if known else None)
+        else:
+            self._choose(request_id, context_tokens)
+        seat = self._seat(request_id, context_tokens or 0, attempt)
         self._moving.pop(request_id, None)
-        self._running.setdefault((server_id, request_id), []).append(_Attempt(attempt, len(prompt_ids)))
-        self._kv[server_id] = self._kv.get(server_id, 0) + len(prompt_ids)
-        return server_id, handle
+        return seat
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         super().release_server(server_id, request_id)
         key = (server_id, request_id or "")
-        running = self._running.get(key)
-        if running:
-            self._kv[server_id] -= running.pop(0).tokens
-            if not running:
-                del self._running[key]
-                if key in self._leaving:
-                    self._leaving.remove(key)
-                    self._moving[key[1]] = time.monotonic()
+        if key in self._leaving and key not in self._running:
+            self._leaving.remove(key)
+            self._moving[key[1]] = time.monotonic()
         self._route()
         self._migrate()
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         super().add_servers(servers)
-        self._kv |= dict.fromkeys(servers, 0)
         self._route()
         self._migrate()
 
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
-        for server_id in server_ids:
-            self._kv.pop(server_id, None)
-        self._running = {key: attempts for key, attempts in self._running.items() if key[0] in self._kv}
         self._leaving &= self._running.keys()
         self._route()
 
@@ -302,13 +324,9 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         for command in self._rule.migrations(loads, self._policy.cost):
             here = [key for key in self._running if key[0] == command.replica]
             for server_id, conversation in list(reversed(here))[: command.count]:
-                attempts = self._running[server_id, conversation]
-                if not all(attempt.name for attempt in attempts):
-                    continue
-                self._leaving.add((server_id, conversation))
-                self._request_id_to_server[conversation] = starving.replica
-                for attempt in attempts:
-                    self._servers[server_id].abort_request.remote(attempt.name, reset_prefix_cache=False)
+                if self._interrupt(server_id, conversation):
+                    self._leaving.add((server_id, conversation))
+                    self._request_id_to_server[conversation] = starving.replica
 
     def _loads(self) -> list[ReplicaLoad]:
         """Requests in flight, and those that were told their place and have not taken it yet."""
@@ -317,18 +335,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         loads = []
         for server_id, in_flight in self._inflight_requests.items():
             coming = [tokens for place, tokens in promised if place == server_id]
-            requests = in_flight + len(coming)
-            loads.append(
-                ReplicaLoad(
-                    replica=server_id,
-                    version=0,
-                    running=min(requests, self.max_running),
-                    waiting=max(0, requests - self.max_running),
-                    kv_tokens=self._kv.get(server_id, 0) + sum(coming),
-                    kv_room=_UNBOUNDED,
-                    max_running=self.max_running,
-                )
-            )
+            loads.append(self._load(server_id, in_flight + len(coming), sum(coming)))
         return loads
 
 
@@ -338,6 +345,5 @@ def balancer_class(settings: RouterConfig, max_running: int) -> type[MeteredLoad
     Args:
         max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
     """
-    if settings.policy == "least_requests":
-        return MeteredLoadBalancer
-    return type("MarginalGainRouter", (MarginalGainBalancer,), {"settings": settings, "max_running": max_running})
+    base = MeteredLoadBalancer if settings.policy == "least_requests" else MarginalGainBalancer
+    return type(base.__name__, (base,), {"settings": settings, "max_running": max_running})

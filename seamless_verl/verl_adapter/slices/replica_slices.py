@@ -72,12 +72,17 @@ class ReplicaSlices:
         """Put slices on the router. Ours keeps conversations where their prefix is cached, as far as that pays; one of
         the user's own is told to spread them anew, as verl does it."""
         ray.get(self._router.add_servers.remote({self.addresses[s]: self._replicas[s].server_handle for s in slices}))
-        if not hasattr(self._router, "keeps_prefixes"):
+        if not hasattr(self._router, "even_out"):
             self.forget_routes()
 
     def forget_routes(self) -> None:
         """Have the router spread conversations anew: new weights are about to empty every cache."""
         ray.get(self._router.clear_sticky_cache.remote())
+
+    def even_out(self) -> None:
+        """Slices that are on the router and have no requests are awake: let them have some that run elsewhere."""
+        if hasattr(self._router, "even_out"):
+            ray.get(self._router.even_out.remote())
 
     def set_horizon(self, slices: Sequence[SliceId], outlasting: frozenset[str]) -> None:
         """Tell our router which sessions will outlast the loan of these slices; one of the user's own is left alone."""

@@ -259,6 +259,7 @@ class SliceDriver:
             except (RayError, TransferBroken) as error:
                 told += self._failures(hybrid, error)
                 hybrid = {}
+        self._replicas.even_out()
         return [*told, *self._requests(), *self._ready(hybrid, version)]
 
     def _ready(self, commands: dict[SliceId, int], version: int) -> list[ev.Event]:

@@ -16,17 +16,11 @@ def router(servers=("a", "b"), mu=0.3, max_running=64):
     return made(servers={name: f"handle of {name}" for name in servers}, max_cache_size=100)
 
 
-def balancer_of(servers, **settings):
+def balancer_of(servers, max_running=64, policy="marginal_gain", full_determinism=False, **settings):
     from seamless_verl.verl_adapter.rollout.load_balancer import balancer_class
 
-    made = balancer_class(RouterConfig(policy="marginal_gain", **settings), 64)
-    return made(servers=servers, max_cache_size=100)
-
-
-def test_the_baseline_is_verls_own_rule_with_a_stopwatch():
-    from seamless_verl.verl_adapter.rollout.load_balancer import MeteredLoadBalancer, balancer_class
-
-    assert balancer_class(RouterConfig(), 64) is MeteredLoadBalancer
+    made = balancer_class(RouterConfig(policy=policy, **settings), max_running)
+    return made(servers=servers, max_cache_size=100, full_determinism=full_determinism)
 
 
 def test_among_equals_a_long_session_stays_off_what_is_lent_until_that_is_taken_back():
@@ -47,23 +41,23 @@ def test_among_equals_a_long_session_stays_off_what_is_lent_until_that_is_taken_
 
 async def test_requests_spread_and_a_conversation_stays_where_it_is():
     balancer = router()
-    places = [(await balancer.acquire_server(f"r{n}", prompt_ids=[0] * 100))[0] for n in range(10)]
+    places = [(await balancer.acquire_server(f"r{n}", context_tokens=100))[0] for n in range(10)]
     assert sorted(places) == ["a"] * 5 + ["b"] * 5
     balancer.release_server(places[0], "r0")
-    assert (await balancer.acquire_server("r0", prompt_ids=[0] * 300)) == (places[0], f"handle of {places[0]}")
+    assert (await balancer.acquire_server("r0", context_tokens=300)) == (places[0], f"handle of {places[0]}")
     assert balancer.get_total_inflight() == 10
 
 
 async def test_requests_sent_at_once_see_each_other():
     balancer = router()
-    places = await asyncio.gather(*(balancer.acquire_server(f"r{n}", prompt_ids=[0]) for n in range(6)))
+    places = await asyncio.gather(*(balancer.acquire_server(f"r{n}", context_tokens=1) for n in range(6)))
     assert sorted(name for name, _ in places) == ["a"] * 3 + ["b"] * 3
 
 
 async def test_a_request_is_held_back_until_another_ends_and_the_oldest_goes_first():
     balancer = router(servers=("a",), max_running=1)
-    await balancer.acquire_server("first", prompt_ids=[0])
-    later = [asyncio.ensure_future(balancer.acquire_server(name, prompt_ids=[0])) for name in ("old", "new")]
+    await balancer.acquire_server("first", context_tokens=1)
+    later = [asyncio.ensure_future(balancer.acquire_server(name, context_tokens=1)) for name in ("old", "new")]
     await asyncio.sleep(0)
     assert not any(call.done() for call in later), "one is running"
     balancer.release_server("a", "first")
@@ -79,7 +73,7 @@ async def test_everybody_is_answered_in_the_end():
 
     async def request(number):
         nonlocal ended
-        place, _ = await balancer.acquire_server(f"r{number}", prompt_ids=[0] * (number * 37 % 5000))
+        place, _ = await balancer.acquire_server(f"r{number}", context_tokens=1 * (number * 37 % 5000))
         await asyncio.sleep(0)
         balancer.release_server(place, f"r{number}")
         ended += 1
@@ -95,8 +89,8 @@ async def test_everybody_is_answered_in_the_end():
 async def test_a_conversation_with_several_requests_at_once_is_served_in_full():
     """Sub-agents and parallel calls: verl names them by their conversation alone."""
     balancer = router(servers=("a", "b"), max_running=1)
-    taken = {name: (await balancer.acquire_server(name, prompt_ids=[0]))[0] for name in ("first", "second")}
-    calls = [asyncio.ensure_future(balancer.acquire_server("family", prompt_ids=[0] * n)) for n in (10, 20, 30)]
+    taken = {name: (await balancer.acquire_server(name, context_tokens=1))[0] for name in ("first", "second")}
+    calls = [asyncio.ensure_future(balancer.acquire_server("family", context_tokens=1 * n)) for n in (10, 20, 30)]
     await asyncio.sleep(0)
     assert not any(call.done() for call in calls), "both replicas are taken"
     balancer.release_server(taken["first"], "first")
@@ -113,10 +107,10 @@ async def test_a_conversation_with_several_requests_at_once_is_served_in_full():
 
 async def test_a_client_that_gives_up_is_forgotten():
     balancer = router(servers=("a",), max_running=1)
-    await balancer.acquire_server("first", prompt_ids=[0])
-    call = asyncio.ensure_future(balancer.acquire_server("gone", prompt_ids=[0]))
+    await balancer.acquire_server("first", context_tokens=1)
+    call = asyncio.ensure_future(balancer.acquire_server("gone", context_tokens=1))
     await asyncio.sleep(0)
-    other = asyncio.ensure_future(balancer.acquire_server("other", prompt_ids=[0]))
+    other = asyncio.ensure_future(balancer.acquire_server("other", context_tokens=1))
     await asyncio.sleep(0)
     call.cancel()
     balancer.release_server("a", "first")  # before the one that gave up could clean up
@@ -160,15 +154,15 @@ async def test_the_seat_of_a_client_that_left_an_actors_queue_goes_to_the_next(c
         return await balancer.__ray_call__.remote(what)
 
     client = client_of(balancer)
-    await client._acquire_server("first", prompt_ids=[0] * 7)
-    gone = asyncio.ensure_future(client._acquire_server("gone", prompt_ids=[0] * 5))
+    await client._acquire_server("first", context_tokens=7)
+    gone = asyncio.ensure_future(client._acquire_server("gone", context_tokens=5))
     while not await looked_up(lambda router: len(router._held)):
         pass
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
     client._release_server("a", request_id="first")
-    assert await asyncio.wait_for(client._acquire_server("next", prompt_ids=[0] * 3), 30) == ("a", "handle")
+    assert await asyncio.wait_for(client._acquire_server("next", context_tokens=3), 30) == ("a", "handle")
     client._release_server("a", request_id="next")
     while await looked_up(lambda router: router.get_total_inflight()):  # a release is not waited for
         pass
@@ -178,7 +172,7 @@ async def test_the_seat_of_a_client_that_left_an_actors_queue_goes_to_the_next(c
 async def test_a_client_cancelled_while_its_seat_is_on_the_way_gives_it_back():
     balancer = balancer_of({"a": "handle"})
     client = client_of(Awaitable(balancer))
-    call = asyncio.ensure_future(client._acquire_server("gone", prompt_ids=[0]))
+    call = asyncio.ensure_future(client._acquire_server("gone", context_tokens=1))
     while not balancer.get_total_inflight():
         await turn()
     call.cancel()
@@ -191,7 +185,7 @@ async def test_a_client_cancelled_while_its_seat_is_on_the_way_gives_it_back():
 async def test_a_client_that_left_before_it_was_refused_owes_nothing():
     balancer = balancer_of({})
     client = client_of(Awaitable(balancer))
-    call = asyncio.ensure_future(client._acquire_server("gone", prompt_ids=[0]))
+    call = asyncio.ensure_future(client._acquire_server("gone", context_tokens=1))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -201,8 +195,8 @@ async def test_a_client_that_left_before_it_was_refused_owes_nothing():
 
 async def test_replicas_may_come_and_go():
     balancer = router(servers=("a",), max_running=1)
-    await balancer.acquire_server("first", prompt_ids=[0])
-    call = asyncio.ensure_future(balancer.acquire_server("held", prompt_ids=[0]))
+    await balancer.acquire_server("first", context_tokens=1)
+    call = asyncio.ensure_future(balancer.acquire_server("held", context_tokens=1))
     await asyncio.sleep(0)
     balancer.add_servers({"b": "handle of b"})
     assert (await asyncio.wait_for(call, 5))[0] == "b"
@@ -211,7 +205,7 @@ async def test_replicas_may_come_and_go():
     assert balancer.get_status()["active_servers"] == 1
     balancer.remove_servers(["a"])
     with pytest.raises(RuntimeError, match="No available servers"):
-        await balancer.acquire_server("nowhere", prompt_ids=[0])
+        await balancer.acquire_server("nowhere", context_tokens=1)
 
 
 async def test_too_many_held_requests_are_served_rather_than_block_the_actor(monkeypatch):
@@ -219,7 +213,7 @@ async def test_too_many_held_requests_are_served_rather_than_block_the_actor(mon
 
     monkeypatch.setattr(module, "_MOST_HELD", 2)
     balancer = router(servers=("a",), max_running=1)
-    calls = [asyncio.ensure_future(balancer.acquire_server(f"r{n}", prompt_ids=[0])) for n in range(6)]
+    calls = [asyncio.ensure_future(balancer.acquire_server(f"r{n}", context_tokens=1)) for n in range(6)]
     for _ in range(5):
         await asyncio.sleep(0)
     assert sum(call.done() for call in calls) == 4, "one runs, two are held, three went ahead"
@@ -314,7 +308,7 @@ async def test_a_round_of_moves_is_over_when_those_that_left_have_asked_again_or
     full = Replica()
     balancer = balancer_of({"full": Remote(full)}, migrate=True)
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", prompt_ids=[0], attempt=f"a{number}")
+        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}")
     balancer.add_servers({"starving": Remote(Replica())})
     assert full.aborted == {"a4", "a5", "a6", "a7"}
     for number in range(4, 8):
@@ -334,7 +328,7 @@ async def test_without_migration_requests_stay_where_they_are():
     full = Replica()
     balancer = balancer_of({"full": Remote(full)})
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", prompt_ids=[0], attempt=f"a{number}")
+        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}")
     balancer.add_servers({"starving": Remote(Replica())})
     assert not full.aborted
 
@@ -343,6 +337,61 @@ async def test_requests_without_a_name_cannot_be_moved():
     full = Replica()
     balancer = balancer_of({"full": Remote(full)}, migrate=True)
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", prompt_ids=[0])
+        await balancer.acquire_server(f"r{number}", context_tokens=1)
     balancer.add_servers({"starving": Remote(Replica())})
     assert not full.aborted
+
+
+def eight_on_one(named=True, **settings):
+    full = Replica()
+    balancer = balancer_of({"full": Remote(full)}, policy="least_requests", **settings)
+    for number in range(8):
+        balancer.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}" if named else "")
+    balancer.add_servers({"awake": Remote(Replica())})
+    return full, balancer
+
+
+def test_a_replica_that_is_awake_gets_half_of_what_queues_elsewhere_old_and_young_alike():
+    full, balancer = eight_on_one(max_running=2)
+    assert not full.aborted, "it is on the router before it is awake"
+    balancer.even_out()
+    assert full.aborted == {"a2", "a3", "a5", "a6"}, "of a2 to a7, which queue"
+    for number in (2, 3, 5, 6):
+        balancer.release_server("full", f"r{number}")
+        assert balancer.acquire_server(f"r{number}", context_tokens=100, attempt=f"b{number}")[0] == "awake"
+    balancer.even_out()
+    assert len(full.aborted) == 4, "nobody idles"
+
+
+def test_without_a_queue_those_that_came_last_move():
+    full, balancer = eight_on_one()
+    balancer.even_out()
+    assert full.aborted == {"a4", "a5", "a6", "a7"}
+
+
+@pytest.mark.parametrize("why", [{"named": False}, {"full_determinism": True}])
+def test_requests_stay_that_nobody_can_name_or_whose_places_are_fixed(why):
+    full, balancer = eight_on_one(**why)
+    balancer.even_out()
+    assert not full.aborted
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
+async def test_what_moves_to_a_replica_that_joined_goes_on_with_its_tokens(policy):
+    full, awake = Replica(), Replica()
+    balancer = balancer_of({"full": Remote(full)}, policy=policy)
+    client = client_of(Awaitable(balancer))
+    calls = [
+        asyncio.ensure_future(client.generate(f"r{n}", prompt_ids=[1000 * n], sampling_params={"max_tokens": 300}))
+        for n in range(8)
+    ]
+    while len(full.under_way) < 8:
+        await turn()
+    balancer.add_servers({"awake": Remote(awake)})
+    balancer.even_out()
+    outputs = await asyncio.wait_for(asyncio.gather(*calls), 60)
+    assert len(awake.prompts) == 4
+    assert [output.token_ids for output in outputs] == [[1000 * n + t for t in range(1, 301)] for n in range(8)]
+    assert all(output.extra_fields["version_spans"] == [(3, 300)] for output in outputs)
+    assert balancer.get_total_inflight() == 0
+    assert not balancer._running

@@ -30,6 +30,11 @@ def test_a_lent_slice_wakes_with_the_weights_and_the_others_sleep_again(edge):
     assert slices._hybrid_weights.versions == [3]
     slices.wake(["t/1"], version=3, serving=["t/0"])
     assert told(slices, "t/0") == ["abort", "resume"], "it serves on"
+    slices.even_out()
+    assert router.evened == [{"r/0", "t/0"}]
+    del router.even_out  # a router of the user's own, which spreads conversations anew when it is told to
+    slices.even_out()
+    assert router.evened == [{"r/0", "t/0"}]
 
 
 def test_what_is_taken_back_is_interrupted_before_it_sleeps_and_who_cannot_is_named():

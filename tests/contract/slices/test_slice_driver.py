@@ -41,6 +41,9 @@ class Replicas:
     def forget_routes(self):
         self.told.append("forget_routes")
 
+    def even_out(self):
+        self.told.append("even_out")
+
     def set_horizon(self, slices, outlasting):
         self.told.append(("set_horizon", slices, outlasting))
 

@@ -176,7 +176,7 @@ def test_before_anything_is_known_it_lends_to_learn() -> None:
 
 
 def test_what_pays_is_lent_with_its_price_its_gain_and_how_long() -> None:
-    horizon, lend = Past(PredictiveConfig(migration=True)).starve(32)
+    horizon, lend = Past().starve(32)
     assert isinstance(horizon, Horizon)
     assert horizon.slices == ("a",)
     assert isinstance(lend, Decision)
@@ -188,7 +188,7 @@ def test_what_pays_is_lent_with_its_price_its_gain_and_how_long() -> None:
 
 
 def test_what_does_not_pay_is_held_and_looked_at_again_after_a_switch() -> None:
-    past = Past(PredictiveConfig(migration=True))
+    past = Past()
     for switch, seconds in ((Switch.TO_ROLLOUT, 300.0), (Switch.TO_TRAIN, 100.0)):
         past.cluster.costs.begin(SliceId("a"), switch, 0.0)
         past.cluster.costs.end(SliceId("a"), seconds)
@@ -202,7 +202,7 @@ def test_what_does_not_pay_is_held_and_looked_at_again_after_a_switch() -> None:
 
 
 def test_after_so_many_loans_a_step_the_rest_idle() -> None:
-    past = Past(PredictiveConfig(migration=True, max_loans_per_step=1))
+    past = Past(PredictiveConfig(max_loans_per_step=1))
     assert Verb.LEND in {p.verb for p in past.starve(32) if isinstance(p, Decision)}
     past.see(ev.Released(at=past.cluster.now, request="step-0"))
     assert proposed(past.policy, past.cluster) == [(Verb.HOLD, ("a",), "1 loans in this step already")]
@@ -228,7 +228,7 @@ def test_the_trainers_own_time_is_the_median_of_its_steps_without_waiting() -> N
 
 
 def test_a_gang_that_is_due_takes_back_what_has_nothing_left_to_be_worth() -> None:
-    past = Past(PredictiveConfig(migration=True))
+    past = Past()
     past.starve(32)
     past.cluster[SliceId("a")].lend(past.cluster.now, Order(number=1, deadline=1e9, story="test"), 1)
     past.cluster[SliceId("a")].ready(past.cluster.now, version=0)

@@ -93,14 +93,14 @@ def loans_by_step(result: Result, toy: Toy) -> Counter[int]:
 def test_loans_per_step_are_bounded_whatever_is_predicted(limit: int) -> None:
     """Free switches make every loan look good; the bound holds all the same."""
     setting = Setting(lengths=skewed, wake_s=0.0, back_s=0.0)
-    toy = Toy(Predictive(PredictiveConfig(max_loans_per_step=limit, migration=True)), setting)
+    toy = Toy(Predictive(PredictiveConfig(max_loans_per_step=limit)), setting)
     counts = loans_by_step(toy.run(), toy)
     assert counts
     assert max(counts.values()) <= limit
 
 
 def test_a_slice_is_lent_at_most_once_between_two_grants() -> None:
-    toy = Toy(Predictive(PredictiveConfig(max_loans_per_step=100, migration=True)), Setting(lengths=skewed))
+    toy = Toy(Predictive(PredictiveConfig(max_loans_per_step=100)), Setting(lengths=skewed))
     toy.run()
     lent: Counter[str] = Counter()
     for command in toy.log:

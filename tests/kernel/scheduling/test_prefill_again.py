@@ -14,7 +14,7 @@ from seamless_verl.scheduling.commands import Decision, Verb
 from seamless_verl.scheduling.prediction.course import Work, alike, play
 from seamless_verl.scheduling.prediction.forecast import PrefillAgain
 from seamless_verl.scheduling.prediction.learned import DecodeModel
-from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.slices import SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, World, make_slice
@@ -105,7 +105,7 @@ class Run:
     """One slice that only rolls out and one of the trainer."""
 
     def __init__(self) -> None:
-        self.world = World(Predictive(PredictiveConfig(migration=True)), r=ROLLOUT, t=BOTH)
+        self.world = World(Predictive(), r=ROLLOUT, t=BOTH)
         self.world.answer()
         self.rng = random.Random(3)
         self.number = 0
