@@ -316,6 +316,21 @@ class ProxyConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SuperviseConfig:
+    """What the command does when a process of its run dies (docs/running.md).
+
+    Attributes:
+        restarts: how often within an hour a run that lost a process which cannot be replaced is started again from its
+            last checkpoint. 0: it ends. Errors, refused settings and Ctrl-C end it in any case.
+    """
+
+    restarts: int = 3
+
+    def __post_init__(self) -> None:
+        whole("seamless.supervise.restarts", self.restarts, 0, "write 3, or 0 for none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AssetsConfig:
     """A model and data that a recipe builds itself, once, and caches.
 
@@ -353,6 +368,7 @@ class SeamlessConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
     assets: AssetsConfig = field(default_factory=AssetsConfig)
     shared_prefix: str = "off"
 

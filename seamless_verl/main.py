@@ -29,11 +29,15 @@ from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.observe.reporter import STEPS, read_records
 from seamless_verl.run import capacity, check_combinations, check_machine, compose, preflight
 from seamless_verl.run.check_references import check_files
 from seamless_verl.run.environment import IMPORTED, cpu_environment, trainer_environment
+from seamless_verl.run.restarts import End, Restarts, obstacle, visible
 from seamless_verl.run.supervisor import run_trainer
 from seamless_verl.scheduling.declaration import verl_keys, with_policy
+
+_LATEST = "latest_checkpointed_iteration.txt"  # verl's, beside the checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +104,7 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     _check(config, seamless, machine, run_dir)
     _find_or_build(config, seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-    resumed = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
+    resumed = (run_dir / "checkpoints" / _LATEST).exists()
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
     _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
     environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **trainer_environment(_plain(config))}
@@ -109,12 +113,32 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
         environment[check_machine.VARIABLE] = cluster
     if on_cpu:
         environment.update(cpu_environment(seamless.resources, machine.cores, run_dir / "memory.jsonl"))
-    code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, IMPORTED if on_cpu else ())
+    code = _run_with_restarts(config, seamless.supervise.restarts, run_dir, environment, IMPORTED if on_cpu else ())
     if code:
         _explain_end(code, run_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
     return code
+
+
+def _run_with_restarts(
+    config: DictConfig, most: int, run_dir: Path, environment: dict[str, str | None], imported: Sequence[str]
+) -> int:
+    """Run the trainer, again from its last checkpoint where that is worth it; return the last life's exit code."""
+    trainer, restarts = config.trainer, Restarts(most)
+    while True:
+        code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
+        has_checkpoint = (Path(trainer.default_local_dir) / _LATEST).exists()
+        hindered = obstacle(resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint)
+        steps = read_records(run_dir / STEPS)
+        step = steps[-1]["step"] if steps else 0
+        verdict = restarts.after(End(code=code, at=time.monotonic(), step=step, obstacle=hindered))
+        if not verdict.restart:
+            if verdict.reason:
+                _say(verdict.reason, sys.stderr)
+            return visible(code)
+        _say(f"{verdict.reason}, from {'the last checkpoint' if has_checkpoint else 'the beginning'}", sys.stderr)
+        environment["SEAMLESS_STARTED_AT"] = repr(time.time())
 
 
 def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_dir: Path) -> None:

@@ -69,8 +69,8 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         imported: modules that processes of the run find imported already (`seamless_verl.nursery`); none: no nursery.
 
     Returns:
-        The trainer's exit code, or 128 + the signal that ended it; where processes of the run could not be ended, which
-        stderr names, a code between 1 and 127.
+        The trainer's exit code, or 128 + the signal that ended it; 1 where processes of the run could not be ended,
+        which stderr names.
     """
     adopt_orphans()
     interrupts: list[int] = []
@@ -103,7 +103,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return code if not swept.survivors or 0 < code < 128 else _LEFT_BEHIND
+    return _LEFT_BEHIND if swept.survivors else code
 
 
 def _tidy_up(swept: Swept, ray_dir: Path, run_dir: Path, since: float) -> None:

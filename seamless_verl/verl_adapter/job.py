@@ -21,17 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from seamless_verl.errors import SeamlessError
+from seamless_verl.run.restarts import Exit, RunBroken, exit_of
 from seamless_verl.run.supervisor import INTERPRETER, MARKS
 
 _log = logging.getLogger(__name__)
 
 _LOG = "trainer.log"
 _CLOSE_S = 30.0  # more than a runner's child may take to end its container, less than an interrupted trainer has
-
-
-class RunBroken(SeamlessError):
-    """A part of the run died; the message names it."""
 
 
 class StartUp:
@@ -61,7 +57,7 @@ def main(run_dir: Path) -> int:
     except Exception as error:  # noqa: BLE001 - the end of the line: the user is told, the exit code says so
         traceback.print_exc()
         _tell(run_dir, terminal, f"{type(error).__name__}: {_first_lines(error)}")
-        return 1
+        return exit_of(error)
     return 0
 
 
@@ -71,9 +67,10 @@ def _tell(run_dir: Path, terminal: TextIO, story: str) -> None:
 
 
 def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:
-    """Log the stack of every thread, since the run did not end by itself, and tell the user why it had to."""
+    """End the process, since the run did not end by itself; log the stack of every thread, and tell the user why."""
     faulthandler.dump_traceback(all_threads=True)
     _tell(run_dir, terminal, f"RunBroken: {story}")
+    os._exit(Exit.DIED)
 
 
 def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
@@ -217,6 +214,8 @@ def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
     named = {f"trainer worker {rank}": worker for rank, worker in enumerate(trainer.actor_rollout_wg.workers)}
     workers = getattr(manager, "agent_loop_workers", [])
     named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
+    named |= {f"reward worker {rank}": worker for rank, worker in enumerate(trainer.get_reward_handles() or [])}
+    named |= _transfer_queue()
     if servers is not None:
         if not getattr(trainer, "outlives_replicas", False):
             for replica in servers.get_replicas():
@@ -226,6 +225,15 @@ def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
                 }
         named["load balancer"] = servers.global_load_balancer
     return named
+
+
+def _transfer_queue() -> dict[str, Any]:
+    """TransferQueue's actors; calls to a dead one get no answer, and no error."""
+    import ray
+
+    entries = ray.util.list_named_actors(all_namespaces=True)
+    found = [(entry["name"], entry["namespace"]) for entry in entries if entry["name"].startswith("TransferQueue")]
+    return {name: ray.get_actor(name, namespace=namespace) for name, namespace in sorted(found)}
 
 
 def _servers(trainer: Any) -> dict[str, Any]:

@@ -79,9 +79,13 @@ class Machine:
         ours |= {p for p in inherited if p not in self.children_before and p.status() != psutil.STATUS_ZOMBIE}
         return list(ours)
 
+    def actors(self, kind: str) -> list[psutil.Process]:
+        """Processes of Ray's actors of a class."""
+        return [p for p in self.processes() if "".join(p.cmdline()[:1]).startswith(f"ray::{kind}")]
+
     def servers(self) -> list[psutil.Process]:
         """Those of the rollout replicas."""
-        return [p for p in self.processes() if "".join(p.cmdline()[:1]).startswith("ray::InterruptibleServer")]
+        return self.actors("InterruptibleServer")
 
     def _is_marked(self, pid: int) -> bool:
         with contextlib.suppress(OSError):
@@ -276,16 +280,23 @@ def trained_sums(folder: Path, step: int) -> list[str]:
     return sorted("".join(words) for words in groups.values())
 
 
-def test_after_kill_9_nothing_is_left_and_the_same_command_continues(machine):
+def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_command_continues(machine):
     arguments = [*FAST, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.resume_mode=auto"]
+    arguments += ["seamless.supervise.restarts=1"]
     # Synchronous: every token is of the version being trained, so weights that came over wrongly would show.
     arguments += ["seamless.staleness.eta=0", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     arguments += taught_arithmetic(machine.folder)
     process = machine.start(*arguments)
     read_until(process, "step 2/4")
+    (unit,) = machine.actors("SimpleStorageUnit")
+    unit.kill()
+    read_until(process, "RunBroken: TransferQueueStorageUnit#0 died")
+    read_until(process, "a process of the run died; restart 1 of 1 within an hour, from the last checkpoint")
+    assert "step 1/4" not in "".join(read_until(process, "step 3/4"))
     trainer_of(machine).kill()
     code, output = finish(process)
     assert code == 137, output
+    assert "ended by SIGKILL; not restarted: 1 restarts within an hour" in output
     machine.assert_nothing_left()
     (folder,) = machine.runs()
     assert f"seamless-verl report {folder}" in output

@@ -202,6 +202,31 @@ def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_pa
     assert not (tmp_path / "pid").exists()
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from seamless_verl.run import supervisor
+
+trainer = Path(sys.argv[1]) / "trainer"
+trainer.write_text(f"#!/bin/sh\\ntrap 'echo asked; exit' TERM\\necho begun\\nread waits < {sys.argv[2]}\\n")
+trainer.chmod(0o755)
+supervisor.sys.executable = str(trainer)
+supervisor.run_trainer(Path(sys.argv[1]), "a-run", {})
+"""
+
+
+def test_a_killed_supervisor_takes_its_trainer_along(tmp_path):
+    never = tmp_path / "never"
+    os.mkfifo(never)
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(never)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    ) as run:
+        assert run.stdout.readline() == "begun\n"
+        run.kill()
+        assert run.stdout.read() == "asked\n", "to the end of what both of them held open"
+
+
 def test_the_processes_of_a_real_swe_attempt_ask_the_sweep_for_the_time_that_their_sandbox_needs(tmp_path):
     attempt = child.Child(module="m", token="t", request=b"", timeout_s=1.0)
     assert float(child._environment(attempt, tmp_path)[GRACE]) == child.GRACE_S > 10.0

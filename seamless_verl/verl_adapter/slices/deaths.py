@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import threading
 import time
@@ -200,7 +199,7 @@ class Watchdog:
     Args:
         actors: handles by the name that people know them by.
         servers: the same of rollout servers, which may live while the engine behind them does not.
-        last_word: told why, before the process is ended that did not end by itself.
+        last_word: told why; ends the process, which did not end by itself.
     """
 
     def __init__(
@@ -250,7 +249,7 @@ class Watchdog:
         """Again and again: `asyncio.run` takes the first interrupt for a cancellation, which whoever blocks the loop
         (`ray.get` in a coroutine of verl's) never sees.
         """
-        last_resort = threading.Timer(_LAST_RESORT_S, self._end_the_process, [story])
+        last_resort = threading.Timer(_LAST_RESORT_S, self._last_word, [story])
         last_resort.daemon = True
         last_resort.start()
         main = threading.main_thread().ident
@@ -262,10 +261,6 @@ class Watchdog:
                 signal.pthread_kill(main, signal.SIGINT)
             if self._stop.wait(_INTERVAL_S):
                 return
-
-    def _end_the_process(self, story: str) -> None:
-        self._last_word(story)
-        os._exit(1)
 
     def _look(self, wait_s: float = 0.0) -> str | None:
         for name, error in self._liveness.deaths(wait_s).items():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import pytest
 pytest.importorskip("verl")
 import ray
 
+from seamless_verl.run.restarts import Exit, exit_of
+from seamless_verl.verl_adapter import job
 from seamless_verl.verl_adapter.slices import deaths
 from seamless_verl.verl_adapter.slices.deaths import Watchdog
 
@@ -135,3 +139,49 @@ def test_a_server_without_its_engine_counts_as_dead(actor: Any, monkeypatch: pyt
     with Watchdog({}, {"rollout replica 0": server}) as dog:
         assert dog.cause_of(ValueError("32 prompt groups failed")) == "rollout replica 0 died: its engine process"
     ray.kill(server)
+
+
+def test_the_router_transferqueue_trainer_and_reward_workers_are_watched_by_name(actor: Any) -> None:
+    """As `job` names them; TransferQueue's actors are found by the names that it gives them itself."""
+    router, trainer, reward = (actor.options(num_cpus=0).remote() for _ in range(3))
+    named = [("TransferQueueController", "transfer_queue"), ("TransferQueueStorageUnit#0", None)]
+    kept = [actor.options(num_cpus=0, name=name, namespace=where).remote() for name, where in named]
+    run = SimpleNamespace(
+        actor_rollout_wg=SimpleNamespace(workers=[trainer]),
+        get_reward_handles=lambda: [reward],
+        standalone_server_manager=SimpleNamespace(get_replicas=list, global_load_balancer=router),
+    )
+    parts = job._actors(run, SimpleNamespace())
+    assert sorted(parts) == [
+        "TransferQueueController",
+        "TransferQueueStorageUnit#0",
+        "load balancer",
+        "reward worker 0",
+        "trainer worker 0",
+    ]
+    ray.get([part.pid.remote() for part in (*parts.values(), *kept)])
+    for name, part in parts.items():
+        with Watchdog({name: part}) as dog:
+            _kill(part)
+            told = dog.cause_of(ValueError("what followed from it"))
+        assert told is not None
+        assert told.startswith(f"{name} died: ActorDiedError")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "code"),
+    [
+        ("ray.exceptions", "ActorDiedError", Exit.DIED),
+        ("ray.exceptions", "WorkerCrashedError", Exit.DIED),
+        ("vllm.v1.engine.exceptions", "EngineDeadError", Exit.DIED),
+        ("torch", "OutOfMemoryError", Exit.OUT_OF_MEMORY),
+        ("ray.exceptions", "OutOfMemoryError", Exit.OUT_OF_MEMORY),
+        ("builtins", "ValueError", Exit.FAILED),
+    ],
+)
+def test_what_ray_hands_over_is_told_from_a_users_error_by_its_class(module: str, name: str, code: Exit) -> None:
+    kind = getattr(importlib.import_module(module), name)
+    cause = kind("in another process") if name != "ActorDiedError" else kind()
+    handed = ray.exceptions.RayTaskError("train", "the traceback", cause).as_instanceof_cause()
+    assert exit_of(handed) is code
+    assert exit_of(cause) is code
