@@ -31,6 +31,7 @@ from seamless_verl.run.check_machine import (
 )
 from seamless_verl.run.compose import run_is_alive
 from seamless_verl.simulation import simulate_command as simulation
+from seamless_verl.watch import watch_command as watching
 
 if TYPE_CHECKING:
     from seamless_verl.proxy.deploy.shards import Launcher
@@ -242,6 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--open", action="store_true", help="open the page in a browser")
     command.add_argument("--perfetto", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev instead")
     command.set_defaults(run=report)
+    command = commands.add_parser("watch", help="pages of runs, live: steps, groups, conversations, tokens")
+    watching.add_arguments(command, is_alive=run_is_alive)
     command = commands.add_parser("proxy", help="record agents in front of a vLLM server, without a trainer")
     proxy.add_arguments(command, ray_launcher=_ray_launcher, vllm_parser=_vllm_parser)
     simulation.add_arguments(commands.add_parser("simulate", help="what other tags, splits and policies would bring"))

@@ -295,6 +295,8 @@ class ProxyConfig:
         journal_dir: folder for those journals on a disk that every node has itself (SQLite's write-ahead log does not
             work on NFS, Lustre and the like). None: ``RUN/proxy`` where that is on the node's disk, else the node's
             temporary folder.
+        keep_mib: MiB per rollout worker of attempts that are over, kept beside the journal with every token and log-prob
+            for ``seamless-verl watch`` (docs/watch.md); the oldest leave first. 0 keeps none.
     """
 
     host: str = "127.0.0.1"
@@ -303,8 +305,10 @@ class ProxyConfig:
     reasoning_parser: str | None = None
     journal: bool = True
     journal_dir: str | None = None
+    keep_mib: int = 256
 
     def __post_init__(self) -> None:
+        whole("seamless.proxy.keep_mib", self.keep_mib, 0, "256")
         if self.journal_dir is not None and (not isinstance(self.journal_dir, str) or self.journal_dir[:1] != "/"):
             raise ConfigError("seamless.proxy.journal_dir", self.journal_dir, "is no absolute path", "write /scratch")
         if not isinstance(self.journal, bool):

@@ -197,6 +197,7 @@ class SessionEnded(FlightEvent):
         group: uid of its prompt.
         status: how the agent ended.
         drift: how often each reason kept a request from matching its session's tree cleanly.
+        index: number of the attempt in its group; -1 where the writer does not say.
     """
 
     session: str
@@ -207,6 +208,7 @@ class SessionEnded(FlightEvent):
     reward: float
     status: str
     drift: Mapping[str, int] = field(default_factory=dict)
+    index: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

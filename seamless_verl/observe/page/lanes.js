@@ -1,9 +1,10 @@
 "use strict";
 // Draws the lanes: one row per slice, time from left to right. The data comes from lane_data.py, times in ticks.
-(() => {
-  const data = JSON.parse(document.getElementById("lane-data").textContent);
+// `view` ({from, to} in seconds) is what to show first; returns what is shown, and how to stop. Null: no lanes here.
+function drawLanes(view) {
   const canvas = document.getElementById("lane-canvas");
-  if (!canvas) return;
+  if (!canvas) return null;
+  const data = JSON.parse(document.getElementById("lane-data").textContent);
   const axis = document.getElementById("lane-axis");
   const tip = document.getElementById("lane-tip");
   const range = document.getElementById("lane-range");
@@ -340,7 +341,14 @@
   }
 
   readColours();
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); draw(); });
-  new ResizeObserver(draw).observe(canvas.parentElement);
-  draw();
-})();
+  const over = new AbortController(), resized = new ResizeObserver(draw);
+  window.matchMedia("(prefers-color-scheme: dark)")
+    .addEventListener("change", () => { readColours(); draw(); }, { signal: over.signal });
+  resized.observe(canvas.parentElement);
+  if (view) show(view.from / data.tick_s, view.to / data.tick_s); else draw();
+  return {
+    view: () => (to - from >= whole ? undefined : { from: from * data.tick_s, to: to * data.tick_s }),
+    stop: () => { over.abort(); resized.disconnect(); },
+  };
+}
+drawLanes();

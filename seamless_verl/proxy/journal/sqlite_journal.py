@@ -39,7 +39,7 @@ VERSION = 2  # of the bytes of a turn
 _CHECKSUM_BYTES = 8
 _ARRAYS: Mapping[str, Literal["i", "d"]] = {"context_ids": "i", "token_ids": "i", "log_probs": "d"}
 _Kind = TypeVar("_Kind", TurnRecord, LedgerEntry)
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT, state TEXT, rewards TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (number INTEGER PRIMARY KEY, session_id TEXT, body BLOB);
@@ -143,19 +143,19 @@ class SqliteJournal:
             ConfigError: the file is damaged.
         """
         try:
-            return self._thread.submit(_read_sessions, self._db).result()
+            return self._thread.submit(read_sessions, self._db).result()
         except (sqlite3.Error, ValueError, TypeError) as error:
             raise self._unusable(error) from error
 
     async def load(self, session: Session) -> None:
         loop = asyncio.get_running_loop()
         try:
-            images, bodies = await loop.run_in_executor(self._thread, _read_turns, self._db, session.id)
+            images, bodies = await loop.run_in_executor(self._thread, read_turns, self._db, session.id)
         except sqlite3.Error as error:
             raise JournalFailed(f"{type(error).__name__}: {error}") from error
         for image in images:
             session.images.add(image)
-        _restore(session, bodies)
+        restore(session, bodies)
 
     async def close(self) -> None:
         """Write what is waiting and let the file go."""
@@ -205,7 +205,7 @@ def _connect(path: Path, durable: bool) -> sqlite3.Connection:
         if mode != "wal":
             raise sqlite3.OperationalError(f"no write-ahead log can be kept there (journal_mode is {mode})")
         db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-        db.executescript(_SCHEMA)
+        db.executescript(SCHEMA)
         db.execute(f"PRAGMA user_version = {VERSION}")
     except sqlite3.Error:
         db.close()
@@ -225,10 +225,11 @@ def _transact(db: sqlite3.Connection, statements: Sequence[_Statement]) -> None:
         raise
 
 
-def _read_sessions(db: sqlite3.Connection) -> list[Session]:
+def read_sessions(db: sqlite3.Connection, only: str | None = None) -> list[Session]:
+    """Every session in the file, or the one of this id, without its turns."""
     sessions = []
     for session_id, digest, opened_at, spec, state, rewards in db.execute(
-        "SELECT * FROM sessions ORDER BY opened_at, id"
+        "SELECT * FROM sessions WHERE ?1 IS NULL OR id = ?1 ORDER BY opened_at, id", (only,)
     ):
         session = Session(
             session_id=session_id,
@@ -252,7 +253,8 @@ def _read_summary(db: sqlite3.Connection, session_id: str) -> bytes:
     return bytes(found[0]) if found is not None else b""
 
 
-def _read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredImage], list[bytes]]:
+def read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredImage], list[bytes]]:
+    """Pictures and turns of a session as they are written, for `restore`."""
     rows = db.execute("SELECT body FROM turns WHERE session_id = ? ORDER BY number", (session_id,))
     bodies = [bytes(body) for (body,) in rows]
     fields = "digest, placeholder, token_ids, data"
@@ -263,8 +265,8 @@ def _read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredIma
     ], bodies
 
 
-def _restore(session: Session, bodies: Sequence[bytes]) -> None:
-    """Commit turns to an empty session, up to the first that is damaged."""
+def restore(session: Session, bodies: Sequence[bytes]) -> list[Answer]:
+    """Commit turns to an empty session, up to the first that is damaged; returns their answers."""
     answers: list[Answer] = []
     for number, body in enumerate(bodies):
         try:
@@ -278,6 +280,7 @@ def _restore(session: Session, bodies: Sequence[bytes]) -> None:
     # An answer that was never continued may have died with the process: the next identical request gets it.
     continued = {said.turn.generation_id for said in session.tree.answers if said.turn and not said.is_leaf}
     session.loaded(answers, continued)
+    return answers
 
 
 def _rewards(session: Session) -> str:

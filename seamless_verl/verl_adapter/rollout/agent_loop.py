@@ -117,4 +117,5 @@ def _session_ended(at: float, result: SessionResult, report: AgentReport, second
         reward=report.reward,
         status=report.status.value,
         drift=dict(result.drift),
+        index=result.index,
     )

@@ -30,6 +30,7 @@ from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, lis
 from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.engines.remote_engine import EngineHost, RemoteEngine
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
+from seamless_verl.proxy.journal.kept_sessions import KeepingJournal
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.store import SessionStore
@@ -40,6 +41,7 @@ from seamless_verl.verl_adapter.vllm.vllm_parsers import make_parser
 
 _log = logging.getLogger(__name__)
 _CALLS_PER_ATTEMPT = 4
+_JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +121,14 @@ class ProxyActor:
     Args:
         owner: address of the rollout worker's `EngineHost`.
         journal: file of the journal, on this node.
+        keep_bytes: of sessions that are over and kept beside it; 0: none.
     """
 
-    def __init__(self, settings: ShardSettings, owner: str, journal: Path) -> None:
+    def __init__(self, settings: ShardSettings, owner: str, journal: Path, keep_bytes: int) -> None:
         self._settings = settings
         self._owner = owner
         self._journal = journal
+        self._keep_bytes = keep_bytes
 
     async def serve(self) -> None:
         """Serve until the owner is gone.
@@ -133,7 +137,11 @@ class ProxyActor:
             RuntimeError: it cannot; in words, since a ConfigError does not survive the way back through Ray.
         """
         try:
-            journal = SqliteJournal(self._journal)
+            journal = (
+                KeepingJournal(self._journal, max_bytes=self._keep_bytes)
+                if self._keep_bytes
+                else SqliteJournal(self._journal)
+            )
             sessions = SessionStore()
             journal.resume(sessions)
             engine, listener = await RemoteEngine.connect(self._owner)
@@ -154,25 +162,29 @@ class ActorProxy:
 
     Args:
         engine: belongs to this process, and is asked from the actor.
-        folder: of the journal, on this node's own disk; emptied first, since sessions of an earlier process have nobody
-            left who waits for them, and removed in the end where it is not the run's.
+        folder: of the journal, on this node's own disk; removed in the end where it is not the run's. An earlier
+            process's journal is removed first, since its sessions have nobody left who waits for them.
+        keep_bytes: of sessions that are over and kept there, also those of an earlier process; 0: none.
 
     Attributes:
         base_url: as agents reach it, also while it is down: they wait then.
     """
 
-    def __init__(self, settings: ShardSettings, engine: Engine, host: str, port: int, folder: Path) -> None:
+    def __init__(
+        self, settings: ShardSettings, engine: Engine, host: str, port: int, folder: Path, *, keep_bytes: int = 0
+    ) -> None:
         self._listener = listen_on(host, port)
         self.base_url = base_url_of(self._listener, node_ip=ray.util.get_node_ip_address())
         self._engine = EngineHost(engine, self._listener)
         self._folder = folder
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_JOURNAL}*"):
+            left.unlink()
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
         actor_class: Any = ray.remote(ProxyActor)
         self._actor: ActorHandle[ProxyActor] = actor_class.options(**options).remote(
-            settings, self._engine.address, folder / "journal.sqlite"
+            settings, self._engine.address, folder / _JOURNAL, keep_bytes
         )
         self._serving: asyncio.Future[None] | None = None
 

@@ -129,7 +129,8 @@ class ProxyShard:
         if seamless.proxy.journal and seamless.run_dir is not None:
             run_dir = Path(seamless.run_dir)
             journals = journal_folder(seamless.proxy.journal_dir, run_dir, os.environ.get(RUN_ID) or run_dir.name)
-            actor = ActorProxy(settings, engine, host, port, journals / _name_of_worker())
+            folder, keep_bytes = journals / _name_of_worker(), seamless.proxy.keep_mib << 20
+            actor = ActorProxy(settings, engine, host, port, folder, keep_bytes=keep_bytes)
             admin = ProxyAdmin(actor.base_url, settings.admin_key)
             await actor.start(admin)
             return cls(seamless, actor, admin, runner)

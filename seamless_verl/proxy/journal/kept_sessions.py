@@ -1,0 +1,124 @@
+"""Sessions that are over, kept whole for who looks at the run later: `seamless-verl watch` shows them.
+
+::
+
+    forgotten ──▶ copied from journal.sqlite to kept.sqlite ──▶ deleted from journal.sqlite
+                       └ the oldest leave when the file is full
+
+Keeping is a favour: an answer never waits for it (a thread and a connection of its own), and where it fails the run
+goes on without, after one line in the log.
+
+Invariant: a session in the file is there with all its turns; the file stays below its bound (and one session).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from seamless_verl.proxy.journal.sqlite_journal import SCHEMA, VERSION, SqliteJournal
+
+KEPT = "kept.sqlite"
+_log = logging.getLogger(__name__)
+_BUSY_S = 5.0
+# `number` only grows, so that a reader knows what is new to it.
+_SCHEMA = f"""{SCHEMA}
+CREATE TABLE IF NOT EXISTS kept (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, num_bytes INTEGER);
+"""
+_TABLES = ("sessions", "turns", "images")
+_LEAVES = (
+    *(f"DELETE FROM {table} WHERE {'id' if table == 'sessions' else 'session_id'} = ?" for table in _TABLES),
+    "DELETE FROM kept WHERE id = ?",
+)
+_COPIED = (
+    "INSERT INTO sessions SELECT * FROM journal.sessions WHERE id = ?",
+    "INSERT INTO turns (session_id, body) SELECT session_id, body FROM journal.turns WHERE session_id = ? "
+    "ORDER BY number",
+    "INSERT INTO images SELECT * FROM journal.images WHERE session_id = ?",
+)
+_SIZE = (
+    "SELECT (SELECT total(length(body)) FROM turns WHERE session_id = :id) "
+    "+ (SELECT total(length(data)) FROM images WHERE session_id = :id)"
+)
+
+
+class KeepingJournal(SqliteJournal):
+    """A journal that keeps what it forgets, in ``kept.sqlite`` beside it.
+
+    Args:
+        path: as `SqliteJournal`.
+        max_bytes: of turns and pictures in ``kept.sqlite``; above it the oldest sessions leave.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
+        super().__init__(path)
+        self._keeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kept")
+        self._max_bytes = max_bytes
+        self._kept: sqlite3.Connection | None = None
+        try:
+            self._kept = self._keeper.submit(_open, path).result()
+        except sqlite3.Error as error:
+            self._stop(error)
+
+    async def forgotten(self, session_id: str, summary: bytes) -> None:
+        if self._kept is not None:
+            try:
+                await asyncio.get_running_loop().run_in_executor(
+                    self._keeper, _keep, self._kept, session_id, self._max_bytes
+                )
+            except sqlite3.Error as error:
+                self._stop(error)
+        await super().forgotten(session_id, summary)
+
+    async def close(self) -> None:
+        if self._kept is not None:
+            await asyncio.get_running_loop().run_in_executor(self._keeper, self._kept.close)
+        self._keeper.shutdown()
+        await super().close()
+
+    def _stop(self, error: sqlite3.Error) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._keeper.submit(kept.close)
+        _log.warning("sessions that end from now on are not kept for `seamless-verl watch`: %s", error)
+
+
+def _open(journal: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(journal.with_name(KEPT), isolation_level=None, check_same_thread=False, timeout=_BUSY_S)
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"{KEPT} was written in format {version}, this is format {VERSION}")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.executescript(_SCHEMA)
+        db.execute(f"PRAGMA user_version = {VERSION}")
+        db.execute("ATTACH ? AS journal", (str(journal),))
+    except sqlite3.Error:
+        db.close()
+        raise
+    return db
+
+
+def _keep(db: sqlite3.Connection, session_id: str, max_bytes: int) -> None:
+    db.execute("BEGIN")  # of this file only: the journal is read, and its own thread may write meanwhile
+    try:
+        for sql in (*_LEAVES, *_COPIED):  # it may be there: a process died before it was forgotten
+            db.execute(sql, (session_id,))
+        size = db.execute(_SIZE, {"id": session_id}).fetchone()[0]
+        db.execute("INSERT INTO kept (id, num_bytes) VALUES (?, ?)", (session_id, size))
+        total = db.execute("SELECT total(num_bytes) FROM kept").fetchone()[0]
+        for oldest, num_bytes in db.execute("SELECT id, num_bytes FROM kept ORDER BY number").fetchall():
+            if total <= max_bytes or oldest == session_id:
+                break
+            total -= num_bytes
+            for sql in _LEAVES:
+                db.execute(sql, (oldest,))
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise

@@ -1,0 +1,1 @@
+"""Watching runs in a browser: reads what they record, and changes nothing."""

@@ -1,0 +1,196 @@
+"""The pages over HTTP: files of ours, and JSON. Every address begins with the token.
+
+    GET /TOKEN/                             the page        /TOKEN/static/…  its scripts and styles
+    GET /TOKEN/api/runs                     all places
+    GET /TOKEN/api/run/ID/page              the report's page, as the Run view takes it apart
+    GET /TOKEN/api/run/ID/steps, groups, attempt, tokens
+
+Who may read is decided before any route: the token in constant time; only the names under which this server was bound
+(another name is a page elsewhere that had its own name point here); no other origin. Answers may be neither framed, nor
+kept, nor run scripts but ours. Strings of agents are JSON here and text in the page, never HTML.
+"""
+
+from __future__ import annotations
+
+import hmac
+import sqlite3
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from seamless_verl.errors import SeamlessError
+from seamless_verl.watch.watched import NotThere, Watched
+
+HEADERS = {
+    # Bars and strips set their own width in an attribute; styles cannot run anything.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_OURS = {
+    **dict.fromkeys(("page.css", "lanes.js"), "seamless_verl.observe.page"),
+    **dict.fromkeys(
+        ("watch.css", "main.js", "dom.js", "runs.js", "run.js", "steps.js", "attempt.js", "tokens.js"),
+        "seamless_verl.watch",
+    ),
+}
+
+Places = Callable[[], Iterable[Watched]]
+
+
+class Guard:
+    """Lets through who knows the token, takes it off the path, and seals every answer.
+
+    Args:
+        allowed: whether a ``Host`` is a name of this server.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, allowed: Callable[[str], bool]) -> None:
+        self._app = app
+        self._token = token.encode()
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served")
+
+        async def sealed(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                ours = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *ours]}
+            await send(message)
+
+        first, _, rest = scope["path"].lstrip("/").partition("/")
+        refused = self._refused(scope, first)
+        if refused is not None:
+            await refused(scope, receive, sealed)
+            return
+        path = f"/{rest}"
+        await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, sealed)
+
+    def _refused(self, scope: Scope, token: str) -> Response | None:
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+        hosts, origins = headers.get("host", []), headers.get("origin", [])
+        if len(hosts) != 1 or not self._allowed(hosts[0]):
+            return _said(
+                421, "This server does not go by that name. Open the address that seamless-verl watch printed."
+            )
+        if any(urlsplit(origin).netloc != hosts[0] for origin in origins):
+            return _said(403, "Pages of other origins get nothing here.")
+        if not hmac.compare_digest(token.encode("utf-8", "replace"), self._token):
+            return _said(403, "The token is missing or wrong. Open the address that seamless-verl watch printed.")
+        if scope["method"] not in ("GET", "HEAD"):
+            return _said(405, "Nothing can be changed here.")
+        return None
+
+
+def _said(status: int, text: str) -> Response:
+    return Response(f"{text}\n", status, media_type="text/plain")
+
+
+def make_app(places: Places, *, token: str, allowed: Callable[[str], bool]) -> ASGIApp:
+    """The application, guarded.
+
+    Args:
+        places: what is there to watch now; asked with every list of runs.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    _serve_files(app)
+    _serve_runs(app, places)
+
+    @app.exception_handler(NotThere)
+    async def not_there(_: Request, error: NotThere) -> Response:
+        return _json({"error": str(error)}, 404)
+
+    async def unreadable(_: Request, error: Exception) -> Response:
+        return _json({"error": f"{type(error).__name__}: {error}"}, 500)
+
+    for kind in (SeamlessError, OSError, sqlite3.Error, ValueError):
+        app.add_exception_handler(kind, unreadable)
+    return Guard(app, token, allowed)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    try:
+        body = msgspec.json.encode(content)
+    except UnicodeEncodeError:  # half a character, as an agent may send it
+        body = msgspec.json.encode(_printable(content))
+    return Response(body, status, media_type="application/json")
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_printable(key): _printable(held) for key, held in value.items()}
+    return [_printable(held) for held in value] if isinstance(value, (list, tuple)) else value
+
+
+def _serve_files(app: FastAPI) -> None:
+    @app.get("/")
+    def shell() -> Response:
+        return _file("seamless_verl.watch", "site/shell.html")
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in _OURS:
+            raise NotThere(f"there is no {name}")
+        package = _OURS[name]
+        return _file(package, f"site/{name}" if package == "seamless_verl.watch" else name)
+
+
+def _file(package: str, name: str) -> Response:
+    text = (files(package) / name).read_text(encoding="utf-8")
+    return Response(text, media_type=_KINDS[name.rsplit(".", 1)[1]])
+
+
+def _serve_runs(app: FastAPI, places: Places) -> None:
+    def run_of(run: str) -> Watched:
+        for watched in places():
+            if watched.place.id == run:
+                return watched
+        raise NotThere("this run is not there (any more)")
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return _json({"runs": [watched.standing() for watched in places()]})
+
+    @app.get("/api/run/{run}/page")
+    def page(run: str, seen: str = "") -> Response:
+        watched = run_of(run)
+        name, text = watched.page()
+        mark = hmac.new(b"page", name.encode(), "md5").hexdigest()
+        if seen == mark:
+            return Response(status_code=204)
+        return Response(text, media_type="text/plain", headers={"x-page": mark, "x-run": quote(watched.place.name)})
+
+    @app.get("/api/run/{run}/steps")
+    def steps(run: str) -> Response:
+        return _json(run_of(run).steps())
+
+    @app.get("/api/run/{run}/groups")
+    def groups(run: str, step: str, sort: str = "as begun", flag: str = "", text: str = "") -> Response:
+        return _json(run_of(run).groups(step, sort, flag, text))
+
+    @app.get("/api/run/{run}/attempt")
+    def attempt(run: str, key: str) -> Response:
+        return _json(run_of(run).attempt(key))
+
+    @app.get("/api/run/{run}/tokens")
+    def tokens(run: str, key: str, row: int = 0) -> Response:
+        return _json(run_of(run).tokens(key, row))

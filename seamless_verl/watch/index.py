@@ -1,0 +1,269 @@
+"""An index of a run's attempts beside the run: SQLite, brought up to date with what has been written since.
+
+    files that grow ──readers──▶ attempts (by session)  ─┐
+                                 texts (rows of a step)  ─┴─▶ steps, groups, one attempt
+
+What several sources say of one attempt is joined: each fills in what it knows. The index is a cache: another version of
+this program, or a file that shrank (a run that began anew), makes it afresh. It lies in the run's folder, or, where
+nothing can be written there, in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.watch import readers
+from seamless_verl.watch.places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
+from seamless_verl.watch.readers import AttemptFacts, TrainedText
+
+INDEX = "watch.sqlite"
+_VERSION = 1
+_MOST_KEPT = 2000  # sessions per update
+_FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
+_NAMES = {"group": "grp"}
+_COLUMNS = tuple(_NAMES.get(name, name) for name in _FACTS)
+_SCHEMA = f"""
+CREATE TABLE sources (file TEXT PRIMARY KEY, mark INTEGER, problem TEXT) WITHOUT ROWID;
+CREATE TABLE attempts (session TEXT PRIMARY KEY, {", ".join(_COLUMNS)}, file TEXT) WITHOUT ROWID;
+CREATE INDEX attempts_of ON attempts (grp, "index");
+CREATE TABLE texts (grp TEXT, "index" INTEGER, row INTEGER, step INTEGER, score REAL, file TEXT, start INTEGER,
+    length INTEGER, PRIMARY KEY (grp, "index", row)) WITHOUT ROWID;
+CREATE INDEX texts_of ON texts (step);
+PRAGMA user_version = {_VERSION};
+""".replace(" index,", ' "index",')
+_QUOTED = tuple(f'"{column}"' for column in _COLUMNS)
+_PUT = (
+    f"INSERT INTO attempts (session, {', '.join(_QUOTED)}, file) VALUES (?, {', '.join('?' * len(_QUOTED))}, ?) "
+    "ON CONFLICT (session) DO UPDATE SET "
+    + ", ".join(f"{column} = coalesce(excluded.{column}, attempts.{column})" for column in (*_QUOTED, "file"))
+)
+
+
+class RunIndex:
+    """The index of one place; not for several threads at once.
+
+    Attributes:
+        where: the index's file.
+        is_behind: the last update left something for the next one: a large file is read in parts.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._scratch = tempfile.TemporaryDirectory(prefix="seamless-watch-")
+        self.scratch = Path(self._scratch.name)
+        self.where, self._db = self._open()
+        self._open_sessions: dict[str, dict[str, int]] = {}
+        self.is_behind = True
+
+    def close(self) -> None:
+        self._db.close()
+        self._scratch.cleanup()
+
+    # ------------------------------------------------------------ up to date
+
+    def update(self) -> None:
+        """Read what was written since the last call; what cannot be read is noted and said (`problems`)."""
+        if any(file.exists() and file.stat().st_size < mark for file, mark in self._marks()):
+            self._begin_anew()
+        self.is_behind = False
+        self._db.execute("BEGIN")
+        try:
+            for file in files_of(self._place / FLIGHT, ("*.jsonl",)):
+                self._guarded(file, self._read_recording)
+            for file in files_of(self._place, ROW_FILES):
+                self._guarded(file, self._read_rows)
+            for file in files_of(self._place, KEPT_FILES):
+                self._guarded(file, self._read_kept)
+            for file in files_of(self._place, JOURNALS):
+                self._guarded(file, self._read_journal)
+        finally:
+            self._db.execute("COMMIT")
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Files that could not be read, and why."""
+        return list(self._db.execute("SELECT file, problem FROM sources WHERE problem != ''"))
+
+    def _guarded(self, file: Path, read: Any) -> None:
+        name = str(file.relative_to(self._place))
+        known = self._db.execute("SELECT mark FROM sources WHERE file = ?", (name,)).fetchone()
+        mark, problem = (known[0] if known else 0), ""
+        try:
+            mark = read(file, name, mark)
+        except (OSError, sqlite3.Error, ValueError, KeyError, TypeError, IndexError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (name, mark, problem))
+
+    def _read_recording(self, file: Path, name: str, mark: int) -> int:
+        found = readers.new_lines(file, mark)
+        if found.lines:
+            self._put(readers.ended_attempts(found, readers.clock_offset(file)), None)
+        self.is_behind |= found.is_part
+        return found.end
+
+    def _read_rows(self, file: Path, name: str, mark: int) -> int:
+        if not mark and (rows := readers.closed_session(file)):
+            self._put([readers.facts_of_rows(rows)], name)
+            return file.stat().st_size
+        found = readers.new_lines(file, mark)
+        self._put_texts(readers.trained_texts(found), name)
+        self.is_behind |= found.is_part
+        return found.end
+
+    def _read_kept(self, file: Path, name: str, mark: int) -> int:
+        with readers.journal(file, self.scratch) as db:
+            new = db.execute("SELECT number, id FROM kept WHERE number > ? ORDER BY number LIMIT ?", (mark, _MOST_KEPT))
+            numbers = {session: number for number, session in new}
+            self.is_behind |= len(numbers) == _MOST_KEPT
+            self._put(readers.sessions_in(db, frozenset(numbers)), name)
+            if numbers:  # else they may have left the file meanwhile
+                there = {session for (session,) in db.execute("SELECT id FROM kept")}
+                gone = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()
+                self._db.executemany(
+                    "UPDATE attempts SET file = NULL WHERE session = ?",
+                    [row for row in gone if row[0] not in there],
+                )
+        return max(numbers.values(), default=mark)
+
+    def _read_journal(self, file: Path, name: str, mark: int) -> int:
+        """Sessions under way: those with new turns are read again, those that left are over."""
+        before = self._open_sessions.get(name)
+        with readers.journal(file, self.scratch) as db:
+            sessions = {row[0]: 0 for row in db.execute("SELECT id FROM sessions")} | readers.num_turns(db)
+            changed = frozenset(s for s, turns in sessions.items() if before is None or before.get(s) != turns)
+            if changed:
+                self._put(readers.sessions_in(db, changed), name)
+        known = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()
+        over = [row for row in known if row[0] not in sessions]
+        self._db.executemany(
+            "UPDATE attempts SET file = NULL, state = CASE state WHEN 'open' THEN 'over' ELSE state END "
+            "WHERE session = ?",
+            over,
+        )
+        self._open_sessions[name] = sessions
+        return mark
+
+    def _put(self, found: Iterable[AttemptFacts], file: str | None) -> None:
+        rows = []
+        for facts in found:
+            plain = asdict(facts)
+            drift = plain["drift"]
+            plain["drift"] = None if drift is None else json.dumps(drift)
+            rows.append((facts.session, *(plain[name] for name in _FACTS), file))
+        self._db.executemany(_PUT, rows)
+
+    def _put_texts(self, found: Iterable[TrainedText], file: str) -> None:
+        self._db.executemany(
+            "INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            ((t.group, t.index, t.row, t.step, t.score, file, t.start, t.length) for t in found),
+        )
+
+    def _marks(self) -> list[tuple[Path, int]]:
+        rows = self._db.execute("SELECT file, mark FROM sources").fetchall()
+        return [(self._place / file, mark) for file, mark in rows if file.endswith(".jsonl")]
+
+    # ------------------------------------------------------------ asked
+
+    def attempts(self, *, step: int | None) -> list[dict[str, Any]]:
+        """Attempts of the groups that a step trained; ``None``: of those that no step is known to have trained."""
+        if step is None:
+            return self._selected("grp NOT IN (SELECT grp FROM texts)", ())
+        return self._selected("grp IN (SELECT grp FROM texts WHERE step = ?)", (step,))
+
+    def group(self, name: str) -> list[dict[str, Any]]:
+        return self._selected("grp = ?", (name,))
+
+    def steps(self) -> list[int]:
+        """Steps that are known to have trained something."""
+        return [step for (step,) in self._db.execute("SELECT DISTINCT step FROM texts ORDER BY step")]
+
+    def has_untrained(self) -> bool:
+        found = self._db.execute("SELECT 1 FROM attempts WHERE grp NOT IN (SELECT grp FROM texts) LIMIT 1")
+        return found.fetchone() is not None
+
+    def attempt(self, key: str) -> dict[str, Any] | None:
+        group = self._db.execute("SELECT grp FROM attempts WHERE session = ?", (key,)).fetchone()
+        name = group[0] if group is not None else key.rpartition("~")[0]
+        return next((attempt for attempt in self.group(name) if attempt["key"] == key), None)
+
+    def _selected(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """Sessions that the condition names, joined with what was trained of them."""
+        texts = self._db.execute(
+            f'SELECT grp, "index", step, score, min(row) FROM texts WHERE {where} GROUP BY grp, "index"', values
+        ).fetchall()
+        scores = {(group, index): score for group, index, _, score, _ in texts}
+        steps = {group: step for group, _, step, _, _ in texts}
+        cursor = self._db.execute(f"SELECT * FROM attempts WHERE {where} ORDER BY began", values)
+        names = [column[0] for column in cursor.description]
+        found = []
+        for row in cursor:
+            told = dict(zip(names, row, strict=True))
+            group, told["drift"] = told.pop("grp"), json.loads(told["drift"] or "{}")
+            score = scores.pop((group, told["index"]), None)
+            told |= {"group": group, "key": told["session"], "step": steps.get(group), "score": score}
+            found.append(told)
+        # An older recording does not say which attempt of a group a session was: the rows then stand for the attempts.
+        replaced = {group for group, _ in scores} & {told["group"] for told in found if told["index"] is None}
+        return [told for told in found if told["group"] not in replaced] + [
+            _of_texts(group, index, steps[group], score) for (group, index), score in scores.items()
+        ]
+
+    def texts(self, group: str, index: int) -> list[dict[str, Any]]:
+        """What was trained of an attempt, as verl wrote it down."""
+        rows = self._db.execute(
+            'SELECT row, step, score, file, start, length FROM texts WHERE grp = ? AND "index" = ? ORDER BY row',
+            (group, index),
+        ).fetchall()
+        found = []
+        for row, step, score, file, start, length in rows:
+            record = readers.line_at(self._place / file, start, length)
+            text = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
+            found.append({"row": row, "step": step, "score": score, **text})
+        return found
+
+    # ------------------------------------------------------------ the file
+
+    def _open(self) -> tuple[Path, sqlite3.Connection]:
+        for where in (self._place / INDEX, self.scratch / INDEX):
+            try:
+                return where, self._opened(where)
+            except sqlite3.Error:
+                continue
+        raise sqlite3.OperationalError(f"no index can be written in {self._place} or {self.scratch}")
+
+    @staticmethod
+    def _opened(where: Path) -> sqlite3.Connection:
+        db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=0.5)
+        try:
+            if db.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
+                db.close()
+                where.unlink(missing_ok=True)
+                db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=0.5)
+                db.executescript(_SCHEMA)
+            db.execute("PRAGMA synchronous = OFF")  # it can be made again
+            db.execute("BEGIN IMMEDIATE")  # refused where nothing can be written, or another process writes
+            db.execute("COMMIT")
+        except sqlite3.Error:
+            db.close()
+            raise
+        return db
+
+    def _begin_anew(self) -> None:
+        for table in ("sources", "attempts", "texts"):
+            self._db.execute(f"DELETE FROM {table}")
+        self._open_sessions.clear()
+
+
+def _of_texts(group: str, index: int, step: int, score: float) -> dict[str, Any]:
+    """An attempt of which only what was trained is known."""
+    unknown = dict.fromkeys((*_FACTS, "session", "file"))
+    return unknown | {
+        "key": f"{group}~{index}", "group": group, "index": index, "step": step, "score": score, "reward": score,
+        "state": "trained", "drift": {},
+    }  # fmt: skip

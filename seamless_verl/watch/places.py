@@ -1,0 +1,145 @@
+"""Which folders can be watched, and how each stands: told from their files alone.
+
+A place is a run of the trainer (``flight/``, ``steps.jsonl``, ``rows/``), a recording of the stand-alone proxy
+(``journal.sqlite``, ``rows/``), or a run of the simulator (``flight/``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.observe.reporter import STEPS
+from seamless_verl.observe.run_folder import CONFIG, LOGS
+
+JOURNALS = ("journal.sqlite", "shard-*/journal.sqlite", "proxy/*/journal.sqlite")
+KEPT_FILES = ("proxy/*/kept.sqlite",)
+ROW_FILES = ("rows/*.jsonl", "shard-*/rows/*.jsonl")
+_PART_BYTES = 1 << 16
+_MOST_FOLDERS = 5000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One folder to watch.
+
+    Attributes:
+        id: stable name for addresses, made of the path.
+        name: the path below the folder that was asked for.
+    """
+
+    id: str
+    name: str
+    path: Path
+
+
+def is_place(folder: Path) -> bool:
+    if (folder / FLIGHT).is_dir() or (folder / STEPS).is_file():
+        return True
+    if (folder / CONFIG).is_file() and (folder / LOGS).is_dir():
+        return True
+    return any(next(folder.glob(pattern), None) is not None for pattern in (*JOURNALS, *KEPT_FILES))
+
+
+def places(root: Path) -> list[Place]:
+    """``root`` itself where it is one; else the folders below it that are, points of sweeps included."""
+    if is_place(root):
+        return [_place(root, root)]
+    found: list[Place] = []
+    for folder in _folders(root):
+        if is_place(folder):
+            found.append(_place(root, folder))
+        else:
+            found += [_place(root, point) for point in _folders(folder) if is_place(point)]
+    return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())[:_MOST_FOLDERS]
+    except OSError:
+        return []
+
+
+def _place(root: Path, folder: Path) -> Place:
+    name = folder.name if folder == root else str(folder.relative_to(root))
+    digest = blake2b(str(folder.absolute()).encode("utf-8", "surrogateescape"), digest_size=6)
+    return Place(id=digest.hexdigest(), name=name, path=folder)
+
+
+def files_of(place: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted(file for pattern in patterns for file in place.glob(pattern))
+
+
+def standing(place: Path, is_alive: Callable[[Path], bool]) -> dict[str, Any]:
+    """What a list of runs shows of one: ``state`` in words, ``style``, ``step``, ``total_steps``, ``reward``,
+    ``changed`` (seconds since 1970); ``None`` where nothing says."""
+    last = _last_record(place / STEPS)
+    state, style = _state(place, is_alive)
+    files = [*files_of(place / FLIGHT, ("*.jsonl",)), *files_of(place, JOURNALS), place / STEPS, place / CONFIG]
+    return {
+        "state": state,
+        "style": style,
+        "step": last.get("step"),
+        "total_steps": last.get("total_steps"),
+        "reward": last.get("reward"),
+        "step_s": last.get("step_s"),
+        "changed": max((file.stat().st_mtime for file in files if file.exists()), default=None),
+    }
+
+
+def _state(place: Path, is_alive: Callable[[Path], bool]) -> tuple[str, str]:
+    """In words, and its style: as the report's badge."""
+    if is_alive(place):
+        return "running", "open"
+    if not (place / FLIGHT).is_dir():
+        recorded = next(iter(files_of(place, JOURNALS)), None)
+        return ("recording of a proxy", "open") if recorded is not None else ("nothing recorded", "bad")
+    outcome = _outcome(place / FLIGHT)
+    if outcome is None:
+        return "no end recorded", "bad"
+    if outcome == "KeyboardInterrupt":
+        return "interrupted", "open"
+    return (outcome, "good") if outcome == "finished" else (f"ended by {outcome}", "bad")
+
+
+def _outcome(folder: Path) -> str | None:
+    """How the last run in the folder ended; a continued run has a file of its own, whose head says `RunStarted`."""
+    starts: list[tuple[float, Path]] = []
+    for file in files_of(folder, ("*.jsonl",)):
+        head = list(_records(file, first=True))
+        if any(record.get("event") == "RunStarted" for record in head):
+            starts.append((float(head[0].get("wall_s", 0.0)), file))
+    if not starts:
+        return None
+    ends = [record for record in _records(max(starts)[1], first=False) if record.get("event") == "RunEnded"]
+    return str(ends[-1].get("outcome")) if ends else None
+
+
+def _last_record(file: Path) -> dict[str, Any]:
+    records = list(_records(file, first=False))
+    return records[-1] if records else {}
+
+
+def _records(file: Path, *, first: bool) -> Iterator[dict[str, Any]]:
+    """Whole JSON records in the first or last 64 KiB of a file; what is cut or broken is left out."""
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            start = 0 if first else max(0, size - _PART_BYTES)
+            stream.seek(start)
+            lines = stream.read(_PART_BYTES).split(b"\n")
+    except OSError:
+        return
+    for line in lines[1 if start else 0 :]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record

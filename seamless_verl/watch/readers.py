@@ -1,0 +1,287 @@
+"""What a run's own files say about attempts, as plain records; a file that grows is read on from where it ended.
+
+    flight/*.jsonl     attempts that ended, by session
+    rows/N.jsonl       what a step trained, by group and number of the attempt (verl's own dump: text and score)
+    rows/ID.jsonl      rows of a closed session (stand-alone proxy), with every token
+    journal.sqlite     sessions under way, kept.sqlite those that are over (under the trainer)
+
+Invariant: nothing is written, and no lock is held between calls. Lines that are cut short are read when they are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from seamless_verl.proxy.calls import Answer
+from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_sessions, read_turns, restore, unpack
+from seamless_verl.proxy.session.sessions import Session, SessionState
+from seamless_verl.trajectory.generation import FinishReason
+
+_MOST_BYTES = 1 << 24  # of one file per call, so that a large run is on the page before it is read to its end
+
+
+@dataclass(slots=True, kw_only=True)
+class AttemptFacts:
+    """What is known of an attempt; ``None``: this source does not say.
+
+    Attributes:
+        index: number in its group.
+        cut: answers that ended at their limit of tokens.
+        seams: places within answers at which new weights took over.
+        oldest, newest: weight versions of its tokens.
+        began, ended: seconds since 1970.
+    """
+
+    session: str
+    group: str
+    index: int | None = None
+    state: str | None = None
+    reward: float | None = None
+    seconds: float | None = None
+    turns: int | None = None
+    tokens: int | None = None
+    rows: int | None = None
+    status: str | None = None
+    drift: dict[str, int] | None = None
+    cut: int | None = None
+    seams: int | None = None
+    oldest: int | None = None
+    newest: int | None = None
+    began: float | None = None
+    ended: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainedText:
+    """One line of verl's dump of a step: where it stands in its file, for its text is read when it is shown."""
+
+    group: str
+    index: int
+    row: int
+    step: int
+    score: float
+    start: int
+    length: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Lines:
+    """Whole lines of a file, each with where it begins.
+
+    Attributes:
+        end: where to read on.
+        is_part: the file goes on beyond what one call takes.
+    """
+
+    lines: list[tuple[int, bytes]] = field(default_factory=list)
+    end: int = 0
+    is_part: bool = False
+
+
+def new_lines(file: Path, start: int) -> Lines:
+    """At most `_MOST_BYTES`, but one line at least, however long."""
+    with file.open("rb") as stream:
+        stream.seek(start)
+        data = stream.read(_MOST_BYTES)
+        while b"\n" not in data and (more := stream.read(_MOST_BYTES)):
+            data += more
+    whole = data[: data.rfind(b"\n") + 1]
+    found = Lines(end=start + len(whole), is_part=len(data) >= _MOST_BYTES)
+    at = start
+    for line in whole.split(b"\n")[:-1]:
+        found.lines.append((at, line))
+        at += len(line) + 1
+    return found
+
+
+def ended_attempts(lines: Lines, offset_s: float) -> Iterator[AttemptFacts]:
+    """Attempts in lines of a recording.
+
+    Args:
+        offset_s: from the writer's clock to seconds since 1970.
+    """
+    for _, line in lines.lines:
+        if b'"SessionEnded"' not in line:  # most lines are requests
+            continue
+        record = _json(line)
+        if record is None or record.get("event") != "SessionEnded":
+            continue
+        ended = float(record["at"]) + offset_s
+        yield AttemptFacts(
+            session=str(record["session"]),
+            group=str(record["group"]),
+            index=index if (index := int(record.get("index", -1))) >= 0 else None,
+            state="closed",
+            reward=record["reward"],
+            seconds=record["seconds"],
+            turns=record["turns"],
+            rows=record["rows"],
+            status=str(record["status"]),
+            drift=dict(record.get("drift", {})),
+            ended=ended,
+            began=ended - record["seconds"],
+        )
+
+
+def clock_offset(file: Path) -> float:
+    """From the clock of a recording's writer to seconds since 1970; 0 while its header is not whole."""
+    with file.open("rb") as stream:
+        header = _json(stream.readline()) or {}
+    return float(header.get("wall_s", 0.0)) - float(header.get("clock_s", 0.0))
+
+
+def trained_texts(lines: Lines) -> Iterator[TrainedText]:
+    """Rows of verl's dump; lines of another kind are left out."""
+    for start, line in lines.lines:
+        record = _json(line)
+        if record is None or "uid" not in record or "step" not in record:
+            continue
+        parts = str(record["uid"]).rsplit("_", 2)
+        group, index, row = parts if len(parts) == 3 and parts[1].isdigit() else (str(record["uid"]), "0", "0")
+        yield TrainedText(
+            group=group,
+            index=int(index),
+            row=int(row) if row.isdigit() else 0,
+            step=int(record["step"]),
+            score=float(record.get("score") or 0.0),
+            start=start,
+            length=len(line),
+        )
+
+
+def line_at(file: Path, start: int, length: int) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        stream.seek(start)
+        return _json(stream.read(length)) or {}
+
+
+def closed_session(file: Path) -> list[dict[str, Any]]:
+    """The rows of a closed session; empty for a file of another kind."""
+    rows = [record for line in file.read_bytes().splitlines() if (record := _json(line)) is not None]
+    return rows if rows and all("token_ids" in row and "session" in row for row in rows) else []
+
+
+def facts_of_rows(rows: list[dict[str, Any]]) -> AttemptFacts:
+    first = rows[0]
+    turns = {turn[0]: turn for row in rows for turn in row["turns"]}
+    spans = [span for row in rows for span in row["version_spans"]]
+    return AttemptFacts(
+        session=str(first["session"]),
+        group=str(first["group"]),
+        index=int(first["index"]),
+        state="closed",
+        reward=first["reward"],
+        turns=len(turns),
+        tokens=sum(sum(row["mask"]) for row in rows),
+        rows=len(rows),
+        cut=sum(turn[4] == FinishReason.LENGTH.value for turn in turns.values()),
+        seams=max(0, max(len(row["version_spans"]) - len(row["turns"]) for row in rows)),
+        oldest=min((span[2] for span in spans), default=None),
+        newest=max((span[2] for span in spans), default=None),
+    )
+
+
+def _json(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+# ---------------------------------------------------------------- journals
+
+
+@contextmanager
+def journal(file: Path, scratch: Path) -> Iterator[sqlite3.Connection]:
+    """A journal to read from, whatever the process that wrote it does or did.
+
+    Args:
+        scratch: gets a copy where SQLite cannot read the file without writing beside it.
+
+    Raises:
+        sqlite3.Error: it is no journal of this version, or damaged.
+    """
+    wal = file.with_name(f"{file.name}-wal")
+    # Without a write-ahead log nobody has it open, and SQLite would make one to read it.
+    db = _open(file, "immutable=1" if not wal.exists() else "mode=ro")
+    try:
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        db.close()
+        for source in (file, wal):
+            shutil.copy(source, scratch / f"copied{source.name.removeprefix(file.stem)}")
+        db = _open(scratch / f"copied{file.suffix}", "mode=rwc")
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version != VERSION:
+            raise sqlite3.DatabaseError(f"it was written in format {version}, this installation reads {VERSION}")
+        yield db
+    finally:
+        db.close()
+
+
+def _open(file: Path, how: str) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{quote(str(file.absolute()))}?{how}", uri=True, isolation_level=None, timeout=1.0)
+
+
+def sessions_in(db: sqlite3.Connection, only: frozenset[str] | None = None) -> Iterator[AttemptFacts]:
+    """Facts of all sessions, or of some, from their turns."""
+    for name in (None,) if only is None else only:
+        for session in read_sessions(db, name):
+            yield _facts(db, session)
+
+
+def num_turns(db: sqlite3.Connection) -> dict[str, int]:
+    return dict(db.execute("SELECT session_id, count(*) FROM turns GROUP BY session_id"))
+
+
+def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
+    _, bodies = read_turns(db, session.id)
+    turns, tokens, cut, seams = 0, 0, 0, 0
+    versions: set[int] = set()
+    last: float | None = None
+    for body in bodies:
+        try:
+            record, _, answer = unpack(body)
+        except Damaged:
+            break
+        turns += 1
+        tokens += len(record.token_ids)
+        cut += record.finish_reason is FinishReason.LENGTH
+        seams += len(record.version_spans) - 1
+        versions |= {span.version for span in record.version_spans}
+        last = float(answer.created)
+    return AttemptFacts(
+        session=session.id,
+        group=session.spec.group,
+        index=session.spec.index,
+        state=session.state.value,
+        reward=session.reward,
+        turns=turns,
+        tokens=tokens,
+        cut=cut,
+        seams=seams,
+        oldest=min(versions, default=None),
+        newest=max(versions, default=None),
+        began=session.opened_at,
+        ended=last if session.state is not SessionState.OPEN else None,
+    )
+
+
+def whole_session(db: sqlite3.Connection, session_id: str) -> tuple[Session, list[Answer]] | None:
+    """A session with its tree and its answers."""
+    for session in read_sessions(db, session_id):
+        images, bodies = read_turns(db, session_id)
+        for image in images:
+            session.images.add(image)
+        return session, restore(session, bodies)
+    return None

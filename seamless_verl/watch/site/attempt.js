@@ -1,0 +1,79 @@
+// One attempt: its conversation turn by turn, with branches, and where a history left what was recorded.
+
+import { ask, duration, el, folded, link, long, number, part, when } from "./dom.js";
+import { groupBox } from "./steps.js";
+
+export const again_s = 1;
+export const load = ({ run, key }) => ask("run/" + part(run) + "/attempt?key=" + part(key));
+
+export function draw(main, data, { run, key }) {
+  const attempt = data.attempt;
+  main.replaceChildren(
+    el("h1", {}, "Attempt " + (attempt.index ?? "") + " ", el("span", { class: "badge " + (attempt.state === "open" ? "open" : "good") }, attempt.state === "open" ? "under way" : attempt.status ?? attempt.state ?? "recorded")),
+    el("div", { class: "columns" }, facts(attempt), rewards(attempt)),
+    groupBox(data.group, run, {}, key),
+    attempt.damage ? el("p", { class: "problems" }, attempt.damage) : "",
+    data.why_no_text ? el("p", { class: "problems" }, data.why_no_text) : "",
+    data.rows.length ? el("p", {}, "Rows, token by token: ", data.rows.map((row, index) =>
+      [link("/run/" + part(run) + "/tokens/" + part(key) + "/" + index, "row " + index + " (" + row.tokens + " tokens, " + row.trained + " trained)"), " "])) : "",
+    ...data.turns.map((turn) => turnBox(turn, depth(turn, data.turns))),
+    data.why_no_turns ? el("p", { class: "absent" }, data.why_no_turns) : "",
+    ...(data.turns.length ? [] : data.texts.map(textBox)));
+}
+
+function facts(attempt) {
+  const told = [["reward", number(attempt.reward)], ["trained in step", attempt.step ?? "none known"], ["group", attempt.group], ["session", attempt.session ?? "not recorded"],
+    ["turns", number(attempt.turns)], ["generated tokens", number(attempt.tokens)], ["time", duration(attempt.seconds)],
+    ["weight versions", attempt.oldest === null || attempt.oldest === undefined ? "–" : attempt.oldest === attempt.newest ? attempt.oldest : attempt.oldest + " to " + attempt.newest],
+    ["answers cut off", number(attempt.cut)], ["taken over by new weights", number(attempt.seams)],
+    ["drift", Object.entries(attempt.drift).map(([reason, count]) => count + " × " + reason.replaceAll("_", " ")).join(", ") || "none"], ["began", when(attempt.began)]];
+  return el("dl", {}, told.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+function rewards(attempt) {
+  const told = [...Object.entries(attempt.rewards ?? {}).map(([name, value]) => [name, number(value)]),
+    ...Object.entries(attempt.sampling ?? {}).map(([name, value]) => ["sampling: " + name, JSON.stringify(value)]),
+    ...Object.entries(attempt.metadata ?? {}).map(([name, value]) => ["metadata: " + name, JSON.stringify(value)])];
+  return told.length ? el("dl", {}, told.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])) : null;
+}
+
+// How many branches lie between a turn and the beginning: a turn that its parent's first child follows stays level.
+function depth(turn, turns) {
+  const by = new Map(turns.map((one) => [one.ordinal, one]));
+  let found = 0;
+  for (let at = turn; at; at = by.get(at.parent)) if (at.kind === "fork" && at.ordinal) found += 1;
+  return Math.min(found, 6);
+}
+
+function turnBox(turn, level) {
+  const key = turn.generation_id, said = turn.answer;
+  const told = ["turn " + turn.ordinal, turn.parent === null ? "begins a conversation" : "continues turn " + turn.parent,
+    turn.prompt_tokens + " prompt tokens", turn.generated_tokens + " generated", "ended by " + turn.finish_reason,
+    "weights " + turn.versions.map(([version, tokens]) => turn.versions.length > 1 ? version + " (" + tokens + " tokens)" : version).join(" → ")];
+  return el("section", { class: "turn", style: `margin-left:${24 * level}px` },
+    el("h3", {}, told.join(" · "), " ", turn.kind === "clean" ? "" : el("span", { class: "mark" }, turn.kind),
+      turn.reasons.map((reason) => el("span", { class: "mark", title: reason.explained }, reason.name))),
+    turn.detail ? el("p", { class: "soft" }, "in the renderer's words: " + turn.detail) : "",
+    turn.parting ? partingBox(turn) : "",
+    folded(key + "given", "what the model was given" + (turn.num_cut ? " (after " + turn.num_cut + " tokens of the answer before were left out)" : ""), long(turn.given, "given"), turn.given.length < 1500),
+    said?.reasoning ? folded(key + "reasoning", "reasoning", long(said.reasoning, "answer")) : "",
+    said && !said.content && (said.tool_calls.length || said.reasoning) ? "" : long(said ? said.content : turn.text, "answer"),
+    (said?.tool_calls ?? []).map((call, index) => folded(key + "call" + index, "calls " + call.name, long(call.arguments, "answer"))),
+    said && turn.text !== said.content ? folded(key + "text", "as it was generated, special tokens included", long(turn.text, "answer")) : "",
+    said?.overrides.length ? el("p", { class: "soft" }, "decided by the trainer: " + said.overrides.join(", ")) : "");
+}
+
+function partingBox(turn) {
+  const { parting } = turn, reasons = turn.reasons.map((reason) => reason.explained).join("; ");
+  return folded(turn.generation_id + "parting", "where this request left what was recorded, after " + parting.at + " tokens", el("div", {},
+    el("p", {}, reasons),
+    el("p", { class: "soft" }, "the last text that both share:"), long("… " + parting.before, "given"),
+    el("div", { class: "columns" },
+      el("div", {}, el("h3", {}, "recorded (" + parting.recorded_tokens + " tokens more)"), long(parting.recorded, "recorded")),
+      el("div", {}, el("h3", {}, "what the request said (" + parting.sent_tokens + " tokens more)"), long(parting.sent, "sent")))), true);
+}
+
+function textBox(text) {
+  return el("section", { class: "turn" }, el("h3", {}, "row " + text.row + " of step " + text.step + ", score " + number(text.score)),
+    long(text.input, "given"), long(text.output, "answer"), text.gts ? el("p", { class: "soft" }, "ground truth: " + text.gts) : "");
+}

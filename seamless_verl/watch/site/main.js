@@ -1,0 +1,122 @@
+// Which view is shown, kept up to date: an address after the # names it, so that it can be sent to a colleague.
+
+import { el, link, part, Refused } from "./dom.js";
+import * as attempt from "./attempt.js";
+import * as run from "./run.js";
+import * as runs from "./runs.js";
+import * as steps from "./steps.js";
+import * as tokens from "./tokens.js";
+
+// `load` asks the server, `draw` makes the view of what it said; `again_s` is when to ask again.
+const VIEWS = [
+  [/^\/$/, runs, []],
+  [/^\/run\/([^/]+)$/, run, ["run"]],
+  [/^\/run\/([^/]+)\/steps$/, steps.all, ["run"]],
+  [/^\/run\/([^/]+)\/step\/([^/]+)$/, steps.one, ["run", "step"]],
+  [/^\/run\/([^/]+)\/attempt\/([^/]+)$/, attempt, ["run", "key"]],
+  [/^\/run\/([^/]+)\/tokens\/([^/]+)\/(\d+)$/, tokens, ["run", "key", "row"]],
+];
+const main = document.getElementById("view"), where = document.getElementById("where");
+const trouble = document.getElementById("trouble");
+let round = 0, last = "", timer = 0, leave = () => {};
+
+function address() {
+  const [path, query] = (location.hash.slice(1) || "/").split("?");
+  for (const [pattern, view, names] of VIEWS) {
+    const found = pattern.exec(path);
+    if (!found) continue;
+    const params = Object.fromEntries(new URLSearchParams(query ?? ""));
+    names.forEach((name, index) => { params[name] = decodeURIComponent(found[index + 1]); });
+    return { view, params };
+  }
+  return { view: runs, params: {} };
+}
+
+async function show() {
+  clearTimeout(timer);
+  leave();
+  leave = () => {};
+  last = "";
+  main.replaceChildren(el("p", { class: "absent" }, "reading …"));
+  await refresh(++round, true);
+}
+
+async function refresh(mine, first) {
+  const { view, params } = address();
+  try {
+    const data = await view.load(params);
+    if (mine !== round) return;
+    const text = JSON.stringify(data) ?? "";
+    if (first || text !== last) draw(view, data, params);
+    last = text;
+    trouble.hidden = true;
+  } catch (error) {
+    if (mine !== round) return;
+    trouble.hidden = false;
+    trouble.textContent = error instanceof Refused ? error.message
+      : "The server does not answer; what you see is the last that it said. (" + error.message + ")";
+    if (first) main.replaceChildren();
+    if (!(error instanceof Refused || error instanceof TypeError)) console.error(error);
+  }
+  timer = setTimeout(() => refresh(mine, false), 1000 * (document.hidden ? 10 : view.again_s));
+}
+
+function draw(view, data, params) {
+  const open = new Map([...main.querySelectorAll("details[data-key]")].map((one) => [one.dataset.key, one.open]));
+  const held = document.activeElement?.dataset?.focus, caret = document.activeElement?.selectionStart;
+  where.replaceChildren(...crumbs(params, data));
+  leave = view.draw(main, data, params) ?? (() => {});
+  for (const one of main.querySelectorAll("details[data-key]")) {
+    if (open.has(one.dataset.key)) one.open = open.get(one.dataset.key);
+  }
+  const again = held && main.querySelector(`[data-focus="${held}"]`);
+  if (again) {
+    again.focus();
+    if (caret !== undefined && caret !== null) again.setSelectionRange?.(caret, caret);
+  }
+}
+
+function crumbs(params, data) {
+  const found = [el("a", { href: "#/", title: "all runs (r)" }, "runs")];
+  if (!params.run) return found;
+  const base = "/run/" + part(params.run), name = data?.run?.name ?? params.run;
+  found.push(el("a", { href: "#" + base, title: "the whole run (w)" }, name));
+  found.push(el("a", { href: "#" + base + "/steps", title: "its steps and groups (s)" }, "steps"));
+  const step = params.step ?? data?.attempt?.step ?? (data?.attempt ? "none" : undefined);
+  if (step !== undefined && step !== null) {
+    found.push(el("a", { href: "#" + base + "/step/" + part(step) }, step === "none" ? "not trained" : "step " + step));
+  }
+  if (params.key) found.push(el("a", { href: "#" + base + "/attempt/" + part(params.key) }, "attempt " + params.key.slice(0, 8)));
+  if (params.row) found.push(el("a", { href: location.hash }, "tokens"));
+  document.title = found.slice(1).map((one) => one.textContent).join(" · ") || "seamless-verl watch";
+  return found.flatMap((one, index) => (index ? [" › ", one] : [one]))
+    .concat(el("span", { class: "keys", title: "r: runs, w: the run, s: steps, u: one level up, j and k: next and previous, Enter: open, /: search" },
+      "keys: r w s u j k /"));
+}
+
+function move(by) {
+  const items = [...main.querySelectorAll("[data-item]")];
+  const at = items.indexOf(document.activeElement);
+  items[Math.min(items.length - 1, Math.max(0, at + by))]?.focus();
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA|CANVAS)$/.test(event.target.tagName)) return;
+  const { params } = address(), base = "#/run/" + part(params.run ?? "");
+  const links = [...where.querySelectorAll("a")];
+  const acts = {
+    r: () => { location.hash = "#/"; },
+    w: () => { if (params.run) location.hash = base; },
+    s: () => { if (params.run) location.hash = base + "/steps"; },
+    u: () => { if (links.length > 1) location.hash = links[links.length - 2].getAttribute("href"); },
+    j: () => move(1),
+    k: () => move(-1),
+    "/": () => main.querySelector("[data-focus=search]")?.focus(),
+  };
+  if (!acts[event.key]) return;
+  event.preventDefault();
+  acts[event.key]();
+});
+window.addEventListener("hashchange", show);
+document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(round, false); });
+show();

@@ -1,0 +1,20 @@
+// All runs of a folder.
+
+import { ask, duration, el, link, number, part, when } from "./dom.js";
+
+export const again_s = 2;
+export const load = () => ask("runs");
+
+export function draw(main, data) {
+  const rows = [...data.runs].sort((a, b) => (b.changed ?? 0) - (a.changed ?? 0)).map((run) => el("tr", {},
+    el("td", {}, link("/run/" + part(run.id), run.name)),
+    el("td", {}, el("span", { class: "badge " + run.style }, run.state)),
+    el("td", {}, run.step === null ? "–" : run.step + " of " + run.total_steps),
+    el("td", {}, number(run.reward)),
+    el("td", {}, duration(run.step_s)),
+    el("td", {}, when(run.changed))));
+  main.replaceChildren(el("h1", {}, "Runs"), rows.length
+    ? el("section", {}, el("table", {}, el("thead", {}, el("tr", {}, ["run", "state", "steps", "reward", "last step", "last change"]
+        .map((name) => el("th", {}, name)))), el("tbody", {}, rows)))
+    : el("p", { class: "absent" }, "There is no run in this folder yet. A run appears here when it has begun."));
+}

@@ -1,0 +1,65 @@
+// The steps of a run, and the groups of one step with their attempts side by side.
+
+import { ask, bar, duration, el, link, marks, number, part, range } from "./dom.js";
+
+function notes(problems) {
+  return problems.length ? el("ul", { class: "problems" }, problems.map((one) => el("li", {}, "not read: " + one))) : null;
+}
+
+export const all = {
+  again_s: 2,
+  load: ({ run }) => ask("run/" + part(run) + "/steps"),
+  draw(main, data, { run }) {
+    const heads = ["step", "groups", "attempts", "reward", "time", "trained tokens/s", "staleness ≤", "groups that are"];
+    const rows = data.steps.map((step) => el("tr", {},
+      el("td", {}, link("/run/" + part(run) + "/step/" + part(step.step), step.step === "none" ? "not trained, or not said by which step" : step.step)),
+      el("td", {}, step.groups), el("td", {}, step.attempts), el("td", {}, number(step.reward)), el("td", {}, duration(step.step_s)),
+      el("td", {}, number(step.tokens_per_s, 0)), el("td", {}, number(step.staleness_max)),
+      el("td", {}, Object.entries(step.flags).map(([flag, count]) =>
+        el("a", { href: "#/run/" + part(run) + "/step/" + part(step.step) + "?flag=" + part(flag), class: "mark", title: data.flags[flag] }, count + " × " + flag)))));
+    main.replaceChildren(el("h1", {}, "Steps"), notes(data.problems) ?? "", rows.length
+      ? el("section", {}, el("table", {}, el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))), el("tbody", {}, rows)))
+      : el("p", { class: "absent" }, "No attempt of an agent is recorded here yet. verl's own agent loops leave none; rows are kept where trainer.rollout_data_dir names a folder."));
+  },
+};
+
+export const one = {
+  again_s: 2,
+  load: ({ run, step, sort, flag, text }) => ask("run/" + part(run) + "/groups?" + new URLSearchParams({ step, sort: sort ?? "as begun", flag: flag ?? "", text: text ?? "" })),
+  draw(main, data, params) {
+    const go = (change) => {
+      const { run, step, ...asked } = { ...params, ...change };
+      const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value));
+      location.replace("#/run/" + part(run) + "/step/" + part(step) + (query.size ? "?" + query : ""));
+    };
+    const choice = (name, label, options, value) => el("label", {}, label + " ", el("select", { "data-focus": name, onchange: (event) => go({ [name]: event.target.value }) },
+      options.map(([key, text, title]) => el("option", { value: key, selected: key === value, title }, text))));
+    const controls = el("div", { class: "controls" },
+      choice("sort", "order", data.sorts.map((sort) => [sort, sort]), params.sort ?? "as begun"),
+      choice("flag", "only", [["", "all groups"], ...Object.entries(data.flags).map(([flag, title]) => [flag, flag, title])], params.flag ?? ""),
+      el("label", {}, "with ", el("input", { type: "search", "data-focus": "search", value: params.text ?? "", placeholder: "id, status or drift reason  ( / )",
+        onchange: (event) => go({ text: event.target.value }) })),
+      el("span", { class: "soft" }, data.groups.length + " of " + data.of + " groups"));
+    main.replaceChildren(el("h1", {}, data.step === "none" ? "Attempts that no step has trained" : "Step " + data.step), notes(data.problems) ?? "", controls,
+      ...data.groups.map((group) => groupBox(group, params.run, data.flags)),
+      data.groups.length ? "" : el("p", { class: "absent" }, "No group of this step is like that."));
+  },
+};
+
+export function groupBox(group, run, explained, here) {
+  const [low, high] = range(group.attempts);
+  return el("section", { class: "group" }, el("h3", {}, group.group || "(no group)", " ", marks(group.flags, explained)),
+    el("p", { class: "soft" }, "reward " + number(group.reward) + (group.seconds === null ? "" : " · slowest " + duration(group.seconds)) +
+      (group.tokens === null ? "" : " · " + number(group.tokens) + " generated tokens")),
+    el("div", { class: "strip" }, group.attempts.map((attempt) => el("a", {
+      href: "#/run/" + part(run) + "/attempt/" + part(attempt.key), "data-item": true,
+      class: attempt.key === here ? "here" : "", title: about(attempt) },
+      bar(attempt.reward, low, high, ""), el("small", {}, number(attempt.reward, 2)), attempt.flags.length ? el("b", {}, "•") : null))));
+}
+
+function about(attempt) {
+  return ["attempt " + (attempt.index ?? "?") + ", reward " + number(attempt.reward),
+    attempt.turns ? attempt.turns + " turns" : "", attempt.tokens ? attempt.tokens + " tokens" : "",
+    attempt.seconds ? duration(attempt.seconds) : "", attempt.status ?? attempt.state ?? "",
+    ...attempt.flags].filter(Boolean).join(" · ");
+}

@@ -1,0 +1,61 @@
+// A row as it is trained, token by token: mask, log-prob as heat, weight version as colour, seams of interruptions.
+
+import { ask, copies, el, number, part } from "./dom.js";
+
+export const again_s = 5;
+export const load = ({ run, key, row }) => ask("run/" + part(run) + "/tokens?key=" + part(key) + "&row=" + part(row));
+const PER_PAGE = 4000;
+
+export function draw(main, data, params) {
+  const by = params.by ?? "log-prob", from = Math.max(0, Number(params.from ?? 0) || 0);
+  const to = Math.min(data.token_ids.length, from + PER_PAGE);
+  const at = (change) => "#/run/" + part(params.run) + "/tokens/" + part(params.key) + "/" + part(change.row ?? params.row) + "?" +
+    new URLSearchParams({ by, from, ...change });
+  const trained = data.mask.reduce((sum, one) => sum + one, 0);
+  const page = (start, label) => (start >= 0 && start < data.token_ids.length ? el("a", { href: at({ from: start }) }, label) : null);
+  main.replaceChildren(
+    el("h1", {}, "Row " + data.row, el("small", { class: "soft" }, " of " + data.num_rows)),
+    el("p", {}, data.token_ids.length + " tokens, " + trained + " of them trained; " + (data.seams.length
+      ? "new weights took over at token " + data.seams.join(", ") : "no answer was taken over by new weights") +
+      ". Advantage, ratio and clip are not recorded."),
+    data.why_no_text ? el("p", { class: "problems" }, data.why_no_text) : "",
+    el("div", { class: "controls" }, "colour: ", ["log-prob", "mask", "version"].map((name) =>
+      el("a", { href: at({ by: name }), class: name === by ? "mark here" : "mark", "data-item": true }, name)),
+    Array.from({ length: data.num_rows }, (_, row) => el("a", { href: at({ row, from: 0 }), class: row === data.row ? "mark here" : "mark" }, "row " + row)),
+    copies("copy row as JSON", () => JSON.stringify(plain(data))),
+    data.turns.map((turn, index) => copies("copy answer " + index + " as curl", () => curl(data, turn)))),
+    legend(data, by),
+    el("p", {}, page(from - PER_PAGE, "← earlier tokens"), " ", page(from + PER_PAGE, "later tokens →")),
+    el("section", { class: "tokens", dir: "ltr" }, Array.from({ length: to - from }, (_, index) => token(data, from + index, by))));
+}
+
+function token(data, at, by) {
+  const text = data.texts[at], generated = data.versions[at] >= 0;
+  const told = ["token " + at, "id " + data.token_ids[at], data.mask[at] ? "trained" : generated ? "generated, not trained in this row" : "given"];
+  if (data.mask[at]) told.push("log-prob " + number(data.log_probs[at], 4), "probability " + number(Math.exp(data.log_probs[at]), 4));
+  if (generated) told.push("weights of version " + data.versions[at]);
+  const style = by === "log-prob" && data.mask[at] ? `background:hsl(${Math.round(120 * Math.exp(data.log_probs[at]))} 60% 50% / 0.45)`
+    : by === "version" && generated ? `background:${colour(data.versions[at])}` : "";
+  return [data.seams.includes(at) ? el("span", { class: "seam", title: "from here on with newer weights" }, "⇥") : null,
+    el("span", { class: data.mask[at] ? "trained" : generated ? "generated" : "given", title: told.join(" · "), style },
+      text === "" ? "∅" : text.replaceAll("\n", "⏎\n"))];
+}
+
+const colour = (version) => `hsl(${(version * 67) % 360} 60% 50% / 0.4)`;
+
+function legend(data, by) {
+  if (by === "version") {
+    return el("p", { class: "legend" }, [...new Set(data.versions)].filter((version) => version >= 0).sort((a, b) => a - b)
+      .map((version) => el("span", {}, el("i", { class: "key", style: `background:${colour(version)}` }), "version " + version)));
+  }
+  return el("p", { class: "legend" }, by === "log-prob" ? "green: the model was sure of this token; red: it was unlikely. Underlined: trained."
+    : "underlined: trained in this row; grey: given. Generated tokens that another row trains are not underlined.");
+}
+
+const plain = (data) => ({ token_ids: data.token_ids, mask: data.mask, log_probs: data.log_probs, versions: data.versions, texts: data.texts, prompt_len: data.prompt_len, turns: data.turns });
+
+// The prompt as the engine got it; what the trainer decided about sampling is on the attempt's page.
+function curl(data, [start, stop]) {
+  const body = { model: "MODEL", prompt: data.token_ids.slice(0, start), max_tokens: stop - start, temperature: 1.0, return_tokens_as_token_ids: true, logprobs: 1 };
+  return "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '" + JSON.stringify(body) + "'";
+}

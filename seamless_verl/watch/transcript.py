@@ -1,0 +1,199 @@
+"""One attempt as people read it: its turns in words, its rows token by token, and where a history parted. Pure.
+
+Texts are decoded from the recorded tokens, special tokens included: it is what the model saw. Answers are shown as the
+agent got them, too. Nothing here is escaped: the page puts every string in as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from seamless_verl.observe.page.words import DRIFT
+from seamless_verl.proxy.calls import Answer
+from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.tokens import DriftReason, MatchKind, Segment, plain
+
+Decode = Callable[[Sequence[int]], str]
+_AROUND = 60  # tokens that are shown before a parting
+_AFTER = 400  # and after it
+_PICTURE = "⟦picture⟧"
+
+
+def conversation(session: Session, answers: Sequence[Answer], decode: Decode) -> list[dict[str, Any]]:
+    """The turns of a session in the order in which they were answered."""
+    by_id = {answer.id: answer for answer in answers}
+    views = {view["ordinal"]: view for view in session.view()["turns"]}
+    return [
+        {
+            **views[segment.ordinal],
+            "reasons": [_reason(reason) for reason in segment.reasons],
+            "given": decode(_given(segment)),
+            "num_cut": segment.num_cut,
+            "answer": _answer(by_id.get(views[segment.ordinal]["generation_id"])),
+            "text": decode(segment.tokens),
+            "parting": parting(session, segment, decode),
+        }
+        for segment in session.tree.answers
+    ]
+
+
+def _reason(reason: DriftReason) -> dict[str, str]:
+    return {"name": reason.value.replace("_", " "), "explained": DRIFT[reason]}
+
+
+def _answer(answer: Answer | None) -> dict[str, Any] | None:
+    if answer is None:
+        return None
+    message = answer.message
+    return {
+        "created": answer.created,
+        "content": message.content,
+        "reasoning": message.reasoning,
+        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
+        "finish_reason": answer.finish_reason,
+        "cached_tokens": answer.cached_tokens,
+        "overrides": list(answer.overrides),
+    }
+
+
+def _given(segment: Segment) -> list[int]:
+    """Tokens between an answer and the one that it continues."""
+    found: list[int] = []
+    walk = segment.parent
+    while walk is not None and walk.turn is None:
+        found[:0] = walk.tokens
+        walk = walk.parent
+    return found
+
+
+def parting(session: Session, segment: Segment, decode: Decode) -> dict[str, Any] | None:
+    """Where the prompt of a turn that began a branch leaves what was recorded before, both sides in text.
+
+    The other side is the earlier answer's path that shares the most tokens with the prompt. ``None``: the turn began no
+    branch, or nothing came before it.
+    """
+    if segment.kind is not MatchKind.FORK or segment.turn is None:
+        return None
+    sent = list(segment.path)[: segment.end - len(segment.tokens)]
+    others = [list(answer.path) for answer in session.tree.answers if answer.ordinal < segment.ordinal]
+    if not others:
+        return None
+    at, recorded = max(((_shared(sent, other), other) for other in others), key=lambda pair: pair[0])
+    return {
+        "at": at,
+        "before": decode(sent[max(0, at - _AROUND) : at]),
+        "recorded": decode(recorded[at : at + _AFTER]),
+        "sent": decode(sent[at : at + _AFTER]),
+        "recorded_tokens": len(recorded) - at,
+        "sent_tokens": len(sent) - at,
+        "detail": segment.turn.detail,
+    }
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter
+    return next(at for at in range(shorter) if one[at] != other[at])
+
+
+def told_by_rows(rows: Sequence[Row], decode: Decode) -> list[dict[str, Any]]:
+    """The turns of rows whose session is gone: what each answer was given and what it said, each answer once."""
+    turns: dict[str, dict[str, Any]] = {}
+    for number, row in enumerate(rows):
+        before, parent = 0, None
+        for turn in row.turns:
+            versions = [
+                [span.version, span.stop - span.start]
+                for span in row.version_spans
+                if turn.start <= span.start < turn.stop
+            ]
+            if turn.generation_id not in turns:
+                turns[turn.generation_id] = {
+                    "ordinal": len(turns),
+                    "generation_id": turn.generation_id,
+                    "parent": parent,
+                    "kind": MatchKind.CLEAN.value if number == 0 else MatchKind.FORK.value,
+                    "reasons": [],
+                    "detail": "",
+                    "prompt_tokens": turn.start,
+                    "generated_tokens": turn.stop - turn.start,
+                    "versions": versions,
+                    "finish_reason": turn.finish_reason.value,
+                    "is_leaf": turn is row.turns[-1],
+                    "given": decode(row.token_ids[before : turn.start]),
+                    "num_cut": turn.num_cut,
+                    "answer": None,
+                    "text": decode(row.token_ids[turn.start : turn.stop]),
+                    "parting": None,
+                }
+            before, parent = turn.stop, turns[turn.generation_id]["ordinal"]
+    return list(turns.values())
+
+
+def token_view(row: Row, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """A row in columns, one entry per token; ``versions`` is -1 where nothing was generated."""
+    versions = [-1] * len(row.token_ids)
+    for span in row.version_spans:
+        versions[span.start : span.stop] = [span.version] * (span.stop - span.start)
+    return {
+        "token_ids": list(row.token_ids),
+        "texts": [text_of(token) for token in row.token_ids],
+        "mask": list(row.mask),
+        "log_probs": [round(value, 5) for value in row.log_probs],
+        "versions": versions,
+        "seams": seams(row),
+        "prompt_len": row.prompt_len,
+        "turns": [[turn.start, turn.stop, turn.trained, turn.finish_reason.value, turn.num_cut] for turn in row.turns],
+    }
+
+
+def seams(row: Row) -> list[int]:
+    """Tokens at which an answer went on with other weights."""
+    begins = {turn.start for turn in row.turns}
+    return [span.start for span in row.version_spans if span.start not in begins]
+
+
+def with_pictures(decode: Decode, placeholder: int | None) -> Decode:
+    """Decodes ids of the tree, in which the placeholders of pictures are negative."""
+
+    def shown(token_ids: Sequence[int]) -> str:
+        if all(token >= 0 for token in token_ids):
+            return decode(token_ids)
+        if placeholder is not None:
+            return decode(plain(token_ids, placeholder))
+        texts, run = [], list[int]()
+        for token in (*token_ids, -2):
+            if token >= 0:
+                run.append(token)
+                continue
+            texts.append(decode(run))
+            if token % 2:
+                texts.append(_PICTURE)
+            run = []
+        return "".join(texts)
+
+    return shown
+
+
+def numbers_for_text(token_ids: Sequence[int]) -> str:
+    """What stands for a text where the tokenizer is not at hand."""
+    return " ".join(str(token) for token in token_ids)
+
+
+def facts(attempt: Mapping[str, Any], session: Session | None) -> dict[str, Any]:
+    """What stands above a conversation."""
+    told = dict(attempt)
+    if session is not None:
+        told |= {
+            "state": session.state.value
+            if session.state.value != "open" or told.get("state") in (None, "open")
+            else told["state"],
+            "rewards": dict(session.rewards),
+            "metadata": dict(session.spec.metadata),
+            "sampling": dict(session.spec.sampling),
+            "damage": session.damage,
+        }
+    return told

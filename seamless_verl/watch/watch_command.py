@@ -1,0 +1,162 @@
+"""``seamless-verl watch [RUN | FOLDER OF RUNS]``: serves the pages until it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import sys
+import webbrowser
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.proxy.deploy.http_server import ProxyServer
+from seamless_verl.watch.app import make_app
+from seamless_verl.watch.places import places
+from seamless_verl.watch.watched import Watched
+
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_DRAIN_S = 1.0
+_FIRST_PORT = 8660
+
+
+def add_arguments(command: argparse.ArgumentParser, *, is_alive: Callable[[Path], bool]) -> None:
+    """Args:
+    is_alive: whether the process of a run lives.
+    """
+    command.add_argument(
+        "folder",
+        metavar="RUN | FOLDER",
+        type=Path,
+        nargs="?",
+        help="a run, a recording of the proxy, or a folder of them; without it runs/ (or $SEAMLESS_RUNS)",
+    )
+    command.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
+    command.add_argument("--port", type=int, default=None, help=f"default: {_FIRST_PORT}, or any where that is taken")
+    command.add_argument(
+        "--allow", action="store_true", help="bind an address that other machines reach: no TLS, the token is all"
+    )
+    command.add_argument("--tokenizer", type=Path, help="model folder to decode with, where the run does not name one")
+    command.add_argument("--open", action="store_true", help="open the page in a browser")
+    command.set_defaults(run=watch, is_alive=is_alive)
+
+
+class Root:
+    """All places below a folder, each watched from when it was first seen."""
+
+    def __init__(self, folder: Path, tokenizer: Path | None, is_alive: Callable[[Path], bool]) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._is_alive = is_alive
+        self._known: dict[str, Watched] = {}
+
+    def places(self) -> Iterable[Watched]:
+        return [
+            self._known.setdefault(place.id, Watched(place, self._tokenizer, self._is_alive))
+            for place in places(self._folder)
+        ]
+
+    def close(self) -> None:
+        for watched in self._known.values():
+            watched.close()
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def names_of(host: str) -> Callable[[str], bool]:
+    """Which ``Host`` headers mean a server that is bound to ``host``, whatever the port (tunnels change it).
+
+    A name that somebody else chose and had point here is none of them; where the server is open to other machines, any
+    address and this machine's own names are.
+    """
+    known = {*_LOOPBACK_NAMES, f"[{host}]" if ":" in host else host}
+    wide = not is_loopback(host)
+    if wide:
+        known |= {socket.gethostname(), socket.getfqdn()}
+
+    def allowed(header: str) -> bool:
+        name, _, port = header.rpartition(":") if not header.endswith("]") and ":" in header else (header, "", "0")
+        if not port.isdigit():
+            return False
+        return name.lower() in known or (wide and _is_address(name.strip("[]")))
+
+    return allowed
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def watch(parsed: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; 2 when it cannot."""
+    try:
+        folder = parsed.folder or Path(os.environ.get("SEAMLESS_RUNS", "runs"))
+        _check(folder, parsed)
+        root = Root(folder, parsed.tokenizer, parsed.is_alive)
+        try:
+            asyncio.run(_serve(root, parsed))
+        finally:
+            root.close()
+    except SeamlessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(folder: Path, parsed: argparse.Namespace) -> None:
+    if not folder.is_dir():
+        problem = "does not exist" if not folder.exists() else "is no folder"
+        raise ConfigError("RUN", folder, problem, "name a run folder, or start where runs/ is")
+    if parsed.tokenizer is not None and not (parsed.tokenizer / "tokenizer.json").is_file():
+        raise ConfigError("--tokenizer", parsed.tokenizer, "holds no tokenizer.json", "name the model's folder")
+    if not is_loopback(parsed.host) and not parsed.allow:
+        problem = "other machines would reach this page, which shows what agents wrote, and there is no TLS"
+        fix = "leave --host out and use an SSH tunnel (ssh -L 8660:127.0.0.1:8660 …), or add --allow"
+        raise ConfigError("--host", parsed.host, problem, fix)
+
+
+async def _serve(root: Root, parsed: argparse.Namespace) -> None:
+    token = secrets.token_urlsafe(24)
+    app = make_app(root.places, token=token, allowed=names_of(parsed.host))
+    server = await _started(app, parsed)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        url = f"{server.base_url}/{token}/"
+        num = len(list(root.places()))
+        found = "1 run" if num == 1 else f"{num} runs" if num else "no run yet; the page shows those that come"
+        print(f"watching {parsed.folder or 'runs/'} ({found}): {url}\nCtrl-C ends it; the run goes on", flush=True)
+        if parsed.open and not webbrowser.open(url):
+            print("no browser was found; open the address yourself", file=sys.stderr)
+        await stop.wait()
+    finally:
+        await server.stop()
+
+
+async def _started(app: object, parsed: argparse.Namespace) -> ProxyServer:
+    """On the port that was asked for, or on the usual one, or on any."""
+    for port in (parsed.port,) if parsed.port is not None else (_FIRST_PORT, 0):
+        server = ProxyServer(app, parsed.host, port, drain_s=_DRAIN_S)  # type: ignore[arg-type]
+        try:
+            await server.start()
+        except ConfigError:
+            if port == 0 or parsed.port is not None:
+                raise
+            continue
+        return server
+    raise AssertionError("unreachable: port 0 is served or refused")

@@ -1,0 +1,276 @@
+"""One place as the page asks for it: the index kept up to date, the report's page, conversations, tokens.
+
+Invariant: nothing runs between questions, so that a page that nobody looks at costs nothing; and the report of a run
+that grows is made again at most `_SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.observe.page.html import render
+from seamless_verl.observe.recording import FLIGHT
+from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
+from seamless_verl.observe.run_folder import CONFIG, load_digest
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer
+from seamless_verl.trajectory.rows import Row, build_rows
+from seamless_verl.watch import groups, readers, transcript
+from seamless_verl.watch.index import RunIndex
+from seamless_verl.watch.places import Place, files_of, standing
+
+_UPDATE_S = 0.5
+_SHARE = 0.05
+_OLD_STEPS = 3  # as many steps back an attempt may still be told of
+
+
+class NotThere(SeamlessError):
+    """What was asked for is not in the run, in words for the page."""
+
+
+class Watched:
+    """Args:
+    tokenizer: folder given by the user; ``None``: the run's own.
+    is_alive: whether the process of a run lives.
+    """
+
+    def __init__(self, place: Place, tokenizer: Path | None, is_alive: Callable[[Path], bool]) -> None:
+        self.place = place
+        self._given = tokenizer
+        self._is_alive = is_alive
+        self._lock = threading.Lock()  # the server answers in threads
+        self._index: RunIndex | None = None
+        self._updated = 0.0
+        self._tokenizer: FolderTokenizer | None = None
+        self._why_no_text = ""
+        self._summaries: dict[int | None, dict[str, Any]] = {}
+        self._page: tuple[str, str] = ("", "")
+        self._page_again = 0.0
+
+    def close(self) -> None:
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+            self._index = None
+
+    def standing(self) -> dict[str, Any]:
+        return {"id": self.place.id, "name": self.place.name, **standing(self.place.path, self._is_alive)}
+
+    # ------------------------------------------------------------ views
+
+    def page(self) -> tuple[str, str]:
+        """The report's page, and a name that changes when it does.
+
+        Raises:
+            SeamlessError: there is nothing to show, or it cannot be read.
+        """
+        with self._lock:
+            running = self._is_alive(self.place.path)
+            name = self._content() + ("+" if running else "")
+            now = time.monotonic()
+            if name != self._page[0] and now >= self._page_again:
+                self._page = name, render(load_digest(self.place.path, running=running))
+                self._page_again = time.monotonic() + (time.monotonic() - now) / _SHARE
+            return self._page
+
+    def steps(self) -> dict[str, Any]:
+        with self._lock:
+            index = self._current()
+            records = {record["step"]: record for record in _records(self.place.path / STEPS)}
+            steps: list[int | None] = [*sorted({*records, *index.steps()}, reverse=True)]
+            steps += [None] if index.has_untrained() else []
+            return {
+                **self._head(index),
+                "steps": [self._summary(index, step, at, records.get(step, {})) for at, step in enumerate(steps)],
+                "validations": _records(self.place.path / VALIDATION),
+                "flags": groups.FLAGS,
+            }
+
+    def groups(self, step: str, sort: str, flag: str, text: str) -> dict[str, Any]:
+        """Raises:
+        NotThere: no such order or flag.
+        """
+        if sort not in groups.SORTS or (flag and flag not in groups.FLAGS):
+            raise NotThere(f"there is no order {sort!r}, or no mark {flag!r}")
+        if step != groups.NO_STEP and not step.isdecimal():
+            raise NotThere(f"{step} is no step: a number, or {groups.NO_STEP}")
+        with self._lock:
+            index = self._current()
+            found = groups.groups_of(index.attempts(step=None if step == groups.NO_STEP else int(step)))
+            return {
+                **self._head(index),
+                "step": step,
+                "of": len(found),
+                "groups": groups.chosen(found, sort=sort, flag=flag, text=text),
+                "sorts": list(groups.SORTS),
+                "flags": groups.FLAGS,
+            }
+
+    def attempt(self, key: str) -> dict[str, Any]:
+        """Facts, turns and rows of one attempt, from the best source that is left of it.
+
+        Raises:
+            NotThere: the run knows no such attempt.
+        """
+        with self._lock:
+            index = self._current()
+            known = self._known(index, key)
+            decode = self._decode()
+            told: dict[str, Any] = {**self._head(index), "source": "", "turns": [], "rows": [], "texts": []}
+            if known["index"] is not None:
+                told["texts"] = index.texts(known["group"], known["index"])
+            whole = self._whole(index, known)
+            if whole is not None:
+                session, answers = whole
+                rows = build_rows(session.tree)
+                decode = transcript.with_pictures(decode, None)
+                told |= {"source": "journal", "turns": transcript.conversation(session, answers, decode)}
+                told["attempt"] = transcript.facts(known, session)
+            else:
+                rows = self._closed_rows(known)
+                told |= {"source": "rows", "turns": transcript.told_by_rows(rows, decode)} if rows else {}
+                told["attempt"] = transcript.facts(known, None)
+            told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
+            told["why_no_turns"] = "" if told["turns"] else self._why_nothing(known)
+            told["why_no_text"] = self._why_no_text
+            told["group"] = groups.groups_of(index.group(known["group"]))[0]
+            return told
+
+    def tokens(self, key: str, row: int) -> dict[str, Any]:
+        """A row token by token.
+
+        Raises:
+            NotThere: no such attempt or row, or its tokens are not recorded.
+        """
+        with self._lock:
+            index = self._current()
+            known = self._known(index, key)
+            whole = self._whole(index, known)
+            rows = (
+                tuple(whole[0].images.released(made) for made in build_rows(whole[0].tree))
+                if whole is not None
+                else self._closed_rows(known)
+            )
+            if not rows:
+                raise NotThere(self._why_nothing(known))
+            if not 0 <= row < len(rows):
+                raise NotThere(f"attempt {key} has {len(rows)} rows; there is no row {row}")
+            self._decode()
+            backend = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
+
+            def text_of(token: int) -> str:
+                if backend is None:
+                    return str(token)
+                text: str = backend.decode([token], skip_special_tokens=False)
+                # Part of a character only: the vocabulary's own spelling says more.
+                return text if "�" not in text else str(backend.id_to_token(token))
+
+            told = transcript.token_view(rows[row], text_of)
+            return {
+                **self._head(index), "attempt": known, "row": row, "num_rows": len(rows),
+                "why_no_text": self._why_no_text, **told,
+            }  # fmt: skip
+
+    # ------------------------------------------------------------ parts
+
+    def _summary(self, index: RunIndex, step: int | None, age: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Steps that nothing is added to any more are counted once."""
+        known = self._summaries.get(step)
+        if known is not None and age >= _OLD_STEPS and step is not None:
+            return known
+        name = groups.NO_STEP if step is None else step
+        told = groups.summary(name, index.attempts(step=step), record)
+        if not index.is_behind:
+            self._summaries[step] = told
+        return told
+
+    def _head(self, index: RunIndex) -> dict[str, Any]:
+        return {"run": self.standing(), "problems": [f"{file}: {problem}" for file, problem in index.problems()]}
+
+    def _current(self) -> RunIndex:
+        if self._index is None:
+            self._index = RunIndex(self.place.path)
+        if time.monotonic() - self._updated > _UPDATE_S:
+            self._index.update()
+            self._updated = time.monotonic()
+        return self._index
+
+    def _known(self, index: RunIndex, key: str) -> dict[str, Any]:
+        known = index.attempt(key)
+        if known is None:
+            raise NotThere(f"{self.place.name} knows no attempt {key}")
+        return known
+
+    def _whole(self, index: RunIndex, known: dict[str, Any]) -> Any:
+        """Session and answers, where a journal has them; it may forget them at any time."""
+        file = known["file"]
+        if file is None or not file.endswith(".sqlite"):
+            return None
+        with readers.journal(self.place.path / file, index.scratch) as db:
+            return readers.whole_session(db, known["session"])
+
+    def _closed_rows(self, known: dict[str, Any]) -> tuple[Row, ...]:
+        if known["file"] is None or not known["file"].endswith(".jsonl"):
+            return ()
+        return tuple(Row.from_wire(record) for record in readers.closed_session(self.place.path / known["file"]))
+
+    def _why_nothing(self, known: dict[str, Any]) -> str:
+        if known["session"] is None:
+            return (
+                "Of this attempt only the text of its rows was recorded: verl's own dump of the step. Turns and tokens "
+                "are kept by runs of this version with seamless.proxy.keep_mib above 0."
+            )
+        return (
+            "The turns of this attempt are not there any more: the run kept none (seamless.proxy.keep_mib=0, or "
+            "seamless.proxy.journal=false), was recorded by an earlier version, keeps its journals on another disk, or "
+            "newer attempts have taken the place."
+        )
+
+    def _decode(self) -> transcript.Decode:
+        if self._tokenizer is None and not self._why_no_text:
+            try:
+                self._tokenizer = FolderTokenizer(self._tokenizer_folder())
+            except (SeamlessError, OSError, ValueError) as error:
+                self._why_no_text = f"Numbers stand for the text: {error}"
+        return self._tokenizer.decode if self._tokenizer is not None else transcript.numbers_for_text
+
+    def _tokenizer_folder(self) -> Path:
+        """The user's, or that of the model which the run's configuration names; never fetched from anywhere."""
+        if self._given is not None:
+            return self._given
+        from omegaconf import OmegaConf
+
+        file = self.place.path / CONFIG
+        if not file.is_file():
+            story = f"{self.place.name} does not say which model it was recorded with"
+            raise ConfigError("--tokenizer", None, story, "name the model's folder")
+        config = OmegaConf.load(file)
+        model = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        named = str(OmegaConf.select(config, "actor_rollout_ref.model.tokenizer_path") or model)
+        if Path(named).is_dir():
+            return Path(named)
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(named, local_files_only=True))
+        except Exception as error:
+            story = f"the run's model {named} is neither a folder here nor in this machine's cache of models"
+            raise ConfigError("--tokenizer", None, story, "name a folder with its tokenizer.json") from error
+
+    def _content(self) -> str:
+        """Names what the report is made of, without reading it."""
+        files = [*files_of(self.place.path / FLIGHT, ("*.jsonl",)), *files_of(self.place.path, (STEPS, VALIDATION))]
+        return " ".join(f"{file.name}:{file.stat().st_size}" for file in files)
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """As many whole records as there are: of a file that is broken in its middle, those before that."""
+    try:
+        return read_records(file)
+    except ValueError:
+        lines = readers.new_lines(file, 0).lines
+        return [record for start, line in lines if (record := readers.line_at(file, start, len(line)))]
