@@ -295,7 +295,7 @@ class ProxyConfig:
         journal_dir: folder for those journals on a disk that every node has itself (SQLite's write-ahead log does not
             work on NFS, Lustre and the like). None: ``RUN/proxy`` where that is on the node's disk, else the node's
             temporary folder.
-        keep_mib: MiB per rollout worker of attempts that are over, kept beside the journal with every token and log-prob
+        keep_mib: MiB per rollout worker of attempts that are over, kept beside the journal with all their tokens
             for ``seamless-verl watch`` (docs/watch.md); the oldest leave first. 0 keeps none.
     """
 

@@ -82,7 +82,7 @@ def names_of(host: str) -> Callable[[str], bool]:
     known = {*_LOOPBACK_NAMES, f"[{host}]" if ":" in host else host}
     wide = not is_loopback(host)
     if wide:
-        known |= {socket.gethostname(), socket.getfqdn()}
+        known |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def allowed(header: str) -> bool:
         name, _, port = header.rpartition(":") if not header.endswith("]") and ":" in header else (header, "", "0")

@@ -16,7 +16,7 @@ from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
-from seamless_verl.observe.run_folder import CONFIG, load_digest
+from seamless_verl.observe.run_folder import CONFIG, NoRunFolder, load_digest
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.watch import groups, readers, transcript
@@ -48,7 +48,7 @@ class Watched:
         self._tokenizer: FolderTokenizer | None = None
         self._why_no_text = ""
         self._summaries: dict[int | None, dict[str, Any]] = {}
-        self._page: tuple[str, str] = ("", "")
+        self._page: tuple[str, str] | None = None
         self._page_again = 0.0
 
     def close(self) -> None:
@@ -66,14 +66,18 @@ class Watched:
         """The report's page, and a name that changes when it does.
 
         Raises:
-            SeamlessError: there is nothing to show, or it cannot be read.
+            NotThere: nothing of the run as a whole was recorded.
+            FlightFormatError: what was recorded cannot be read.
         """
         with self._lock:
             running = self._is_alive(self.place.path)
             name = self._content() + ("+" if running else "")
             now = time.monotonic()
-            if name != self._page[0] and now >= self._page_again:
-                self._page = name, render(load_digest(self.place.path, running=running))
+            if self._page is None or (name != self._page[0] and now >= self._page_again):
+                try:
+                    self._page = name, render(load_digest(self.place.path, running=running))
+                except NoRunFolder as error:
+                    raise NotThere(str(error)) from error
                 self._page_again = time.monotonic() + (time.monotonic() - now) / _SHARE
             return self._page
 

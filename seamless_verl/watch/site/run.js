@@ -12,6 +12,7 @@ export async function load({ run }) {
     const name = decodeURIComponent(answer.headers.get("x-run"));
     page = { run, name, mark: answer.headers.get("x-page"), text: await answer.text() };
   }
+  else if (answer.status === 404) return { missing: (await answer.json()).error };
   else if (answer.status !== 204) throw new Refused((await answer.json().catch(() => ({}))).error ?? "the server answered " + answer.status);
   return { mark: page.mark, run: { name: page.name } };
 }
@@ -19,13 +20,15 @@ export async function load({ run }) {
 let lanes = null;
 
 export function draw(main, data, { run }) {
+  const onward = el("p", {}, link("/run/" + part(run) + "/steps", "steps, groups and attempts of this run"));
+  if (data.missing) return void main.replaceChildren(el("h1", {}, "Nothing of the run as a whole"), el("p", { class: "absent" }, data.missing), onward);
   // The page's own style is here already, as a file: the one inside of it would be refused, with a word in the console.
   const made = new DOMParser().parseFromString(page.text.replace(/<style>[^]*?<\/style>/, ""), "text/html");
   const view = lanes?.run === run ? lanes.drawn?.view() : undefined;
   lanes?.drawn?.stop();
   const parts = [made.querySelector("header"), ...made.querySelectorAll("section"), made.getElementById("lane-data")];
   main.replaceChildren(...parts.filter(Boolean).map((one) => document.adoptNode(one)),
-    el("p", {}, link("/run/" + part(run) + "/steps", "steps, groups and attempts of this run")));
+    onward);
   for (const one of main.querySelectorAll("a[href^='#']")) {
     const anchor = one.getAttribute("href").slice(1);
     if (anchor.startsWith("/")) continue;

@@ -1,0 +1,284 @@
+"""Runs watched over real HTTP: under way, over, killed, half written; from the list of runs down to a token."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from seamless_verl.observe.flight import SessionEnded
+from seamless_verl.proxy.journal.folder_sink import FolderSink
+from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.watch.index import INDEX
+from tests.edge.watch.recorded import (
+    begin,
+    get,
+    only_run,
+    save_tokenizer,
+    training,
+    user,
+    watching,
+    write_flight,
+    write_texts,
+)
+from tests.fakes import serving
+from tests.kernel.observe.made_up import write_made_up_run
+
+CALL = '<tool_call>\n{"name": "run", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+async def test_from_the_run_to_a_group_an_attempt_and_its_tokens(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    async with training(run) as proxy:
+        good, bad = await begin(proxy, "task", 0), await begin(proxy, "task", 1)
+        said = [user("hi")]
+        said = [*said, await good.ask(said), user("more")]
+        await good.ask(said)
+        await bad.ask([user("hi")])
+        rows = await good.end(1.0)
+        await bad.end(0.0)
+    step_no = rows[0].version_spans[0].version + 3  # trains on weights two versions older than those it changes
+    write_texts(run, step_no, [("task_0_0", 1.0, "a"), ("task_1_0", 0.0, "b")])
+    write_flight(run, _ended(good.session.id, 0, 1.0, 2.5, "finished"), _ended(bad.session.id, 1, 0.0, 9.0, "timeout"))
+
+    async with watching(run, save_tokenizer(tmp_path / "model")) as http:
+        at = await only_run(http)
+        (step,) = (await get(http, f"{at}/steps"))["steps"]
+        (group,) = (await get(http, f"{at}/groups", step=step_no))["groups"]
+        one = await get(http, f"{at}/attempt", key=good.session.id)
+        tokens = await get(http, f"{at}/tokens", key=good.session.id, row=0)
+        page = await http.get(f"api/{at}/page")
+
+    assert (step["step"], step["groups"], step["attempts"], step["reward"]) == (step_no, 1, 2, 0.5)
+    assert (group["flags"], group["seconds"]) == (["interrupted", "stale", "not finished"], 9.0)
+    assert [(a["index"], a["reward"], a["status"]) for a in group["attempts"]] == [
+        (0, 1.0, "finished"),
+        (1, 0.0, "timeout"),
+    ]
+    first, second = one["turns"]
+    assert [turn["parent"] for turn in one["turns"]] == [None, 0]
+    assert "hi" in first["given"]
+    assert "more" in second["given"]
+    assert first["given"].startswith("<|im_start|>user")
+    assert second["answer"]["content"] == "ok"
+    assert one["attempt"]["rewards"] == {"passed": 1.0}
+    (row,) = rows
+    assert tokens["token_ids"] == list(row.token_ids)
+    assert tokens["mask"] == list(row.mask)
+    assert all(math.isclose(a, b, abs_tol=1e-5) for a, b in zip(tokens["log_probs"], row.log_probs, strict=True))
+    spans = [(span.version, span.stop - span.start) for span in row.version_spans]
+    assert [v for v in tokens["versions"] if v >= 0] == [version for version, length in spans for _ in range(length)]
+    assert len(tokens["seams"]) == len(row.version_spans) - len(row.turns)
+    assert page.status_code == 200
+    assert "watched" in page.text
+
+
+def _ended(session: str, index: int, reward: float, seconds: float, status: str) -> SessionEnded:
+    return SessionEnded(
+        at=1.0 + index, session=session, group="task", index=index, seconds=seconds, turns=2, rows=1, reward=reward,
+        status=status,
+    )  # fmt: skip
+
+
+async def test_a_turn_is_there_with_the_next_look_and_stays_when_the_session_is_over(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy, watching(tmp_path, alive=True) as http:
+        agent = await begin(proxy, "task")
+        said = [user("hi")]
+        said = [*said, await agent.ask(said), user("more")]
+        at = await only_run(http)
+        before = await _attempt_when(http, at, agent.session.id, turns=1)
+        await agent.ask(said)
+        during = await _attempt_when(http, at, agent.session.id, turns=2)
+        await agent.end(1.0)
+        after = await _attempt_when(http, at, agent.session.id, turns=2, state="closed")
+    assert before["attempt"]["state"] == "open"
+    assert during["attempt"]["state"] == "open"
+    assert during["turns"][:1] == [{**before["turns"][0], "is_leaf": False}]
+    assert after["turns"] == during["turns"]
+    assert after["attempt"]["reward"] == 1.0
+
+
+async def _attempt_when(http, at: str, key: str, *, turns: int, state: str = "open") -> dict:
+    """What the page shows, asked as often as it asks, until it says so; at most ten times."""
+    for _ in range(10):
+        answer = await http.get(f"api/{at}/attempt", params={"key": key})
+        told = answer.json()
+        if answer.status_code == 200 and len(told["turns"]) == turns and told["attempt"]["state"] == state:
+            return told
+        await asyncio.sleep(0.2)
+    raise AssertionError(told)
+
+
+async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path: Path) -> None:
+    async with training(tmp_path, lambda prompt: "one" if "compacted" not in prompt else "two") as proxy:
+        agent = await begin(proxy, "task")
+        said = [user("hello"), await agent.ask([user("hello")]), user("the whole story")]
+        await agent.ask(said)
+        await agent.ask([user("hello"), {"role": "assistant", "content": "compacted"}, user("go on")])
+        await agent.end(0.0)
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
+        told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
+        rows = told["rows"]
+    (fork,) = (turn for turn in told["turns"] if turn["kind"] == "fork")
+    assert fork["reasons"][0]["name"] == "history rewritten"
+    assert "compact" in fork["reasons"][0]["explained"]
+    parting = fork["parting"]
+    assert "hello" in parting["before"]
+    assert parting["recorded"].startswith("one<|im_end|>")
+    assert parting["sent"].startswith("compacted<|im_end|>")
+    assert len(rows) == 2
+
+
+async def test_a_recording_of_the_proxy_alone_is_shown_from_its_rows(tmp_path: Path) -> None:
+    record = tmp_path / "recorded"
+    record.mkdir()
+    journal = SqliteJournal(record / "journal.sqlite")
+    async with serving(lambda prompt: "fine", journal=journal, sink=FolderSink(record)) as proxy:
+        agent = await begin(proxy, "task-7", 2)
+        said = [user("hi")]
+        await agent.ask([*said, await agent.ask(said), user("more")])
+        rows = (await proxy.admin.close_session(agent.session.id, 1.0, {})).rows
+    await journal.close()
+    async with watching(record, save_tokenizer(tmp_path / "model")) as http:
+        at = await only_run(http)
+        (group,) = (await get(http, f"{at}/groups", step="none"))["groups"]
+        told = await get(http, f"{at}/attempt", key=agent.session.id)
+        tokens = await get(http, f"{at}/tokens", key=agent.session.id)
+        page = await http.get(f"api/{at}/page")
+    assert (group["group"], group["reward"], group["attempts"][0]["index"]) == ("task-7", 1.0, 2)
+    assert [turn["text"] for turn in told["turns"]] == ["fine<|im_end|>", "fine<|im_end|>"]
+    assert tokens["token_ids"] == list(rows[0].token_ids)
+    assert page.status_code == 404
+    assert "neither flight/ nor steps.jsonl" in page.json()["error"]
+
+
+async def test_tool_calls_are_told_apart_from_text(tmp_path: Path) -> None:
+    async with training(tmp_path, lambda prompt: f"look{CALL}") as proxy:
+        agent = await begin(proxy, "task")
+        tools = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
+        answer = await proxy.http.post(
+            "/v1/chat/completions",
+            json={"model": "tiny", "messages": [user("hi")], "tools": tools},
+            headers={"Authorization": f"Bearer {agent.session.api_key}"},
+        )
+        assert answer.json()["choices"][0]["message"]["tool_calls"]
+        await agent.end(0.0)
+    async with watching(tmp_path) as http:
+        told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
+    (turn,) = told["turns"]
+    assert turn["answer"]["content"] == "look"
+    assert turn["answer"]["tool_calls"] == [{"name": "run", "arguments": '{"command": "ls"}'}]
+    assert "--tokenizer" in told["why_no_text"]  # the run does not say which model it is of
+    assert turn["text"].split()[0].isdecimal()
+
+
+async def test_an_older_run_shows_the_text_of_its_rows_and_says_what_is_missing(tmp_path: Path) -> None:
+    write_texts(tmp_path, 1, [("task_0_0", 0.5, "first answer")])
+    write_flight(tmp_path, _ended("s1", -1, 0.5, 3.0, "finished"))
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        (group,) = (await get(http, f"{at}/groups", step=1))["groups"]
+        (attempt,) = group["attempts"]
+        told = await get(http, f"{at}/attempt", key=attempt["key"])
+        tokens = await http.get(f"api/{at}/tokens", params={"key": attempt["key"]})
+    assert (attempt["key"], attempt["reward"]) == ("task~0", 0.5)
+    assert told["texts"][0]["output"] == "first answer"
+    assert "keep_mib" in told["why_no_turns"]
+    assert (tokens.status_code, "keep_mib" in tokens.json()["error"]) == (404, True)
+
+
+async def test_a_killed_run_with_half_a_journal_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("hi")])  # never closed
+    recording = write_flight(tmp_path)
+    with recording.open("a") as file:
+        file.write('{"event":"StepBegan","at":2.0,"st')
+    async with watching(tmp_path) as http:
+        (listed,) = (await get(http, "runs"))["runs"]
+        at = f"run/{listed['id']}"
+        told = await get(http, f"{at}/attempt", key=agent.session.id)
+        page = await http.get(f"api/{at}/page")
+    assert (listed["state"], listed["style"]) == ("no end recorded", "bad")
+    assert len(told["turns"]) == 1
+    assert "was killed" in page.text
+
+    journal = tmp_path / "proxy" / "agent_loop_worker_0" / "journal.sqlite"
+    journal.write_bytes(journal.read_bytes()[:5000])
+    for left in journal.parent.glob("*.sqlite-*"):
+        left.unlink()
+    (tmp_path / INDEX).unlink()
+    async with watching(tmp_path) as http:
+        steps = await get(http, f"{at}/steps")
+    assert any("journal.sqlite: DatabaseError" in problem for problem in steps["problems"])
+
+
+async def test_an_empty_folder_a_folder_of_a_hundred_runs_and_one_that_comes(tmp_path: Path) -> None:
+    async with watching(tmp_path) as http:
+        assert (await get(http, "runs"))["runs"] == []
+        for number in range(100):
+            write_flight(tmp_path / f"run-{number:02}")
+        (tmp_path / "no run").mkdir()
+        listed = (await get(http, "runs"))["runs"]
+        nothing = await get(http, f"run/{listed[7]['id']}/steps")
+    assert [run["name"] for run in listed] == [f"run-{number:02}" for number in range(100)]
+    assert nothing["steps"] == []
+
+
+async def test_looking_changes_no_file_of_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    async with training(run) as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("hi")])
+        await agent.end(1.0)
+    write_made_up_run(run)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    async with watching(run) as http:
+        at = await only_run(http)
+        await get(http, f"{at}/attempt", key=agent.session.id)
+        await http.get(f"api/{at}/page")
+    after = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    assert {file.name for file in after.keys() - before.keys()} == {INDEX}
+    assert all(after[file] == data for file, data in before.items())
+
+
+async def test_where_the_folder_cannot_be_written_the_index_is_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / INDEX).mkdir()  # stands for a disk that is read-only; root may write everywhere
+    write_texts(tmp_path, 1, [("task_0_0", 0.5, "text")])
+    write_flight(tmp_path)
+    async with watching(tmp_path) as http:
+        (step,) = (await get(http, f"{await only_run(http)}/steps"))["steps"]
+    assert step["attempts"] == 1
+    assert list((tmp_path / INDEX).iterdir()) == []
+
+
+async def test_a_run_that_began_anew_in_its_folder_is_indexed_anew(tmp_path: Path) -> None:
+    write_flight(tmp_path)
+    write_texts(tmp_path, 1, [("old_0_0", 0.5, "text"), ("old_1_0", 0.5, "text")])
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        assert [step["attempts"] for step in (await get(http, f"{at}/steps"))["steps"]] == [2]
+    write_texts(tmp_path, 1, [("new_0_0", 0.5, "text")])
+    async with watching(tmp_path) as http:
+        (group,) = (await get(http, f"{at}/groups", step=1))["groups"]
+    assert group["group"] == "new"
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "told"),
+    [
+        ("run/nowhere/steps", {}, "not there"),
+        ("{at}/groups", {"step": "x"}, "x is no step"),
+        ("{at}/groups", {"step": "1", "sort": "by luck"}, "no order 'by luck'"),
+        ("{at}/attempt", {"key": "nobody"}, "knows no attempt nobody"),
+        ("{at}/tokens", {"key": "nobody"}, "knows no attempt nobody"),
+    ],
+)
+async def test_what_is_not_there_is_said(tmp_path: Path, path: str, query: dict, told: str) -> None:
+    write_flight(tmp_path)
+    async with watching(tmp_path) as http:
+        answer = await http.get(f"api/{path.format(at=await only_run(http))}", params=query)
+    assert answer.status_code == 404
+    assert told in answer.json()["error"]
