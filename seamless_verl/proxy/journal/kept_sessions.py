@@ -56,19 +56,16 @@ class KeepingJournal(SqliteJournal):
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         super().__init__(path)
         self._keeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kept")
-        self._max_bytes = max_bytes
-        self._kept: sqlite3.Connection | None = None
+        self._kept: _KeptFile | None = None
         try:
-            self._kept = self._keeper.submit(_open, path).result()
+            self._kept = self._keeper.submit(_KeptFile, path, max_bytes).result()
         except sqlite3.Error as error:
             self._stop(error)
 
     async def forgotten(self, session_id: str, summary: bytes) -> None:
         if self._kept is not None:
             try:
-                await asyncio.get_running_loop().run_in_executor(
-                    self._keeper, _keep, self._kept, session_id, self._max_bytes
-                )
+                await asyncio.get_running_loop().run_in_executor(self._keeper, self._kept.take, session_id)
             except sqlite3.Error as error:
                 self._stop(error)
         await super().forgotten(session_id, summary)
@@ -86,39 +83,67 @@ class KeepingJournal(SqliteJournal):
         _log.warning("sessions that end from now on are not kept for `seamless-verl watch`: %s", error)
 
 
-def _open(journal: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(journal.with_name(KEPT), isolation_level=None, check_same_thread=False, timeout=_BUSY_S)
-    try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"{KEPT} was written in format {version}, this is format {VERSION}")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.executescript(_SCHEMA)
-        db.execute(f"PRAGMA user_version = {VERSION}")
-        db.execute("ATTACH ? AS journal", (str(journal),))
-    except sqlite3.Error:
-        db.close()
-        raise
-    return db
+class _KeptFile:
+    """``kept.sqlite`` beside a journal, for one thread.
 
+    Raises:
+        sqlite3.Error: it cannot be used, or not any more.
+    """
 
-def _keep(db: sqlite3.Connection, session_id: str, max_bytes: int) -> None:
-    db.execute("BEGIN")  # of this file only: the journal is read, and its own thread may write meanwhile
-    try:
-        for sql in (*_LEAVES, *_COPIED):  # it may be there: a process died before it was forgotten
-            db.execute(sql, (session_id,))
-        size = db.execute(_SIZE, {"id": session_id}).fetchone()[0]
-        db.execute("INSERT INTO kept (id, num_bytes) VALUES (?, ?)", (session_id, size))
-        total = db.execute("SELECT total(num_bytes) FROM kept").fetchone()[0]
-        for oldest, num_bytes in db.execute("SELECT id, num_bytes FROM kept ORDER BY number").fetchall():
-            if total <= max_bytes or oldest == session_id:
-                break
-            total -= num_bytes
-            for sql in _LEAVES:
-                db.execute(sql, (oldest,))
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
+    def __init__(self, journal: Path, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        # Used by the keeper's thread only; the check would also forbid closing it from there at shutdown.
+        self._db = sqlite3.connect(
+            journal.with_name(KEPT), isolation_level=None, check_same_thread=False, timeout=_BUSY_S
+        )
+        try:
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, VERSION):
+                raise sqlite3.DatabaseError(f"{KEPT} was written in format {version}, this is format {VERSION}")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version = {VERSION}")
+            self._db.execute("ATTACH ? AS journal", (str(journal),))
+            self._num_bytes = self._sum()
+        except sqlite3.Error:
+            self._db.close()
+            raise
+
+    def take(self, session_id: str) -> None:
+        """Copy a session out of the journal, whose own thread may write meanwhile."""
+        num_bytes = self._num_bytes
+        self._db.execute("BEGIN")
+        try:
+            num_bytes -= self._leave(session_id)  # there already if a process died before it was forgotten
+            for sql in _COPIED:
+                self._db.execute(sql, (session_id,))
+            size = self._db.execute(_SIZE, {"id": session_id}).fetchone()[0]
+            self._db.execute("INSERT INTO kept (id, num_bytes) VALUES (?, ?)", (session_id, size))
+            num_bytes += size
+            while num_bytes > self._max_bytes:
+                oldest = self._db.execute("SELECT id FROM kept ORDER BY number LIMIT 1").fetchone()[0]
+                if oldest == session_id:
+                    break
+                num_bytes -= self._leave(oldest)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        self._num_bytes = num_bytes
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _leave(self, session_id: str) -> float:
+        """Delete a session; returns its bytes."""
+        found = self._db.execute("SELECT num_bytes FROM kept WHERE id = ?", (session_id,)).fetchone()
+        if found is None:
+            return 0
+        for sql in _LEAVES:
+            self._db.execute(sql, (session_id,))
+        return float(found[0])
+
+    def _sum(self) -> float:
+        return float(self._db.execute("SELECT total(num_bytes) FROM kept").fetchone()[0])
