@@ -360,6 +360,7 @@ class SeamlessConfig:
         resources: which GPUs there are, entries of `ResourceConfig`; [] takes verl's keys.
         shared_prefix: tokens that the rows of a micro-batch share are computed once (docs/shared-prefixes.md): ``on``,
             ``auto`` where at least a twentieth is shared, ``off``.
+        watch: serve pages of this run while it goes on, on loopback, and print their address (docs/watch.md).
     """
 
     recipe: str | None = None
@@ -375,8 +376,10 @@ class SeamlessConfig:
     supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
     assets: AssetsConfig = field(default_factory=AssetsConfig)
     shared_prefix: str = "off"
+    watch: bool = False
 
     def __post_init__(self) -> None:
+        switch("seamless.watch", self.watch)
         one_of("seamless.shared_prefix", self.shared_prefix, ("off", "auto", "on"))
 
     @classmethod

@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
         environment[check_machine.VARIABLE] = cluster
     if on_cpu:
         environment.update(cpu_environment(seamless.resources, machine.cores, run_dir / "memory.jsonl"))
-    code = _run_with_restarts(config, seamless.supervise.restarts, run_dir, environment, IMPORTED if on_cpu else ())
+    with _pages(run_dir) if seamless.watch else nullcontext():
+        code = _run_with_restarts(config, seamless.supervise.restarts, run_dir, environment, IMPORTED if on_cpu else ())
     if code:
         _explain_end(code, run_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -139,6 +141,18 @@ def _run_with_restarts(
             return visible(code)
         _say(f"{verdict.reason}, from {'the last checkpoint' if has_checkpoint else 'the beginning'}", sys.stderr)
         environment["SEAMLESS_STARTED_AT"] = repr(time.time())
+
+
+@contextmanager
+def _pages(run_dir: Path) -> Iterator[None]:
+    """Serves pages of the run from a process of its own, which prints their address and ends with this one."""
+    command = [sys.executable, "-m", "seamless_verl.cli", "watch", str(run_dir), "--of-run"]
+    pages = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is for the run
+    try:
+        yield
+    finally:
+        pages.terminate()
+        pages.wait()
 
 
 def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_dir: Path) -> None:

@@ -43,6 +43,8 @@ def add_arguments(command: argparse.ArgumentParser, *, is_alive: Callable[[Path]
     )
     command.add_argument("--tokenizer", type=Path, help="model folder to decode with, where the run does not name one")
     command.add_argument("--open", action="store_true", help="open the page in a browser")
+    # Started by a run (seamless.watch), and ends with it: then nobody holds the other end of standard input any more.
+    command.add_argument("--of-run", action="store_true", help=argparse.SUPPRESS)
     command.set_defaults(run=watch, is_alive=is_alive)
 
 
@@ -133,19 +135,31 @@ async def _serve(root: Root, parsed: argparse.Namespace) -> None:
     token = secrets.token_urlsafe(24)
     app = make_app(root.places, token=token, allowed=names_of(parsed.host))
     server = await _started(app, parsed)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         url = f"{server.base_url}/{token}/"
-        num = len(list(root.places()))
-        found = "1 run" if num == 1 else f"{num} runs" if num else "no run yet; the page shows those that come"
-        print(f"watching {parsed.folder or 'runs/'} ({found}): {url}\nCtrl-C ends it; the run goes on", flush=True)
+        print(_told(root, parsed, url), flush=True)
         if parsed.open and not webbrowser.open(url):
             print("no browser was found; open the address yourself", file=sys.stderr)
-        await stop.wait()
+        await _until_ended(of_run=parsed.of_run)
     finally:
         await server.stop()
+
+
+def _told(root: Root, parsed: argparse.Namespace, url: str) -> str:
+    if parsed.of_run:
+        return f"watch this run: {url}"
+    num = len(list(root.places()))
+    found = "1 run" if num == 1 else f"{num} runs" if num else "no run yet; the page shows those that come"
+    return f"watching {parsed.folder or 'runs/'} ({found}): {url}\nCtrl-C ends it; the run goes on"
+
+
+async def _until_ended(*, of_run: bool) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if of_run:
+        loop.add_reader(sys.stdin.fileno(), stop.set)  # nothing is ever written there
+    await stop.wait()
 
 
 async def _started(app: object, parsed: argparse.Namespace) -> ProxyServer:

@@ -91,6 +91,21 @@ def test_wrong_inputs_are_answered_in_words(tmp_path: Path, capsys: pytest.Captu
             assert all(word in error for word in told), error
 
 
+def test_pages_of_a_run_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """`seamless.watch=true`: also where that was killed, since nothing is said over the pipe."""
+    write_flight(tmp_path)
+    command = [sys.executable, "-m", "seamless_verl.cli", "watch", str(tmp_path), "--port", "0", "--of-run"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout.readline().startswith("watch this run: http://127.0.0.1:")
+            process.stdin.close()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
 def test_the_command_prints_an_address_that_works_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     write_flight(tmp_path / "one")
     command = [sys.executable, "-m", "seamless_verl.cli", "watch", str(tmp_path), "--port", "0"]
