@@ -26,6 +26,8 @@ from seamless_verl.watch.readers import AttemptFacts, TrainedText
 INDEX = "watch.sqlite"
 _VERSION = 1
 _MOST_KEPT = 2000  # sessions per update
+_MOST_BYTES = 1 << 25  # per update, so that a large run is on the page before it is read to its end
+_MOST_UNTRAINED = 20_000  # a run that writes down no rows has all its attempts there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
 _COLUMNS = tuple(_NAMES.get(name, name) for name in _FACTS)
@@ -60,6 +62,8 @@ class RunIndex:
         self.scratch = Path(self._scratch.name)
         self.where, self._db = self._open()
         self._open_sessions: dict[str, dict[str, int]] = {}
+        self._groups: set[str] = set()
+        self._budget = 0
         self.is_behind = True
 
     def close(self) -> None:
@@ -68,11 +72,18 @@ class RunIndex:
 
     # ------------------------------------------------------------ up to date
 
-    def update(self) -> None:
-        """Read what was written since the last call; what cannot be read is noted and said (`problems`)."""
+    def update(self) -> set[int | None]:
+        """Read what was written since the last call, or a part of it; what cannot be read is noted (`problems`).
+
+        Returns:
+            Steps whose attempts may have changed; ``None`` for attempts that no step is known to have trained.
+        """
+        lost: set[int | None] = set()
         if any(file.exists() and file.stat().st_size < mark for file, mark in self._marks()):
+            lost = {None, *self.steps()}
             self._begin_anew()
-        self.is_behind = False
+        self.is_behind, self._budget = False, _MOST_BYTES
+        self._groups = set()
         self._db.execute("BEGIN")
         try:
             for file in files_of(self._place / FLIGHT, ("*.jsonl",)):
@@ -83,8 +94,18 @@ class RunIndex:
                 self._guarded(file, self._read_kept)
             for file in files_of(self._place, JOURNALS):
                 self._guarded(file, self._read_journal)
+            return lost | self._changed()
         finally:
             self._db.execute("COMMIT")
+
+    def _changed(self) -> set[int | None]:
+        if not self._groups:
+            return set()
+        self._db.execute("CREATE TEMP TABLE IF NOT EXISTS changed (grp TEXT PRIMARY KEY) WITHOUT ROWID")
+        self._db.execute("DELETE FROM changed")
+        self._db.executemany("INSERT OR IGNORE INTO changed VALUES (?)", ((group,) for group in self._groups))
+        found = self._db.execute("SELECT DISTINCT step FROM texts WHERE grp IN (SELECT grp FROM changed)")
+        return {None, *(step for (step,) in found)}
 
     def problems(self) -> list[tuple[str, str]]:
         """Files that could not be read, and why."""
@@ -92,28 +113,35 @@ class RunIndex:
 
     def _guarded(self, file: Path, read: Any) -> None:
         name = str(file.relative_to(self._place))
-        known = self._db.execute("SELECT mark FROM sources WHERE file = ?", (name,)).fetchone()
-        mark, problem = (known[0] if known else 0), ""
+        known = self._db.execute("SELECT mark, problem FROM sources WHERE file = ?", (name,)).fetchone()
+        mark, problem = known or (0, "")
         try:
-            mark = read(file, name, mark)
+            mark, problem = read(file, name, mark), ""
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError, IndexError) as error:
             problem = f"{type(error).__name__}: {error}"
-        self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (name, mark, problem))
+        if (mark, problem) != known:
+            self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (name, mark, problem))
+
+    def _new_lines(self, file: Path, mark: int) -> readers.Lines:
+        found = readers.new_lines(file, mark, self._budget)
+        self._budget -= found.end - mark
+        self.is_behind |= found.is_part
+        return found
 
     def _read_recording(self, file: Path, name: str, mark: int) -> int:
-        found = readers.new_lines(file, mark)
+        found = self._new_lines(file, mark)
         if found.lines:
             self._put(readers.ended_attempts(found, readers.clock_offset(file)), None)
-        self.is_behind |= found.is_part
         return found.end
 
     def _read_rows(self, file: Path, name: str, mark: int) -> int:
-        if not mark and (rows := readers.closed_session(file)):
+        if not mark and self._budget > 0 and (rows := readers.closed_session(file)):
             self._put([readers.facts_of_rows(rows)], name)
-            return file.stat().st_size
-        found = readers.new_lines(file, mark)
-        self._put_texts(readers.trained_texts(found), name)
-        self.is_behind |= found.is_part
+            size = file.stat().st_size
+            self._budget -= size
+            return size
+        found = self._new_lines(file, mark)
+        self._put_texts(list(readers.trained_texts(found)), name)
         return found.end
 
     def _read_kept(self, file: Path, name: str, mark: int) -> int:
@@ -155,10 +183,12 @@ class RunIndex:
             plain = asdict(facts)
             drift = plain["drift"]
             plain["drift"] = None if drift is None else json.dumps(drift)
+            self._groups.add(facts.group)
             rows.append((facts.session, *(plain[name] for name in _FACTS), file))
         self._db.executemany(_PUT, rows)
 
-    def _put_texts(self, found: Iterable[TrainedText], file: str) -> None:
+    def _put_texts(self, found: list[TrainedText], file: str) -> None:
+        self._groups |= {text.group for text in found}
         self._db.executemany(
             "INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             ((t.group, t.index, t.row, t.step, t.score, file, t.start, t.length) for t in found),
@@ -171,9 +201,10 @@ class RunIndex:
     # ------------------------------------------------------------ asked
 
     def attempts(self, *, step: int | None) -> list[dict[str, Any]]:
-        """Attempts of the groups that a step trained; ``None``: of those that no step is known to have trained."""
+        """Attempts of the groups that a step trained; ``None``: the latest of those that no step is known to have."""
         if step is None:
-            return self._selected("grp NOT IN (SELECT grp FROM texts)", ())
+            latest = "SELECT session FROM attempts WHERE grp NOT IN (SELECT grp FROM texts) ORDER BY began DESC LIMIT ?"
+            return self._joined(f"session IN ({latest})", (_MOST_UNTRAINED,), [])
         return self._selected("grp IN (SELECT grp FROM texts WHERE step = ?)", (step,))
 
     def group(self, name: str) -> list[dict[str, Any]]:
@@ -193,10 +224,13 @@ class RunIndex:
         return next((attempt for attempt in self.group(name) if attempt["key"] == key), None)
 
     def _selected(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """Sessions that the condition names, joined with what was trained of them."""
         texts = self._db.execute(
             f'SELECT grp, "index", step, score, min(row) FROM texts WHERE {where} GROUP BY grp, "index"', values
         ).fetchall()
+        return self._joined(where, values, texts)
+
+    def _joined(self, where: str, values: tuple[Any, ...], texts: list[Any]) -> list[dict[str, Any]]:
+        """Sessions that the condition names, with what was trained of them."""
         scores = {(group, index): score for group, index, _, score, _ in texts}
         steps = {group: step for group, _, step, _, _ in texts}
         cursor = self._db.execute(f"SELECT * FROM attempts WHERE {where} ORDER BY began", values)

@@ -25,7 +25,7 @@ from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_se
 from seamless_verl.proxy.session.sessions import Session, SessionState
 from seamless_verl.trajectory.generation import FinishReason
 
-_MOST_BYTES = 1 << 24  # of one file per call, so that a large run is on the page before it is read to its end
+_MOST_BYTES = 1 << 24
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,15 +86,18 @@ class Lines:
     is_part: bool = False
 
 
-def new_lines(file: Path, start: int) -> Lines:
-    """At most `_MOST_BYTES`, but one line at least, however long."""
+def new_lines(file: Path, start: int, most: int = _MOST_BYTES) -> Lines:
+    """About ``most`` bytes, but one line at least, however long; nothing where ``most`` is not above 0."""
+    size = file.stat().st_size
+    if size <= start or most <= 0:
+        return Lines(end=start, is_part=size > start)
     with file.open("rb") as stream:
         stream.seek(start)
-        data = stream.read(_MOST_BYTES)
-        while b"\n" not in data and (more := stream.read(_MOST_BYTES)):
+        data = stream.read(most)
+        while b"\n" not in data and (more := stream.read(most)):
             data += more
     whole = data[: data.rfind(b"\n") + 1]
-    found = Lines(end=start + len(whole), is_part=len(data) >= _MOST_BYTES)
+    found = Lines(end=start + len(whole), is_part=start + len(data) < size)
     at = start
     for line in whole.split(b"\n")[:-1]:
         found.lines.append((at, line))
@@ -165,6 +168,9 @@ def line_at(file: Path, start: int, length: int) -> dict[str, Any]:
 
 def closed_session(file: Path) -> list[dict[str, Any]]:
     """The rows of a closed session; empty for a file of another kind."""
+    with file.open("rb") as stream:
+        if "token_ids" not in (_json(stream.readline()) or {}):
+            return []
     rows = [record for line in file.read_bytes().splitlines() if (record := _json(line)) is not None]
     return rows if rows and all("token_ids" in row and "session" in row for row in rows) else []
 

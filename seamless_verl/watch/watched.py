@@ -25,7 +25,6 @@ from seamless_verl.watch.places import Place, files_of, standing
 
 _UPDATE_S = 0.5
 _SHARE = 0.05
-_OLD_STEPS = 3  # as many steps back an attempt may still be told of
 
 
 class NotThere(SeamlessError):
@@ -47,7 +46,7 @@ class Watched:
         self._updated = 0.0
         self._tokenizer: FolderTokenizer | None = None
         self._why_no_text = ""
-        self._summaries: dict[int | None, dict[str, Any]] = {}
+        self._summaries: dict[int | None, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         self._page: tuple[str, str] | None = None
         self._page_again = 0.0
 
@@ -89,7 +88,7 @@ class Watched:
             steps += [None] if index.has_untrained() else []
             return {
                 **self._head(index),
-                "steps": [self._summary(index, step, at, records.get(step, {})) for at, step in enumerate(steps)],
+                "steps": [self._summary(index, step, records.get(step, {})) for step in steps],
                 "validations": _records(self.place.path / VALIDATION),
                 "flags": groups.FLAGS,
             }
@@ -181,25 +180,24 @@ class Watched:
 
     # ------------------------------------------------------------ parts
 
-    def _summary(self, index: RunIndex, step: int | None, age: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Steps that nothing is added to any more are counted once."""
+    def _summary(self, index: RunIndex, step: int | None, record: Mapping[str, Any]) -> dict[str, Any]:
+        """A step is counted again when an attempt of it has changed, or its record has come."""
         known = self._summaries.get(step)
-        if known is not None and age >= _OLD_STEPS and step is not None:
-            return known
-        name = groups.NO_STEP if step is None else step
-        told = groups.summary(name, index.attempts(step=step), record)
-        if not index.is_behind:
-            self._summaries[step] = told
-        return told
+        if known is None or known[0] != record:
+            name = groups.NO_STEP if step is None else step
+            known = self._summaries[step] = record, groups.summary(name, index.attempts(step=step), record)
+        return known[1]
 
     def _head(self, index: RunIndex) -> dict[str, Any]:
-        return {"run": self.standing(), "problems": [f"{file}: {problem}" for file, problem in index.problems()]}
+        problems = [f"{file}: {problem}" for file, problem in index.problems()]
+        return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
 
     def _current(self) -> RunIndex:
         if self._index is None:
             self._index = RunIndex(self.place.path)
         if time.monotonic() - self._updated > _UPDATE_S:
-            self._index.update()
+            for step in self._index.update():
+                self._summaries.pop(step, None)
             self._updated = time.monotonic()
         return self._index
 

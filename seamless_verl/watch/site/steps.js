@@ -2,8 +2,10 @@
 
 import { ask, bar, duration, el, link, marks, number, part, range } from "./dom.js";
 
-function notes(problems) {
-  return problems.length ? el("ul", { class: "problems" }, problems.map((one) => el("li", {}, "not read: " + one))) : null;
+function notes(data) {
+  const told = data.problems.map((one) => "not read: " + one);
+  if (data.is_behind) told.push("This run is large and still being read: more comes by itself.");
+  return told.length ? el("ul", { class: "problems" }, told.map((one) => el("li", {}, one))) : "";
 }
 
 export const all = {
@@ -17,7 +19,7 @@ export const all = {
       el("td", {}, number(step.tokens_per_s, 0)), el("td", {}, number(step.staleness_max)),
       el("td", {}, Object.entries(step.flags).map(([flag, count]) =>
         el("a", { href: "#/run/" + part(run) + "/step/" + part(step.step) + "?flag=" + part(flag), class: "mark", title: data.flags[flag] }, count + " × " + flag)))));
-    main.replaceChildren(el("h1", {}, "Steps"), notes(data.problems) ?? "", rows.length
+    main.replaceChildren(el("h1", {}, "Steps"), notes(data), rows.length
       ? el("section", {}, el("table", {}, el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))), el("tbody", {}, rows)))
       : el("p", { class: "absent" }, "No attempt of an agent is recorded here yet. verl's own agent loops leave none; rows are kept where trainer.rollout_data_dir names a folder."));
   },
@@ -40,7 +42,7 @@ export const one = {
       el("label", {}, "with ", el("input", { type: "search", "data-focus": "search", value: params.text ?? "", placeholder: "id, status or drift reason  ( / )",
         onchange: (event) => go({ text: event.target.value }) })),
       el("span", { class: "soft" }, data.groups.length + " of " + data.of + " groups"));
-    main.replaceChildren(el("h1", {}, data.step === "none" ? "Attempts that no step has trained" : "Step " + data.step), notes(data.problems) ?? "", controls,
+    main.replaceChildren(el("h1", {}, data.step === "none" ? "Attempts that no step has trained" : "Step " + data.step), notes(data), controls,
       ...data.groups.map((group) => groupBox(group, params.run, data.flags)),
       data.groups.length ? "" : el("p", { class: "absent" }, "No group of this step is like that."));
   },

@@ -90,3 +90,19 @@ async def test_a_file_that_cannot_be_used_costs_a_line_and_nothing_else(
     await journal.close()
     assert "not kept" in caplog.text
     assert "file is not a database" in caplog.text
+
+
+async def test_a_file_that_fails_later_costs_a_line_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = _journal(tmp_path)
+    async with serving(journal=journal) as proxy:
+        await _attempt(proxy, "one")
+        db = sqlite3.connect(tmp_path / KEPT)
+        db.execute("DROP TABLE kept")
+        db.close()
+        for group in ("two", "three"):
+            assert len((await _attempt(proxy, group))[1]) == 1
+        assert journal.sessions() == []
+    await journal.close()
+    assert caplog.text.count("not kept") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ async def _attempt_when(http, at: str, key: str, *, turns: int, state: str = "op
 async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path: Path) -> None:
     async with training(tmp_path, lambda prompt: "one" if "compacted" not in prompt else "two") as proxy:
         agent = await begin(proxy, "task")
+        await agent.ask([user("of a sub-agent")])  # shares less with the fork
         said = [user("hello"), await agent.ask([user("hello")]), user("the whole story")]
         await agent.ask(said)
         await agent.ask([user("hello"), {"role": "assistant", "content": "compacted"}, user("go on")])
@@ -121,14 +123,15 @@ async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path
     async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
         told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
         rows = told["rows"]
-    (fork,) = (turn for turn in told["turns"] if turn["kind"] == "fork")
+    fork = told["turns"][-1]
+    assert fork["kind"] == "fork"
     assert fork["reasons"][0]["name"] == "history rewritten"
     assert "compact" in fork["reasons"][0]["explained"]
     parting = fork["parting"]
     assert "hello" in parting["before"]
     assert parting["recorded"].startswith("one<|im_end|>")
     assert parting["sent"].startswith("compacted<|im_end|>")
-    assert len(rows) == 2
+    assert len(rows) == 3
 
 
 async def test_a_recording_of_the_proxy_alone_is_shown_from_its_rows(tmp_path: Path) -> None:
@@ -227,21 +230,44 @@ async def test_an_empty_folder_a_folder_of_a_hundred_runs_and_one_that_comes(tmp
     assert nothing["steps"] == []
 
 
-async def test_looking_changes_no_file_of_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    async with training(run) as proxy:
-        agent = await begin(proxy, "task")
-        await agent.ask([user("hi")])
-        await agent.end(1.0)
-    write_made_up_run(run)
-    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    async with watching(run) as http:
+async def test_looking_changes_no_file_of_a_killed_run(tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    async with training(tmp_path / "run") as proxy:
+        over, open_still = await begin(proxy, "task", 0), await begin(proxy, "task", 1)
+        await over.ask([user("hi")])
+        await over.end(1.0)
+        await open_still.ask([user("hi")])
+        shutil.copytree(tmp_path / "run", killed)  # what a kill leaves: write-ahead logs that nobody will fold in
+    write_made_up_run(killed)
+    before = _contents(killed)
+    assert any(file.name == "journal.sqlite-wal" for file in before)
+    async with watching(killed) as http:
         at = await only_run(http)
-        await get(http, f"{at}/attempt", key=agent.session.id)
+        for agent in (over, open_still):
+            assert len((await get(http, f"{at}/attempt", key=agent.session.id))["turns"]) == 1
         await http.get(f"api/{at}/page")
-    after = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    after = _contents(killed)
     assert {file.name for file in after.keys() - before.keys()} == {INDEX}
-    assert all(after[file] == data for file, data in before.items())
+    assert {file.name for file, data in before.items() if after.get(file) != data} == set()
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    """But for SQLite's shared memory, in which its readers, too, note what they look at."""
+    files = (file for file in folder.rglob("*") if file.is_file() and not file.name.endswith("-shm"))
+    return {file: file.read_bytes() for file in files}
+
+
+async def test_a_line_cut_short_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    recording = write_flight(tmp_path, _ended("s1", 0, 1.0, 2.0, "finished"))
+    whole = recording.read_bytes()
+    recording.write_bytes(whole[:-30])
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        assert (await get(http, f"{at}/steps"))["steps"] == []
+    recording.write_bytes(whole)
+    async with watching(tmp_path) as http:
+        (step,) = (await get(http, f"{at}/steps"))["steps"]
+    assert step["attempts"] == 1
 
 
 async def test_where_the_folder_cannot_be_written_the_index_is_elsewhere(tmp_path: Path) -> None:
