@@ -16,7 +16,7 @@ import hmac
 import sqlite3
 from collections.abc import Callable, Iterable
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -39,7 +39,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _OURS = {
     **dict.fromkeys(("page.css", "lanes.js"), "seamless_verl.observe.page"),
     **dict.fromkeys(
@@ -48,7 +48,15 @@ _OURS = {
     ),
 }
 
-Places = Callable[[], Iterable[Watched]]
+
+class Places(Protocol):
+    """What there is to watch."""
+
+    def all(self) -> Iterable[Watched]:
+        """What is there now; looks anew."""
+        ...
+
+    def find(self, place_id: str) -> Watched | None: ...
 
 
 class Guard:
@@ -104,11 +112,7 @@ def _said(status: int, text: str) -> Response:
 
 
 def make_app(places: Places, *, token: str, allowed: Callable[[str], bool]) -> ASGIApp:
-    """The application, guarded.
-
-    Args:
-        places: what is there to watch now; asked with every list of runs.
-    """
+    """The application, guarded."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     _serve_files(app)
     _serve_runs(app, places)
@@ -161,14 +165,14 @@ def _file(package: str, name: str) -> Response:
 
 def _serve_runs(app: FastAPI, places: Places) -> None:
     def run_of(run: str) -> Watched:
-        for watched in places():
-            if watched.place.id == run:
-                return watched
-        raise NotThere("this run is not there (any more)")
+        watched = places.find(run)
+        if watched is None:
+            raise NotThere("this run is not there (any more)")
+        return watched
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return _json({"runs": [watched.standing() for watched in places()]})
+        return _json({"runs": [watched.standing() for watched in places.all()]})
 
     @app.get("/api/run/{run}/page")
     def page(run: str, seen: str = "") -> Response:

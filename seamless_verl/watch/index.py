@@ -5,7 +5,7 @@
 
 What several sources say of one attempt is joined: each fills in what it knows. The index is a cache: another version of
 this program, or a file that shrank (a run that began anew), makes it afresh. It lies in the run's folder, or, where
-nothing can be written there, in a temporary folder.
+nothing can be written there or another server has it, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -281,7 +281,9 @@ class RunIndex:
                 db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=0.5)
                 db.executescript(_SCHEMA)
             db.execute("PRAGMA synchronous = OFF")  # it can be made again
-            db.execute("BEGIN IMMEDIATE")  # refused where nothing can be written, or another process writes
+            # Held from here on, so that another server of this run makes an index of its own.
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            db.execute("BEGIN EXCLUSIVE")
             db.execute("COMMIT")
         except sqlite3.Error:
             db.close()

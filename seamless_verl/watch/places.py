@@ -7,7 +7,7 @@ A place is a run of the trainer (``flight/``, ``steps.jsonl``, ``rows/``), a rec
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -76,11 +76,15 @@ def files_of(place: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(file for pattern in patterns for file in place.glob(pattern))
 
 
-def standing(place: Path, is_alive: Callable[[Path], bool]) -> dict[str, Any]:
+def standing(place: Path, *, alive: bool) -> dict[str, Any]:
     """What a list of runs shows of one: ``state`` in words, ``style``, ``step``, ``total_steps``, ``reward``,
-    ``changed`` (seconds since 1970); ``None`` where nothing says."""
+    ``changed`` (seconds since 1970); ``None`` where nothing says.
+
+    Args:
+        alive: the process of the run lives.
+    """
     last = _last_record(place / STEPS)
-    state, style = _state(place, is_alive)
+    state, style = _state(place, alive=alive)
     files = [*files_of(place / FLIGHT, ("*.jsonl",)), *files_of(place, JOURNALS), place / STEPS, place / CONFIG]
     return {
         "state": state,
@@ -93,9 +97,9 @@ def standing(place: Path, is_alive: Callable[[Path], bool]) -> dict[str, Any]:
     }
 
 
-def _state(place: Path, is_alive: Callable[[Path], bool]) -> tuple[str, str]:
+def _state(place: Path, *, alive: bool) -> tuple[str, str]:
     """In words, and its style: as the report's badge."""
-    if is_alive(place):
+    if alive:
         return "running", "open"
     if not (place / FLIGHT).is_dir():
         recorded = next(iter(files_of(place, JOURNALS)), None)

@@ -57,11 +57,19 @@ class Root:
         self._is_alive = is_alive
         self._known: dict[str, Watched] = {}
 
-    def places(self) -> Iterable[Watched]:
-        return [
-            self._known.setdefault(place.id, Watched(place, self._tokenizer, self._is_alive))
-            for place in places(self._folder)
-        ]
+    def all(self) -> Iterable[Watched]:
+        found = []
+        for place in places(self._folder):
+            if place.id not in self._known:
+                self._known[place.id] = Watched(place, self._tokenizer, self._is_alive)
+            found.append(self._known[place.id])
+        return found
+
+    def find(self, place_id: str) -> Watched | None:
+        if place_id not in self._known:
+            self.all()
+        known = self._known.get(place_id)
+        return known if known is not None and known.place.path.is_dir() else None
 
     def close(self) -> None:
         for watched in self._known.values():
@@ -133,7 +141,7 @@ def _check(folder: Path, parsed: argparse.Namespace) -> None:
 
 async def _serve(root: Root, parsed: argparse.Namespace) -> None:
     token = secrets.token_urlsafe(24)
-    app = make_app(root.places, token=token, allowed=names_of(parsed.host))
+    app = make_app(root, token=token, allowed=names_of(parsed.host))
     server = await _started(app, parsed)
     try:
         url = f"{server.base_url}/{token}/"
@@ -148,7 +156,7 @@ async def _serve(root: Root, parsed: argparse.Namespace) -> None:
 def _told(root: Root, parsed: argparse.Namespace, url: str) -> str:
     if parsed.of_run:
         return f"watch this run: {url}"
-    num = len(list(root.places()))
+    num = len(list(root.all()))
     found = "1 run" if num == 1 else f"{num} runs" if num else "no run yet; the page shows those that come"
     return f"watching {parsed.folder or 'runs/'} ({found}): {url}\nCtrl-C ends it; the run goes on"
 

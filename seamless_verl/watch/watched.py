@@ -21,7 +21,7 @@ from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.watch import groups, readers, transcript
 from seamless_verl.watch.index import RunIndex
-from seamless_verl.watch.places import Place, files_of, standing
+from seamless_verl.watch.places import JOURNALS, Place, files_of, standing
 
 _UPDATE_S = 0.5
 _SHARE = 0.05
@@ -42,12 +42,14 @@ class Watched:
         self._given = tokenizer
         self._is_alive = is_alive
         self._lock = threading.Lock()  # the server answers in threads
+        self._page_lock = threading.Lock()  # the report of a long run takes its time, and nobody else waits for it
         self._index: RunIndex | None = None
         self._updated = 0.0
         self._tokenizer: FolderTokenizer | None = None
         self._why_no_text = ""
         self._summaries: dict[int | None, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         self._page: tuple[str, str] | None = None
+        self._stands: tuple[str, dict[str, Any]] = ("", {})
         self._page_again = 0.0
 
     def close(self) -> None:
@@ -57,7 +59,12 @@ class Watched:
             self._index = None
 
     def standing(self) -> dict[str, Any]:
-        return {"id": self.place.id, "name": self.place.name, **standing(self.place.path, self._is_alive)}
+        """A line of the list of runs; told anew when a file of the run has changed."""
+        alive = self._is_alive(self.place.path)
+        name = f"{alive} {self._content(JOURNALS)}"
+        if name != self._stands[0]:
+            self._stands = name, standing(self.place.path, alive=alive)
+        return {"id": self.place.id, "name": self.place.name, **self._stands[1]}
 
     # ------------------------------------------------------------ views
 
@@ -68,7 +75,7 @@ class Watched:
             NotThere: nothing of the run as a whole was recorded.
             FlightFormatError: what was recorded cannot be read.
         """
-        with self._lock:
+        with self._page_lock:
             running = self._is_alive(self.place.path)
             name = self._content() + ("+" if running else "")
             now = time.monotonic()
@@ -263,10 +270,11 @@ class Watched:
             story = f"the run's model {named} is neither a folder here nor in this machine's cache of models"
             raise ConfigError("--tokenizer", None, story, "name a folder with its tokenizer.json") from error
 
-    def _content(self) -> str:
-        """Names what the report is made of, without reading it."""
-        files = [*files_of(self.place.path / FLIGHT, ("*.jsonl",)), *files_of(self.place.path, (STEPS, VALIDATION))]
-        return " ".join(f"{file.name}:{file.stat().st_size}" for file in files)
+    def _content(self, beside: tuple[str, ...] = ()) -> str:
+        """Names what the report is made of, and files beside that, without reading any."""
+        patterns = (f"{FLIGHT}/*.jsonl", STEPS, VALIDATION, *beside)
+        states = ((file.name, file.stat()) for file in files_of(self.place.path, patterns))
+        return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ async def watching(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """The pages over real HTTP; the client knows the token."""
     root = Root(folder, tokenizer, lambda run: alive)
-    app: Any = make_app(root.places, token=TOKEN, allowed=names_of("127.0.0.1"))
+    app: Any = make_app(root, token=TOKEN, allowed=names_of("127.0.0.1"))
     server = ProxyServer(app, drain_s=1.0)
     base_url = await server.start()
     try:

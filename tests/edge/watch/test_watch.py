@@ -280,6 +280,19 @@ async def test_where_the_folder_cannot_be_written_the_index_is_elsewhere(tmp_pat
     assert list((tmp_path / INDEX).iterdir()) == []
 
 
+async def test_two_servers_of_one_run_do_not_disturb_each_other(tmp_path: Path) -> None:
+    write_texts(tmp_path, 1, [("task_0_0", 0.5, "text")])
+    write_flight(tmp_path)
+    async with watching(tmp_path) as one, watching(tmp_path) as other:
+        for http in (one, other, one):
+            (step,) = (await get(http, f"{await only_run(http)}/steps"))["steps"]
+            assert step["attempts"] == 1
+        write_texts(tmp_path, 2, [("later_0_0", 0.5, "text")])
+        await asyncio.sleep(0.6)  # as long as an answer may be old
+        for http in (one, other):
+            assert len((await get(http, f"{await only_run(http)}/steps"))["steps"]) == 2
+
+
 async def test_a_run_that_began_anew_in_its_folder_is_indexed_anew(tmp_path: Path) -> None:
     write_flight(tmp_path)
     write_texts(tmp_path, 1, [("old_0_0", 0.5, "text"), ("old_1_0", 0.5, "text")])
