@@ -44,7 +44,14 @@ _QUOTED = tuple(f'"{column}"' for column in _COLUMNS)
 _PUT = (
     f"INSERT INTO attempts (session, {', '.join(_QUOTED)}, file) VALUES (?, {', '.join('?' * len(_QUOTED))}, ?) "
     "ON CONFLICT (session) DO UPDATE SET "
-    + ", ".join(f"{column} = coalesce(excluded.{column}, attempts.{column})" for column in (*_QUOTED, "file"))
+    + ", ".join(
+        f"{column} = coalesce(excluded.{column}, attempts.{column})"
+        for column in (*_QUOTED, "file")
+        if column != '"drift"'
+    )
+    # Of drift the end of an attempt, which has a status, knows all; its turns only what was known before each answer.
+    + ", drift = CASE WHEN excluded.status IS NULL AND attempts.status IS NOT NULL THEN attempts.drift "
+    "ELSE coalesce(excluded.drift, attempts.drift) END"
 )
 
 

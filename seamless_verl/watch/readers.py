@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -253,6 +254,7 @@ def num_turns(db: sqlite3.Connection) -> dict[str, int]:
 def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
     _, bodies = read_turns(db, session.id)
     turns, tokens, cut, seams = 0, 0, 0, 0
+    drift: Counter[str] = Counter()
     versions: set[int] = set()
     last: float | None = None
     for body in bodies:
@@ -264,6 +266,7 @@ def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
         tokens += len(record.token_ids)
         cut += record.finish_reason is FinishReason.LENGTH
         seams += len(record.version_spans) - 1
+        drift.update(reason.value for reason in (record.forked, *record.realigned) if reason is not None)
         versions |= {span.version for span in record.version_spans}
         last = float(answer.created)
     return AttemptFacts(
@@ -274,6 +277,7 @@ def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
         reward=session.reward,
         turns=turns,
         tokens=tokens,
+        drift=dict(drift),
         cut=cut,
         seams=seams,
         oldest=min(versions, default=None),

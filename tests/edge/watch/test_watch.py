@@ -132,6 +132,8 @@ async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path
     assert parting["recorded"].startswith("one<|im_end|>")
     assert parting["sent"].startswith("compacted<|im_end|>")
     assert len(rows) == 3
+    assert told["attempt"]["drift"]["history_rewritten"] == 1
+    assert "drifted" in told["group"]["flags"]
 
 
 async def test_a_recording_of_the_proxy_alone_is_shown_from_its_rows(tmp_path: Path) -> None:
