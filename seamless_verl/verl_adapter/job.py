@@ -143,6 +143,8 @@ def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str]
         start_up.lap("start_agent_loops")
         if isinstance(trainer, SeamlessTrainer):
             trainer.flight.blame = watchdog.cause_of
+            if hasattr(manager, "say"):
+                manager.say = trainer.reporter.say
         try:
             trainer.fit(manager)
         except BaseException as error:
@@ -212,8 +214,9 @@ def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
     """Actors whose death ends the run, servers left out; by the names that people know them by."""
     servers = trainer.standalone_server_manager if hasattr(trainer, "standalone_server_manager") else None
     named = {f"trainer worker {rank}": worker for rank, worker in enumerate(trainer.actor_rollout_wg.workers)}
-    workers = getattr(manager, "agent_loop_workers", [])
-    named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
+    if not (hasattr(manager, "replace") and trainer.rows.outlives_workers):
+        workers = getattr(manager, "agent_loop_workers", [])
+        named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
     named |= {f"reward worker {rank}": worker for rank, worker in enumerate(trainer.get_reward_handles() or [])}
     named |= _transfer_queue()
     if servers is not None:

@@ -127,7 +127,7 @@ NCCL = [  # the engine of GPU users, which forgives nothing, instead of the CPU 
 ]
 
 
-def test_replicas_that_are_killed_are_left_out_restarted_and_lose_no_answer(machine):  # noqa: F811
+def test_replicas_and_rollout_workers_that_are_killed_are_started_again_and_lose_no_answer(machine):  # noqa: F811
     process = machine.start(
         *arguments(machine, *NCCL, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=40"),
         **environment(),
@@ -139,6 +139,9 @@ def test_replicas_that_are_killed_are_left_out_restarted_and_lose_no_answer(mach
     server_on(machine, 1).kill()  # the one that only rolls out
     read_until(process, "slice rollouts/0 is out")
     read_until(process, "slice rollouts/0 is back")
+    (worker,) = machine.actors("NotifyingWorker")
+    worker.kill()
+    read_until(process, "prompt groups are generated again")
     code, output = finish(process)
     assert code == 0, output
     (folder,) = machine.runs()

@@ -158,8 +158,14 @@ def assert_the_report_accounts_for_the_run(folder: Path, devices: dict[str, int]
 def test_agents_train_a_model_end_to_end(machine):
     timeline = machine.folder / "timeline.json"
     settings = ("trainer.total_training_steps=3", "data.val_max_samples=24")
-    code, output = machine.run("+recipe=swe", *settings, f"ray_kwargs.timeline_json_file={timeline}")
+    process = machine.start("+recipe=swe", *settings, f"ray_kwargs.timeline_json_file={timeline}")
+    said = read_until(process, "step 1/3")
+    (worker,) = machine.actors("NotifyingWorker")
+    worker.kill()  # with its agents, in the midst of their attempts
+    code, rest = finish(process)
+    output = "".join(said) + rest
     assert code == 0, output
+    assert "rollout worker 0 died" in output
     assert {event["cat"] for event in json.loads(timeline.read_text())}, "as verl's own entry point writes it"
     (folder,) = machine.runs()
     figures = summary(folder)

@@ -25,12 +25,13 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ, apply_greedy_sampling_params
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling.events import Event
 from seamless_verl.staleness.groups import GroupProgress, GroupState
+from seamless_verl.verl_adapter.dataloader.replaced_workers import ReplacingManager
 from seamless_verl.verl_adapter.rollout.request_log import at_worker_end, cut_groups, request_log
 
 _log = logging.getLogger(__name__)
@@ -253,7 +254,7 @@ def _staleness(config: Any) -> StalenessConfig:
     return SeamlessConfig.from_mapping(given).staleness
 
 
-class NotifyingManager(AgentLoopManagerTQ):
+class NotifyingManager(ReplacingManager):
     """verl's manager with workers that ring; named in ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ from seamless_verl.config import StalenessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
-from seamless_verl.verl_adapter.dataloader.woken_buffer import LOOK_S, Stragglers, WokenReplayBuffer
+from seamless_verl.verl_adapter.dataloader.woken_buffer import LOOK_S, Replace, Stragglers, WokenReplayBuffer
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 
 FAILURES_IN_A_ROW = 32
@@ -107,8 +107,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._failures = 0
         self._metrics: dict[str, float] = defaultdict(float)
 
-    def listen(self, workers: Sequence[Any]) -> None:
-        super().listen(workers)
+    def listen(self, workers: Sequence[Any], replace: Replace | None = None) -> None:
+        super().listen(workers, replace)
         if all(hasattr(worker, "restart_groups") for worker in workers):
             self.stragglers.listen(workers)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 
 from seamless_verl.errors import SeamlessError
@@ -22,10 +23,28 @@ _POLL_S = 0.05
 _SIGNALS_S = 1.0
 
 
-class Bell:
-    """Wakes the trainer when a rollout worker has news: one call per worker is always open."""
+Replace = Callable[[Any, RayActorError], Any]
+"""Starts another rollout worker in place of one that died, has its groups generated again, and returns it."""
 
-    def __init__(self, workers: Sequence[Any]) -> None:
+
+def living(calls: Sequence[Any]) -> list[Any]:
+    """Answers of rollout workers, without those that died: the bell hears of them, too."""
+    answers = []
+    for call in calls:
+        with suppress(RayActorError):
+            answers.append(ray.get(call))
+    return answers
+
+
+class Bell:
+    """Wakes the trainer when a rollout worker has news: one call per worker is always open, and fails if it dies.
+
+    Args:
+        replace: None: a death ends the wait with its error.
+    """
+
+    def __init__(self, workers: Sequence[Any], replace: Replace | None = None) -> None:
+        self._replace = replace
         self._calls = {worker.news.remote(0): worker for worker in workers}
 
     def wait(self, timeout_s: float) -> None:
@@ -39,7 +58,13 @@ class Bell:
             answered, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
             for call in answered:
                 worker = self._calls.pop(call)
-                self._calls[worker.news.remote(ray.get(call))] = worker
+                try:
+                    seen = ray.get(call)
+                except RayActorError as error:
+                    if self._replace is None:
+                        raise
+                    worker, seen = self._replace(worker, error), 0
+                self._calls[worker.news.remote(seen)] = worker
             return
 
 
@@ -106,11 +131,11 @@ class Stragglers:
         uids = [command.group for command in commands]
         if isinstance(commands[0], Retry):
             return {"training/stuck/retried": self._restart(protocol, version, uids)}
-        ray.get([worker.cut_groups.remote(uids) for worker in self._workers])
+        living([worker.cut_groups.remote(uids) for worker in self._workers])
         return {"training/stuck/truncated": len(uids)}
 
     def _restart(self, protocol: StalenessProtocol, version: int, uids: Sequence[str]) -> int:
-        answers = ray.get([worker.restart_groups.remote(uids) for worker in self._workers])
+        answers = living([worker.restart_groups.remote(uids) for worker in self._workers])
         accepted = {uid for answer in answers for uid in answer}
         for uid in uids:  # in the policy's order; what has ended meanwhile is found by the next look
             if uid in accepted:
@@ -125,9 +150,11 @@ class WokenReplayBuffer(ReplayBufferAsync):
 
     Attributes:
         admits: whether it decides how many prompts are under way; if not, verl submits a batch per step.
+        outlives_workers: whether it has rollout workers that die replaced.
     """
 
     admits = False
+    outlives_workers = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(poll_interval=_POLL_S, **kwargs)
@@ -136,10 +163,11 @@ class WokenReplayBuffer(ReplayBufferAsync):
         self._meanwhile: Callable[[], None] = lambda: None
         self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
 
-    def listen(self, workers: Sequence[Any]) -> None:
-        """Wait for these rollout workers from now on; workers that cannot ring are polled."""
+    def listen(self, workers: Sequence[Any], replace: Replace | None = None) -> None:
+        """Wait for these rollout workers from now on, and for those that take their place; workers that cannot ring are
+        polled."""
         if workers and all(hasattr(worker, "news") for worker in workers):
-            self._bell = Bell(workers)
+            self._bell = Bell(workers, replace)
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Return when a group may have ended, after ``timeout_s`` at the latest."""
@@ -205,11 +233,12 @@ class PolledBuffer:
     """
 
     admits = False
+    outlives_workers = False
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
-    def listen(self, workers: Sequence[Any]) -> None: ...
+    def listen(self, workers: Sequence[Any], replace: Replace | None = None) -> None: ...
 
     def attend(self, meanwhile: Callable[[], None]) -> None: ...
 

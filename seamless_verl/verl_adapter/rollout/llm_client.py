@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from verl.utils.tokenizer import normalize_token_ids
@@ -120,6 +121,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if call is not None:  # named before it is placed, so that a balancer may name it, too
             call.engine_name = super()._vllm_request_id(request_id)
             extra["attempt"] = call.engine_name
+            extra["worker"] = _this_worker()
         while True:
             try:
                 server_id, handle = await self._seat(request_id, **extra)
@@ -203,6 +205,12 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         except asyncio.CancelledError:
             abort()
             raise
+
+
+@functools.cache
+def _this_worker() -> str:
+    """The rollout worker that this process is, by the id of its actor; empty: it is none."""
+    return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
 
 
 def replica_died(error: RayError) -> bool:

@@ -52,10 +52,16 @@ _ASKS_AGAIN_S = 1.0
 
 @dataclass(slots=True)
 class _Attempt:
-    """A request that runs, or waits in its replica's queue; ``name`` is what the replica calls it, ``""`` unknown."""
+    """A request that runs, or waits in its replica's queue; ``""`` is unknown.
+
+    Attributes:
+        name: what the replica calls it.
+        worker: the rollout worker that waits for it.
+    """
 
     name: str
     tokens: int
+    worker: str
 
 
 class MeteredLoadBalancer(GlobalRequestLoadBalancer):
@@ -72,6 +78,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         super().__init__(*args, **kwargs)
         self._running: dict[tuple[str, str], list[_Attempt]] = {}  # (replica, conversation), in order of arrival
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
+        self._dead: set[str] = set()  # rollout workers
         self._lent: set[str] = set()
         self._outlasting: frozenset[str] = frozenset()
         self._newcomers = Newcomers()
@@ -89,20 +96,23 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._outlasting = outlasting
 
     def require_acquire_fields(self) -> list[str]:
-        return ["context_tokens", "attempt"]
+        return ["context_tokens", "attempt", "worker"]
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
 
-    def acquire_server(self, request_id: str, context_tokens: int | None = None, attempt: str = "") -> tuple[str, Any]:
+    def acquire_server(
+        self, request_id: str, context_tokens: int | None = None, attempt: str = "", worker: str = ""
+    ) -> tuple[str, Any]:
         """As verl's; a conversation goes to the replica of its last turn unless moving pays.
 
         Args:
             context_tokens: of the prompt; without it a conversation never leaves that replica.
             attempt: what the replica will call the request; without it the request is never interrupted.
+            worker: who asks; without it the request keeps its place if the one who asked dies.
         """
         self._choose(request_id, context_tokens)
-        return self._seat(request_id, context_tokens or 0, attempt)
+        return self._seat(request_id, _Attempt(attempt, context_tokens or 0, worker))
 
     def _choose(self, request_id: str, context_tokens: int | None) -> None:
         home = self._request_id_to_server.get(request_id)
@@ -115,11 +125,13 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
                 if isinstance(decision, Route):
                     self._request_id_to_server[request_id] = decision.replica
 
-    def _seat(self, request_id: str, tokens: int, attempt: str) -> tuple[str, Any]:
+    def _seat(self, request_id: str, attempt: _Attempt) -> tuple[str, Any]:
+        if attempt.worker in self._dead:  # it asked before it died
+            raise RuntimeError(f"rollout worker {attempt.worker} is dead")
         server_id, handle = super().acquire_server(request_id)
         self._newcomers.placed(request_id, server_id)
-        self._running.setdefault((server_id, request_id), []).append(_Attempt(attempt, tokens))
-        self._kv[server_id] = self._kv.get(server_id, 0) + tokens
+        self._running.setdefault((server_id, request_id), []).append(attempt)
+        self._kv[server_id] = self._kv.get(server_id, 0) + attempt.tokens
         if self._inflight_requests[server_id] == 1:
             self._ledger.handle(RequestStarted(at=time.monotonic(), request=_ANY, slice=server_id, prompt_tokens=0))
         return server_id, handle
@@ -134,6 +146,16 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._ledger.handle(
                 RequestEnded(at=time.monotonic(), request=_ANY, slice=server_id, tokens=0, finish="completed")
             )
+
+    def worker_died(self, worker: str) -> None:
+        """Nobody waits for the requests of this rollout worker any more: they end, and give their places back."""
+        self._dead.add(worker)
+        left = [(key, each) for key, attempts in self._running.items() for each in attempts if each.worker == worker]
+        for (server_id, conversation), attempt in left:
+            handle = self._servers[server_id]
+            if attempt.name and hasattr(handle, "abort_request"):
+                handle.abort_request.remote(attempt.name, reset_prefix_cache=False)
+            self.release_server(server_id, conversation)
 
     def even_out(self) -> None:
         """Replicas have joined and are awake: requests of the others move to them, as far as that pays. They keep their
@@ -230,6 +252,7 @@ class _Held:
 
     conversation: str
     tokens: int
+    worker: str
     place: asyncio.Future[str]
 
 
@@ -248,7 +271,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
-        self, request_id: str, context_tokens: int | None = None, attempt: str = ""
+        self, request_id: str, context_tokens: int | None = None, attempt: str = "", worker: str = ""
     ) -> tuple[str, Any]:
         """As its parent's, except that the answer may take until another request has ended."""
         if request_id not in self._begun:
@@ -258,7 +281,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         if self._inflight_requests and not known and len(self._held) < _MOST_HELD:
             self._asked += 1
             number = str(self._asked)
-            held = _Held(request_id, context_tokens or 0, asyncio.get_running_loop().create_future())
+            held = _Held(request_id, context_tokens or 0, worker, asyncio.get_running_loop().create_future())
             self._held[number] = held
             self._route()
             try:
@@ -267,7 +290,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
                 del self._held[number]
         else:
             self._choose(request_id, context_tokens)
-        seat = self._seat(request_id, context_tokens or 0, attempt)
+        seat = self._seat(request_id, _Attempt(attempt, context_tokens or 0, worker))
         self._moving.pop(request_id, None)
         return seat
 
@@ -288,6 +311,13 @@ class MarginalGainBalancer(MeteredLoadBalancer):
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
         self._leaving &= self._running.keys()
+        self._route()
+
+    def worker_died(self, worker: str) -> None:
+        for held in self._held.values():
+            if held.worker == worker:
+                held.place.cancel()
+        super().worker_died(worker)
         self._route()
 
     def _route(self) -> None:

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import ray
 from omegaconf import DictConfig
 
 from seamless_verl.config import SchedulerConfig
@@ -27,6 +26,7 @@ from seamless_verl.scheduling.declaration import policy_of
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import SERVING_SOON, Slice, SliceState, Tag
 from seamless_verl.verl_adapter.dataloader.woken_buffer import RowBuffer
+from seamless_verl.verl_adapter.rollout.request_reports import RequestReports
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.slices.slice_driver import SliceDriver
 from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight
@@ -82,21 +82,6 @@ class PublishedWeights:
         finally:
             self.workers.restore_model_from_cpu(_LIVE)
             self.workers.clear_cpu_model(_LIVE)
-
-
-class RequestReports:
-    """What rollout workers tell the scheduler; workers of the user's own tell nothing."""
-
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self._workers = workers if all(hasattr(worker, "take_request_events") for worker in workers) else ()
-
-    def fetch(self) -> list[ev.Event]:
-        fetched = ray.get([worker.take_request_events.remote() for worker in self._workers])
-        return [event for events in fetched for event in events]
-
-    def watch(self, addresses: Sequence[str]) -> None:
-        for worker in self._workers:
-            worker.watch_servers.remote(addresses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

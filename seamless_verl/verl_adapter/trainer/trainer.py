@@ -153,7 +153,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         workers = getattr(agent_loop_manager, "agent_loop_workers", [])
-        self.rows.listen(workers)
+        self.rows.listen(workers, getattr(agent_loop_manager, "replace", None))
         self.declare_slices(workers)
         with self.flight.whole_run():
             super().fit(agent_loop_manager)

@@ -395,3 +395,59 @@ async def test_what_moves_to_a_replica_that_joined_goes_on_with_its_tokens(polic
     assert all(output.extra_fields["version_spans"] == [(3, 300)] for output in outputs)
     assert balancer.get_total_inflight() == 0
     assert not balancer._running
+
+
+# ---------------------------------------------------------------- rollout workers that die
+
+
+class Server:
+    """A replica's handle: notes what it is asked to end."""
+
+    def __init__(self):
+        self.ended = []
+
+    @property
+    def abort_request(self):
+        class Method:
+            @staticmethod
+            def remote(name, reset_prefix_cache):
+                assert not reset_prefix_cache
+                self.ended.append(name)
+
+        return Method
+
+
+async def test_requests_of_a_dead_worker_end_and_give_their_places_back():
+    servers = {"a": Server(), "b": Server()}
+    balancer = balancer_of(servers, policy="least_requests")
+    places = {}
+    for number, worker in enumerate(["w0", "w1"] * 3):
+        places[number], _ = balancer.acquire_server(f"c{number}", 10, f"attempt {number}", worker)
+    balancer.acquire_server("validation", 10)
+    balancer.worker_died("w0")
+    assert sorted(servers["a"].ended + servers["b"].ended) == ["attempt 0", "attempt 2", "attempt 4"]
+    assert balancer.get_total_inflight() == 4
+    with pytest.raises(RuntimeError, match="rollout worker w0 is dead"):
+        balancer.acquire_server("sent before it died", 10, "late", "w0")
+    for number in (1, 3, 5):
+        balancer.release_server(places[number], f"c{number}")
+    balancer.release_server(*next((server, name) for server, name in balancer._running))
+    assert balancer.get_total_inflight() == 0
+    assert set(balancer._kv.values()) == {0}
+    assert not balancer._running
+
+
+async def test_what_a_dead_worker_had_to_wait_for_goes_to_others():
+    balancer = balancer_of({"a": Server()}, max_running=1)
+    await balancer.acquire_server("first", 1, "first", "w0")
+    waiting = asyncio.ensure_future(balancer.acquire_server("second", 1, "second", "w0"))
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(balancer.acquire_server("other", 1, "other", "w1"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    balancer.worker_died("w0")
+    assert (await asyncio.wait_for(other, 5))[0] == "a"
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert balancer.get_total_inflight() == 1
+    assert not balancer._held

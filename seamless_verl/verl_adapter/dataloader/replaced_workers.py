@@ -1,0 +1,130 @@
+"""verl's manager of rollout workers, which replaces one that died and has its prompt groups generated again.
+
+    generate_sequences ─► worker ─► dies ─► (bell) replace ─► its places at the router, its rows are cleared
+                             ▲                   │
+                             └── its groups ◄────┘  those that have not ended, to the worker in its place
+
+verl 0.9.1 starts its workers once. What is decided stands in `staleness.reissue`. Invariant: the groups of a worker are
+handed out again only once its process is gone and the rows that it wrote of them are cleared.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.utils.tensordict_utils import index_select_tensor_dict
+
+from seamless_verl.run.restarts import RunBroken
+from seamless_verl.staleness.reissue import MOST_LOSSES, IssuedGroups
+
+_log = logging.getLogger(__name__)
+_GONE_S = 10.0
+_UNDER_WAY = ("pending", "running")
+
+
+class ReplacingManager(AgentLoopManagerTQ):
+    """See the module.
+
+    Attributes:
+        say: told in a line of every worker that died.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.say: Callable[[str], None] = _log.warning
+        self._issued = IssuedGroups()
+        self._prompts: dict[str, tuple[TensorDict, int]] = {}  # of what is issued: where its prompt stands
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """As the parent's; a worker that dies meanwhile is left to whoever waits for its groups."""
+        self._settle(set(_groups_under_way()))
+        chunks = prompts.chunk(len(self.agent_loop_workers))
+        self._hand_out(list(zip(self.agent_loop_workers, chunks, strict=False)))
+
+    def replace(self, dead: Any, error: RayActorError) -> Any:
+        """Start another worker in place of ``dead``, and have its groups generated again; returns the new one.
+
+        Raises:
+            RunBroken: a group has lost its worker again and again.
+        """
+        rank, name = self.agent_loop_workers.index(dead), _name(dead)
+        ray.kill(dead)  # `error` may only say that it could not be reached
+        ray.wait([dead.__ray_ready__.remote()], timeout=_GONE_S)
+        if hasattr(self.llm_client._load_balancer, "worker_died"):
+            self.llm_client._load_balancer.worker_died.remote(name)
+        under_way = _groups_under_way()
+        loss = self._issued.lost(name, under_way)
+        self._settle(under_way)
+        story = f"rollout worker {rank} died ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        if loss.hopeless:
+            raise RunBroken(f"{story}, the last of {MOST_LOSSES} workers that lost prompt group {loss.hopeless[0]}")
+        for partition, keys in _rows_of(loss.again):
+            tq.kv_clear(keys=keys, partition_id=partition)
+        worker = self.agent_loop_workers[rank] = self._start(rank)
+        self.say(f"{story}; {len(loss.again)} prompt groups are generated again")
+        chunks: dict[int, tuple[TensorDict, list[int]]] = {}
+        for group in loss.again:
+            chunk, row = self._prompts[group]
+            chunks.setdefault(id(chunk), (chunk, []))[1].append(row)
+        self._hand_out([(worker, index_select_tensor_dict(chunk, rows)) for chunk, rows in chunks.values()])
+        return worker
+
+    def _hand_out(self, shares: list[tuple[Any, TensorDict]]) -> None:
+        """Returns when the workers have begun, so that an error of theirs is raised here."""
+        calls = []
+        for worker, prompts in shares:
+            groups = [str(uid) for uid in prompts["uid"]]
+            self._prompts.update({group: (prompts, row) for row, group in enumerate(groups)})
+            self._issued.issue(_name(worker), groups)
+            calls.append(worker.generate_sequences.remote(prompts))
+        for call in calls:
+            try:
+                ray.get(call)
+            except RayActorError as error:
+                _log.warning("a rollout worker died as it was given prompts: %s", error)
+
+    def _start(self, rank: int) -> Any:
+        """A worker as verl's `_init_agent_loop_workers` makes it."""
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        options = self.agent_loop_workers_class.options(
+            name=f"agent_loop_worker_{rank}_{uuid.uuid4().hex[:8]}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=True),
+        )
+        return options.remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
+
+    def _settle(self, under_way: dict[str, str] | set[str]) -> None:
+        self._issued.settle(under_way)
+        self._prompts = {group: place for group, place in self._prompts.items() if group in self._issued}
+
+
+def _name(worker: Any) -> str:
+    """As the worker calls itself at the router."""
+    return str(worker._actor_id.hex())
+
+
+def _groups_under_way() -> dict[str, str]:
+    """Groups that have not ended, and their partition."""
+    found = {}
+    for partition, keys in (tq.kv_list() or {}).items():
+        for key, tag in keys.items():
+            if tag.get("is_prompt") and tag["status"] in _UNDER_WAY:
+                found[key] = partition
+    return found
+
+
+def _rows_of(groups: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Keys of the rows that are there of these groups, by partition."""
+    wanted = set(groups)
+    for partition, keys in (tq.kv_list() or {}).items():
+        rows = [key for key, tag in keys.items() if not tag.get("is_prompt") and key.split("_", 1)[0] in wanted]
+        if rows:
+            yield partition, rows

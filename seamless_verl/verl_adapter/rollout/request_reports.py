@@ -1,0 +1,79 @@
+"""What rollout workers tell the scheduler of requests, also on behalf of those that died.
+
+take_request_events ─► open requests and sessions per worker ─► scheduler
+                               └─ its worker is no longer there ─► they failed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from seamless_verl.scheduling import events as ev
+
+
+@dataclass(slots=True)
+class OpenWork:
+    """What a worker has begun and not ended."""
+
+    requests: set[str] = field(default_factory=set)
+    sessions: dict[str, str] = field(default_factory=dict)  # -> group
+
+    def note(self, event: ev.Event) -> None:
+        if isinstance(event, ev.RequestStarted):
+            self.requests.add(event.request)
+            self.sessions[event.session] = event.group
+        elif isinstance(event, ev.RequestFinished):
+            self.requests.discard(event.request)
+        elif isinstance(event, ev.SessionFinished):
+            self.sessions.pop(event.session, None)
+
+    def failed(self, at: float) -> list[ev.Event]:
+        """The ends of all of it, now that nobody works on it any more."""
+        requests = sorted(self.requests)
+        return [
+            *(ev.RequestFinished(at=at, request=name, tokens=0, ending=ev.Ending.FAILED) for name in requests),
+            *(ev.SessionFinished(at=at, session=name, group=group) for name, group in self.sessions.items()),
+        ]
+
+
+class RequestReports:
+    """Workers of the user's own tell nothing.
+
+    Args:
+        workers: grows no longer, but a worker that died is replaced in it.
+    """
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._workers = workers if all(hasattr(worker, "take_request_events") for worker in workers) else ()
+        self._open: dict[Any, OpenWork] = {}
+        self._watched: Sequence[str] = ()
+
+    def fetch(self) -> list[ev.Event]:
+        """What happened since the last call."""
+        events: list[ev.Event] = []
+        for worker in [known for known in self._open if known not in self._workers]:
+            events += self._open.pop(worker).failed(time.time())
+        for worker in self._workers:
+            if worker not in self._open and self._watched:
+                worker.watch_servers.remote(self._watched)
+        for worker, call in [(worker, worker.take_request_events.remote()) for worker in self._workers]:
+            work = self._open.setdefault(worker, OpenWork())
+            try:
+                told = ray.get(call)
+            except RayActorError:  # whoever waits for its groups has it replaced
+                continue
+            for event in told:
+                work.note(event)
+            events += told
+        return events
+
+    def watch(self, addresses: Sequence[str]) -> None:
+        self._watched = addresses
+        for worker in self._workers:
+            worker.watch_servers.remote(addresses)
