@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -160,7 +160,7 @@ def read_recording(folder: Path) -> Recording:
 
     Writers of one clock domain share one clock: their difference to the wall clock is taken from the header that was
     written first, so that a wall clock set meanwhile moves nobody. Writers of different domains are as far apart as
-    their wall clocks say.
+    their wall clocks say. Requests that a rollout worker had not ended when it died end with its death.
 
     Raises:
         FlightFormatError: names the file and the line.
@@ -187,6 +187,7 @@ def read_recording(folder: Path) -> Recording:
         if header.clock_domain:
             offset = offsets.setdefault(header.clock_domain, offset)
         merged += [replace(event, at=event.at + offset) for event in events]
+    merged += _ended_by_death([event for event in merged if isinstance(event, flight.WorkerDied)], streams)
     merged.sort(key=lambda event: event.at)  # stable: one writer's events of the same moment keep their order
     origin = merged[0].at if merged else 0.0
     return Recording(
@@ -197,6 +198,21 @@ def read_recording(folder: Path) -> Recording:
         torn=tuple(torn),
         unknown=dict(unknown),
     )
+
+
+def _ended_by_death(
+    deaths: Iterable[flight.WorkerDied], streams: Iterable[tuple[FlightHeader, list[FlightEvent]]]
+) -> Iterator[FlightEvent]:
+    for death in deaths:
+        for header, events in streams:
+            if not header.writer.startswith(death.writer):
+                continue
+            begun = {event.request: event.slice for event in events if isinstance(event, flight.RequestStarted)}
+            ended = {event.request for event in events if isinstance(event, flight.RequestEnded)}
+            for request in begun.keys() - ended:
+                yield flight.RequestEnded(
+                    at=death.at, request=request, slice=begun[request], tokens=0, finish=flight.WORKER_DIED
+                )
 
 
 def _events(file: Path, lines: list[str], unknown: Counter[str]) -> list[FlightEvent]:

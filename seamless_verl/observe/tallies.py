@@ -10,7 +10,7 @@ from seamless_verl.observe.memory import MemoryLevels
 
 _ENDED = ("completed", "stop", "length")
 _INTERRUPTED = ("abort", "aborted")
-_ABANDONED = ("CancelledError",)
+_ABANDONED = ("CancelledError", flight.WORKER_DIED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

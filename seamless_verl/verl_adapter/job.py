@@ -143,8 +143,8 @@ def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str]
         start_up.lap("start_agent_loops")
         if isinstance(trainer, SeamlessTrainer):
             trainer.flight.blame = watchdog.cause_of
-            if hasattr(manager, "say"):
-                manager.say = trainer.reporter.say
+            if hasattr(manager, "replace"):
+                manager.say, manager.note_death = trainer.reporter.say, trainer.flight.worker_died
         try:
             trainer.fit(manager)
         except BaseException as error:

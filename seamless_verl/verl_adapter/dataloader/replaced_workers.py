@@ -36,11 +36,13 @@ class ReplacingManager(AgentLoopManagerTQ):
 
     Attributes:
         say: told in a line of every worker that died.
+        note_death: told which one, by the id of its actor.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.say: Callable[[str], None] = _log.warning
+        self.note_death: Callable[[str], None] = lambda worker: None
         self._issued = IssuedGroups()
         self._prompts: dict[str, tuple[TensorDict, int]] = {}  # of what is issued: where its prompt stands
 
@@ -61,6 +63,7 @@ class ReplacingManager(AgentLoopManagerTQ):
         ray.wait([dead.__ray_ready__.remote()], timeout=_GONE_S)
         if hasattr(self.llm_client._load_balancer, "worker_died"):
             self.llm_client._load_balancer.worker_died.remote(name)
+        self.note_death(name)
         under_way = _groups_under_way()
         loss = self._issued.lost(name, under_way)
         self._settle(under_way)

@@ -21,7 +21,7 @@ from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.rollout.padded_rows import row_to_output
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
-from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process, request_log
+from seamless_verl.verl_adapter.rollout.request_log import recorder_of_worker, request_log
 
 
 class ProxyAgentLoop(AgentLoopBase):
@@ -74,7 +74,7 @@ class ProxyAgentLoop(AgentLoopBase):
             await shard.admin.delete_session(session.id)
             raise
         result = await shard.admin.close_session(session.id, report.reward, report.rewards)
-        recorder = recorder_of_process(shard.seamless.run_dir, "rollout")
+        recorder = recorder_of_worker(shard.seamless.run_dir)
         recorder.record(_session_ended(recorder.now(), result, report, timing["generate_sequences"]))
         return result, report
 

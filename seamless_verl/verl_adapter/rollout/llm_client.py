@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from verl.utils.tokenizer import normalize_token_ids
@@ -22,7 +21,13 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
-from seamless_verl.verl_adapter.rollout.request_log import ReplicaCall, cut_groups, recorder_of_process, request_log
+from seamless_verl.verl_adapter.rollout.request_log import (
+    ReplicaCall,
+    cut_groups,
+    recorder_of_worker,
+    request_log,
+    this_worker,
+)
 
 _INTERRUPTED = ("aborted", "abort")
 _FAILED = "error"
@@ -91,7 +96,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         Raises:
             RuntimeError: as `generate`.
         """
-        recorder = recorder_of_process(OmegaConf.select(self.config, "seamless.run_dir"), "rollout")
+        recorder = recorder_of_worker(OmegaConf.select(self.config, "seamless.run_dir"))
         call = ReplicaCall(recorder, request_id, prompt_tokens=len(prompt_ids), resumed=resumed)
         with self._freed(group, call), call.recorded():
             try:
@@ -121,7 +126,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if call is not None:  # named before it is placed, so that a balancer may name it, too
             call.engine_name = super()._vllm_request_id(request_id)
             extra["attempt"] = call.engine_name
-            extra["worker"] = _this_worker()
+            extra["worker"] = this_worker()
         while True:
             try:
                 server_id, handle = await self._seat(request_id, **extra)
@@ -205,12 +210,6 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         except asyncio.CancelledError:
             abort()
             raise
-
-
-@functools.cache
-def _this_worker() -> str:
-    """The rollout worker that this process is, by the id of its actor; empty: it is none."""
-    return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
 
 
 def replica_died(error: RayError) -> bool:

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import ray
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.observe import flight
@@ -173,9 +174,25 @@ at_worker_end = AsyncExitStack()
 
 
 @functools.cache
+def this_worker() -> str:
+    """The rollout worker that this process is, by the id of its actor; empty: it is none."""
+    return (ray.get_runtime_context().get_actor_id() or "") if ray.is_initialized() else ""
+
+
+def role_of_worker(worker: str) -> str:
+    """What the name of its recording begins with."""
+    return f"rollout-{worker[:12]}" if worker else "rollout"
+
+
+@functools.cache
 def recorder_of_process(run_dir: str | None, role: str) -> FlightRecorder:
     """One recorder per process and role, made on first use: verl pickles clients before they reach their process."""
     return FlightRecorder(Path(run_dir) if run_dir else None, role)
+
+
+def recorder_of_worker(run_dir: str | None) -> FlightRecorder:
+    """The recorder of this rollout worker."""
+    return recorder_of_process(run_dir, role_of_worker(this_worker()))
 
 
 class ReplicaCall:

@@ -33,11 +33,12 @@ from seamless_verl.observe.flight import (
     StepEnded,
     WeightsChecked,
     WeightsPublished,
+    WorkerDied,
 )
 from seamless_verl.observe.memory import MemoryTrack
 from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
 from seamless_verl.run.check_combinations import replica_size
-from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process
+from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process, role_of_worker
 
 TRAINER, ROLLOUT = "trainer", "rollout"
 STANDING = "standing"  # devices of the rollout pool, in the book of memory
@@ -159,6 +160,10 @@ class TrainerFlight:
         if (ready, needed) != self._progress:
             self._progress = ready, needed
             self._note(BatchProgress(at=self.recorder.now(), ready=ready, needed=needed))
+
+    def worker_died(self, worker: str) -> None:
+        """A rollout worker is gone, by the id of its actor."""
+        self.recorder.record(WorkerDied(at=self.recorder.now(), writer=role_of_worker(worker)))
 
     def weights_checked(self, slice_id: str, version: int, published: str, held: str) -> None:
         """The weights of a slice were compared with the published ones."""

@@ -2,7 +2,15 @@
 
 import pytest
 
-from seamless_verl.observe.flight import StepBegan, StepEnded, WeightsPublished
+from seamless_verl.observe.flight import (
+    WORKER_DIED,
+    RequestEnded,
+    RequestStarted,
+    StepBegan,
+    StepEnded,
+    WeightsPublished,
+    WorkerDied,
+)
 from seamless_verl.observe.recording import (
     FlightFormatError,
     FlightHeader,
@@ -74,3 +82,18 @@ def test_kinds_of_a_later_writer_are_counted(tmp_path):
         stream.write('{"event":"CoffeeMade","at":1.0}\n' * 2)
     recording = read_recording(tmp_path)
     assert (len(recording.events), recording.unknown) == (1, {"CoffeeMade": 2})
+
+
+def test_what_a_dead_rollout_worker_had_not_ended_ends_with_it(tmp_path):
+    def started(at, request):
+        return RequestStarted(at=at, request=request, slice="a:1", prompt_tokens=3)
+
+    ended = RequestEnded(at=2.0, request="r1", slice="a:1", tokens=5, finish="completed")
+    for writer, events in {
+        "rollout-0a-host-7-0": [started(1.0, "r1"), started(1.5, "r2"), ended],
+        "rollout-0b-host-8-0": [started(1.0, "r3")],
+        "trainer-host-6-0": [StepBegan(at=0.0, step=1), WorkerDied(at=3.0, writer="rollout-0a")],
+    }.items():
+        write_recording(tmp_path / f"{writer}.jsonl", header(writer, 0.0, 0.0, "boot"), events)
+    ends = [event for event in read_recording(tmp_path).events if isinstance(event, RequestEnded)]
+    assert ends == [ended, RequestEnded(at=3.0, request="r2", slice="a:1", tokens=0, finish=WORKER_DIED)]
