@@ -214,7 +214,7 @@ def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
     """Actors whose death ends the run, servers left out; by the names that people know them by."""
     servers = trainer.standalone_server_manager if hasattr(trainer, "standalone_server_manager") else None
     named = {f"trainer worker {rank}": worker for rank, worker in enumerate(trainer.actor_rollout_wg.workers)}
-    if not (hasattr(manager, "replace") and trainer.rows.outlives_workers):
+    if not (hasattr(manager, "replace") and getattr(getattr(trainer, "rows", None), "outlives_workers", False)):
         workers = getattr(manager, "agent_loop_workers", [])
         named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
     named |= {f"reward worker {rank}": worker for rank, worker in enumerate(trainer.get_reward_handles() or [])}

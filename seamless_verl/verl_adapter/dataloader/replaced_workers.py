@@ -1,6 +1,6 @@
 """verl's manager of rollout workers, which replaces one that died and has its prompt groups generated again.
 
-    generate_sequences ─► worker ─► dies ─► (bell) replace ─► its places at the router, its rows are cleared
+    generate_sequences ─► worker ─► dies ─► (noticed) replace ─► its places at the router, its rows are cleared
                              ▲                   │
                              └── its groups ◄────┘  those that have not ended, to the worker in its place
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -44,56 +44,69 @@ class ReplacingManager(AgentLoopManagerTQ):
         self.say: Callable[[str], None] = _log.warning
         self.note_death: Callable[[str], None] = lambda worker: None
         self._issued = IssuedGroups()
+        self._replaced: dict[str, int] = {}  # workers that died -> their place among the others
         self._prompts: dict[str, tuple[TensorDict, int]] = {}  # of what is issued: where its prompt stands
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """As the parent's; a worker that dies meanwhile is left to whoever waits for its groups."""
-        self._settle(set(_groups_under_way()))
+        """As the parent's, and a worker that is found dead is replaced."""
+        self._settle(_under_way(tq.kv_list() or {}))
         chunks = prompts.chunk(len(self.agent_loop_workers))
-        self._hand_out(list(zip(self.agent_loop_workers, chunks, strict=False)))
+        for worker, error in self._hand_out(list(zip(self.agent_loop_workers, chunks, strict=False))):
+            self.replace(worker, error)
 
     def replace(self, dead: Any, error: RayActorError) -> Any:
-        """Start another worker in place of ``dead``, and have its groups generated again; returns the new one.
+        """Start another worker in place of ``dead``, unless that was done, and have its groups generated again.
+
+        Returns:
+            Who is in its place now.
 
         Raises:
             RunBroken: a group has lost its worker again and again.
         """
-        rank, name = self.agent_loop_workers.index(dead), _name(dead)
+        name = _name(dead)
+        if name in self._replaced:
+            return self.agent_loop_workers[self._replaced[name]]
+        rank = self._replaced[name] = self.agent_loop_workers.index(dead)
         ray.kill(dead)  # `error` may only say that it could not be reached
         ray.wait([dead.__ray_ready__.remote()], timeout=_GONE_S)
         if hasattr(self.llm_client._load_balancer, "worker_died"):
             self.llm_client._load_balancer.worker_died.remote(name)
         self.note_death(name)
-        under_way = _groups_under_way()
+        listed = tq.kv_list() or {}  # it wrote until it was gone
+        under_way = _under_way(listed)
         loss = self._issued.lost(name, under_way)
         self._settle(under_way)
         story = f"rollout worker {rank} died ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
         if loss.hopeless:
             raise RunBroken(f"{story}, the last of {MOST_LOSSES} workers that lost prompt group {loss.hopeless[0]}")
-        for partition, keys in _rows_of(loss.again):
-            tq.kv_clear(keys=keys, partition_id=partition)
+        for partition, keys in listed.items():
+            rows = [key for key, tag in keys.items() if not tag.get("is_prompt") and key.split("_", 1)[0] in loss.again]
+            if rows:
+                tq.kv_clear(keys=rows, partition_id=partition)
         worker = self.agent_loop_workers[rank] = self._start(rank)
         self.say(f"{story}; {len(loss.again)} prompt groups are generated again")
         chunks: dict[int, tuple[TensorDict, list[int]]] = {}
         for group in loss.again:
             chunk, row = self._prompts[group]
             chunks.setdefault(id(chunk), (chunk, []))[1].append(row)
-        self._hand_out([(worker, index_select_tensor_dict(chunk, rows)) for chunk, rows in chunks.values()])
-        return worker
+        for died, why in self._hand_out([(worker, index_select_tensor_dict(*share)) for share in chunks.values()]):
+            self.replace(died, why)
+        return self.agent_loop_workers[rank]
 
-    def _hand_out(self, shares: list[tuple[Any, TensorDict]]) -> None:
-        """Returns when the workers have begun, so that an error of theirs is raised here."""
-        calls = []
+    def _hand_out(self, shares: list[tuple[Any, TensorDict]]) -> list[tuple[Any, RayActorError]]:
+        """Returns when the workers have begun, so that an error of theirs is raised here: which of them are dead."""
+        calls, dead = [], []
         for worker, prompts in shares:
             groups = [str(uid) for uid in prompts["uid"]]
             self._prompts.update({group: (prompts, row) for row, group in enumerate(groups)})
             self._issued.issue(_name(worker), groups)
-            calls.append(worker.generate_sequences.remote(prompts))
-        for call in calls:
+            calls.append((worker, worker.generate_sequences.remote(prompts)))
+        for worker, call in calls:
             try:
                 ray.get(call)
             except RayActorError as error:
-                _log.warning("a rollout worker died as it was given prompts: %s", error)
+                dead.append((worker, error))
+        return dead
 
     def _start(self, rank: int) -> Any:
         """A worker as verl's `_init_agent_loop_workers` makes it."""
@@ -104,7 +117,7 @@ class ReplacingManager(AgentLoopManagerTQ):
         )
         return options.remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
 
-    def _settle(self, under_way: dict[str, str] | set[str]) -> None:
+    def _settle(self, under_way: Collection[str]) -> None:
         self._issued.settle(under_way)
         self._prompts = {group: place for group, place in self._prompts.items() if group in self._issued}
 
@@ -114,20 +127,7 @@ def _name(worker: Any) -> str:
     return str(worker._actor_id.hex())
 
 
-def _groups_under_way() -> dict[str, str]:
-    """Groups that have not ended, and their partition."""
-    found = {}
-    for partition, keys in (tq.kv_list() or {}).items():
-        for key, tag in keys.items():
-            if tag.get("is_prompt") and tag["status"] in _UNDER_WAY:
-                found[key] = partition
-    return found
-
-
-def _rows_of(groups: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Keys of the rows that are there of these groups, by partition."""
-    wanted = set(groups)
-    for partition, keys in (tq.kv_list() or {}).items():
-        rows = [key for key, tag in keys.items() if not tag.get("is_prompt") and key.split("_", 1)[0] in wanted]
-        if rows:
-            yield partition, rows
+def _under_way(listed: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Groups that have not ended, in all partitions."""
+    prompts = [(key, tag) for keys in listed.values() for key, tag in keys.items() if tag.get("is_prompt")]
+    return {key for key, tag in prompts if tag["status"] in _UNDER_WAY}

@@ -137,8 +137,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         return server_id, handle
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        running = self._running.get((server_id, request_id or ""))
+        if request_id is not None and not running:
+            return  # its replica left, or its worker died, before it ended
         super().release_server(server_id, request_id)
-        if running := self._running.get((server_id, request_id or "")):
+        if running:
             self._kv[server_id] -= running.pop(0).tokens
             if not running:
                 del self._running[server_id, request_id or ""]

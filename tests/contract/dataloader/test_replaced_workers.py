@@ -186,17 +186,18 @@ def test_validation_prompts_are_generated_again_as_such(fleet):
     assert "v_0_0" not in fleet.queue.tags["val"]
 
 
-def test_a_worker_that_is_dead_already_when_it_is_given_prompts_is_left_to_the_bell(fleet):
+def test_a_worker_that_is_dead_when_it_is_given_prompts_is_replaced_once(fleet):
     from seamless_verl.verl_adapter.dataloader.woken_buffer import Bell
 
     first, second = fleet.manager.agent_loop_workers
     bell = Bell(fleet.manager.agent_loop_workers, fleet.manager.replace)
     first.die()
     fleet.submit(["a", "b"])
-    bell.wait(5.0)
     new = fleet.manager.agent_loop_workers[0]
     assert [uid for uid, *_ in new.given()] == ["a"]
-    assert ("news", 0) in new.told, "the bell waits for it"
+    bell.wait(5.0)
+    assert fleet.manager.agent_loop_workers[0] is new, "the bell hears of the same death"
+    assert ("news", 0) in new.told, "and waits for the one in its place"
     new.die()
     bell.wait(5.0)
     assert [uid for uid, *_ in fleet.manager.agent_loop_workers[0].given()] == ["a"]

@@ -429,6 +429,8 @@ async def test_requests_of_a_dead_worker_end_and_give_their_places_back():
     assert balancer.get_total_inflight() == 4
     with pytest.raises(RuntimeError, match="rollout worker w0 is dead"):
         balancer.acquire_server("sent before it died", 10, "late", "w0")
+    balancer.release_server(places[0], "c0")
+    assert balancer.get_total_inflight() == 4, "it ended before its worker died, and was heard of later"
     for number in (1, 3, 5):
         balancer.release_server(places[number], f"c{number}")
     balancer.release_server(*next((server, name) for server, name in balancer._running))
