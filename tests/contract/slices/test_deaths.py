@@ -159,6 +159,13 @@ def test_the_router_transferqueue_trainer_and_reward_workers_are_watched_by_name
         "reward worker 0",
         "trainer worker 0",
     ]
+    of_a_user = SimpleNamespace(agent_loop_workers=[trainer])
+    assert job._actors(run, of_a_user).keys() - parts.keys() == {"rollout worker 0"}
+    of_ours = SimpleNamespace(agent_loop_workers=[trainer], replace=print)
+    run.rows = SimpleNamespace(outlives_workers=True)
+    assert job._actors(run, of_ours).keys() == parts.keys(), "who replaces its workers goes on without one"
+    run.rows = SimpleNamespace(outlives_workers=False)
+    assert job._actors(run, of_ours).keys() - parts.keys() == {"rollout worker 0"}, "nobody would notice"
     ray.get([part.pid.remote() for part in (*parts.values(), *kept)])
     for name, part in parts.items():
         with Watchdog({name: part}) as dog:

@@ -1,0 +1,177 @@
+"""kill -9 of every kind of process of a real run, at random instants: does it go on, is each prompt trained once?
+
+One run, which goes on after a kill or starts again from its last checkpoint. At the end the prompts that were trained
+are held against the data, in order: with eta 1 a run of N steps trains the first N batches of prompts, each once.
+
+* again    prompts that were trained twice
+* holes    prompts among the first N batches that were not
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+
+from benchmarks.records import Record, arguments, report
+
+_ROOT = Path(__file__).parents[1]
+_BATCH = 16
+_KILLS = 20
+_SETTLED_S = 120.0  # a kill follows the one before at the latest then, also if no step has ended since
+_MARK = "BENCHMARK_MARK"
+_KINDS = {  # what the command line of a process begins with, or has in it
+    "rollout worker": "ray::NotifyingWorker",
+    "rollout replica": "ray::InterruptibleServer",
+    "replica's weight worker": "ray::CheckpointEngineWorker",
+    "router": "ray::MeteredLoadBalancer",
+    "TransferQueue's storage": "ray::SimpleStorageUnit",
+    "TransferQueue's controller": "ray::TransferQueueController",
+    "trainer worker": "ray::WorkerDict",
+    "reward worker": "ray::RewardLoopWorker",
+    "trainer": "seamless_verl.verl_adapter.job",
+}
+
+
+def write_prompts(file: Path, count: int) -> list[str]:
+    """Data with so many different sums, in order; returns them."""
+    sums = random.Random(1).sample([(a, b) for a in range(100) for b in range(100)], count)
+    rows = [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": f"{a:>2}+{b:>2}"}],
+            "agent_name": "single_turn_agent",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": index, "split": "train"},
+        }
+        for index, (a, b) in enumerate(sums)
+    ]
+    pd.DataFrame(rows).to_parquet(file)
+    return [f"{a}+{b}" for a, b in sums]
+
+
+def trained(folder: Path, steps: int) -> Counter[str]:
+    """Prompts that the run trained, each as often as a group of it was."""
+    found: Counter[str] = Counter()
+    for step in range(1, steps + 1):
+        rows = [json.loads(line) for line in (folder / "rows" / f"{step}.jsonl").read_text().splitlines()]
+        groups = {row["uid"].split("_")[0]: "".join(row["input"].split()[1:-1]) for row in rows}
+        found.update(groups.values())
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills one process after the other, a random while after the run has ended a step since the last kill."""
+
+    def __init__(self, mark: str, folder: Path, count: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.kills: list[dict[str, Any]] = []
+        self._mark, self._folder, self._count = f"{_MARK}={mark}".encode(), folder, count
+        self._rng = random.Random(seed)
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        kinds = [*_KINDS] * (self._count // len(_KINDS) + 1)
+        for kind in kinds[: self._count]:
+            until, steps = time.monotonic() + _SETTLED_S, self._steps()
+            while self._steps() == steps and time.monotonic() < until and not self.over.wait(0.1):
+                pass
+            if self.over.wait(self._rng.uniform(0, 6.0)):
+                return
+            if (process := self._find(kind)) is not None:
+                process.send_signal(signal.SIGKILL)
+                self.kills.append({"kind": kind, "after_step": self._steps(), "at": time.time()})
+                print(f"killed the {kind} ({process.pid})", flush=True)
+
+    def _steps(self) -> int:
+        file = self._folder / "steps.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def _find(self, kind: str) -> psutil.Process | None:
+        for process in psutil.process_iter():
+            try:
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                if self._mark in environment and _KINDS[kind] in " ".join(process.cmdline()):
+                    return process
+            except (OSError, psutil.Error):  # ended meanwhile, or not ours
+                continue
+        return None
+
+
+def run(kills: int, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="crash-run-") as temporary:
+        scratch, mark = Path(temporary), uuid.uuid4().hex
+        prompts = write_prompts(scratch / "sums.parquet", _BATCH * (steps + 4))
+        folder = scratch / "run"
+        command = [
+            *(sys.executable, "-m", "seamless_verl.main", "+recipe=arithmetic", f"hydra.run.dir={folder}"),
+            *(f"data.train_files={scratch}/sums.parquet", "data.shuffle=false", f"data.train_batch_size={_BATCH}"),
+            *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=2"),
+            *(f"trainer.total_training_steps={steps}", "seamless.supervise.restarts=1000"),
+            *("seamless.staleness.eta=1", "+trainer.max_actor_ckpt_to_keep=2"),
+        ]
+        killer = Killer(mark, folder, kills, seed=kills)
+        killer.start()
+        done = subprocess.run(command, cwd=_ROOT, env={**os.environ, _MARK: mark}, capture_output=True, text=True)
+        killer.over.set()
+        killer.join()
+        lines = (done.stdout + done.stderr).splitlines()
+        print(*(line for line in lines if "died" in line or "restart" in line), sep="\n", flush=True)
+        if done.returncode:
+            raise RuntimeError(f"the run ended with {done.returncode}:\n" + "\n".join(lines[-20:]))
+        figures = json.loads((folder / "summary.json").read_text())
+        counts = trained(folder, steps)
+        return {
+            "kills": killer.kills,
+            "steps": figures["steps"],
+            "restarts": sum("within an hour, from" in line for line in lines),
+            "replaced": sum("prompt groups are generated again" in line for line in lines),
+            "again": sum(times - 1 for times in counts.values()),
+            "holes": sum(prompt not in counts for prompt in prompts[: _BATCH * steps]),
+            "unaudited": figures["rows"] - figures["rows_audited"] + figures["audit_violations"],
+            "left": sum(killer._find(kind) is not None for kind in _KINDS),
+        }
+
+
+def main() -> int:
+    options = arguments(__doc__ or "")
+    kills = len(_KINDS) if options.quick else _KILLS
+    found = run(kills, steps=3 * kills)
+    by_kind = Counter(kill["kind"] for kill in found["kills"])
+    made = len(found["kills"])
+    return report(
+        [
+            Record(name="processes killed", value=made, unit="", bar=f">= {kills}", holds=made >= kills),
+            *(Record(name=f"of them a {kind}", value=count, unit="") for kind, count in sorted(by_kind.items())),
+            Record(name="steps trained", value=found["steps"], unit=""),
+            Record(name="kills that the run went on after", value=found["replaced"], unit=""),
+            Record(name="restarts from the last checkpoint", value=found["restarts"], unit=""),
+            *(
+                Record(name=name, value=found[key], unit="", bar="= 0", holds=found[key] == 0)
+                for name, key in (
+                    ("prompts trained again", "again"),
+                    ("prompts left out", "holes"),
+                    ("rows not audited or not right", "unaudited"),
+                    ("processes left", "left"),
+                )
+            ),
+        ],
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
