@@ -5,6 +5,9 @@ are held against the data, in order: with eta 1 a run of N steps trains the firs
 
 * again    prompts that were trained twice
 * holes    prompts among the first N batches that were not
+
+verl writes the rows of a step in the background, so those of a step may die with its process although its checkpoint is
+whole. Such steps are counted, and as many batches of prompts are not asked for.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from benchmarks.records import Record, arguments, report
 _ROOT = Path(__file__).parents[1]
 _BATCH = 16
 _KILLS = 20
+_NOTICED_S = 8.0  # the watchdog looks every 5 s; a kill before that would hide the last one
 _SETTLED_S = 120.0  # a kill follows the one before at the latest then, also if no step has ended since
 _MARK = "BENCHMARK_MARK"
 _KINDS = {  # what the command line of a process begins with, or has in it
@@ -63,14 +67,16 @@ def write_prompts(file: Path, count: int) -> list[str]:
     return [f"{a}+{b}" for a, b in sums]
 
 
-def trained(folder: Path, steps: int) -> Counter[str]:
-    """Prompts that the run trained, each as often as a group of it was."""
+def trained(folder: Path, steps: int) -> tuple[Counter[str], int]:
+    """Prompts that the run trained, each as often as a group of it was, and how many steps left no rows."""
     found: Counter[str] = Counter()
-    for step in range(1, steps + 1):
-        rows = [json.loads(line) for line in (folder / "rows" / f"{step}.jsonl").read_text().splitlines()]
+    files = [folder / "rows" / f"{step}.jsonl" for step in range(1, steps + 1)]
+    there = [file for file in files if file.exists()]
+    for file in there:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
         groups = {row["uid"].split("_")[0]: "".join(row["input"].split()[1:-1]) for row in rows}
         found.update(groups.values())
-    return found
+    return found, len(files) - len(there)
 
 
 class Killer(threading.Thread):
@@ -93,6 +99,7 @@ class Killer(threading.Thread):
                 return
             if (process := self._find(kind)) is not None:
                 process.send_signal(signal.SIGKILL)
+                self.over.wait(_NOTICED_S)
                 self.kills.append({"kind": kind, "after_step": self._steps(), "at": time.time()})
                 print(f"killed the {kind} ({process.pid})", flush=True)
 
@@ -133,14 +140,16 @@ def run(kills: int, steps: int) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"the run ended with {done.returncode}:\n" + "\n".join(lines[-20:]))
         figures = json.loads((folder / "summary.json").read_text())
-        counts = trained(folder, steps)
+        counts, unwritten = trained(folder, steps)
+        missing = sum(prompt not in counts for prompt in prompts[: _BATCH * steps])
         return {
             "kills": killer.kills,
             "steps": figures["steps"],
             "restarts": sum("within an hour, from" in line for line in lines),
             "replaced": sum("prompt groups are generated again" in line for line in lines),
             "again": sum(times - 1 for times in counts.values()),
-            "holes": sum(prompt not in counts for prompt in prompts[: _BATCH * steps]),
+            "unwritten": unwritten,
+            "holes": missing - _BATCH * unwritten,
             "unaudited": figures["rows"] - figures["rows_audited"] + figures["audit_violations"],
             "left": sum(killer._find(kind) is not None for kind in _KINDS),
         }
@@ -159,6 +168,7 @@ def main() -> int:
             Record(name="steps trained", value=found["steps"], unit=""),
             Record(name="kills that the run went on after", value=found["replaced"], unit=""),
             Record(name="restarts from the last checkpoint", value=found["restarts"], unit=""),
+            Record(name="steps whose rows died before they were written", value=found["unwritten"], unit=""),
             *(
                 Record(name=name, value=found[key], unit="", bar="= 0", holds=found[key] == 0)
                 for name, key in (
