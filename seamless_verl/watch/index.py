@@ -25,7 +25,7 @@ from seamless_verl.watch.readers import AttemptFacts, TrainedText
 
 INDEX = "watch.sqlite"
 _VERSION = 1
-_MOST_KEPT = 2000  # sessions per update
+_MOST_KEPT = 500  # sessions per update
 _MOST_BYTES = 1 << 25  # per update, so that a large run is on the page before it is read to its end
 _MOST_UNTRAINED = 20_000  # a run that writes down no rows has all its attempts there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
@@ -44,14 +44,7 @@ _QUOTED = tuple(f'"{column}"' for column in _COLUMNS)
 _PUT = (
     f"INSERT INTO attempts (session, {', '.join(_QUOTED)}, file) VALUES (?, {', '.join('?' * len(_QUOTED))}, ?) "
     "ON CONFLICT (session) DO UPDATE SET "
-    + ", ".join(
-        f"{column} = coalesce(excluded.{column}, attempts.{column})"
-        for column in (*_QUOTED, "file")
-        if column != '"drift"'
-    )
-    # Of drift the end of an attempt, which has a status, knows all; its turns only what was known before each answer.
-    + ", drift = CASE WHEN excluded.status IS NULL AND attempts.status IS NOT NULL THEN attempts.drift "
-    "ELSE coalesce(excluded.drift, attempts.drift) END"
+    + ", ".join(f"{column} = coalesce(excluded.{column}, attempts.{column})" for column in (*_QUOTED, "file"))
 )
 
 
@@ -156,7 +149,7 @@ class RunIndex:
             new = db.execute("SELECT number, id FROM kept WHERE number > ? ORDER BY number LIMIT ?", (mark, _MOST_KEPT))
             numbers = {session: number for number, session in new}
             self.is_behind |= len(numbers) == _MOST_KEPT
-            self._put(readers.sessions_in(db, frozenset(numbers)), name)
+            self._put(readers.kept_sessions(db, frozenset(numbers)), name)
             if numbers:  # else they may have left the file meanwhile
                 there = {session for (session,) in db.execute("SELECT id FROM kept")}
                 gone = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()

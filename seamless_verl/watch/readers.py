@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,17 +23,19 @@ from urllib.parse import quote
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_sessions, read_turns, restore, unpack
 from seamless_verl.proxy.session.sessions import Session, SessionState
-from seamless_verl.trajectory.generation import FinishReason
+from seamless_verl.trajectory.generation import FinishReason, TrajectoryError
+from seamless_verl.trajectory.tree import SessionTree
 
 _MOST_BYTES = 1 << 24
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFacts:
     """What is known of an attempt; ``None``: this source does not say.
 
     Attributes:
         index: number in its group.
+        state: ``open``, ``expired``, ``closed``; ``given up`` where the trainer wanted no rows of it.
         cut: answers that ended at their limit of tokens.
         seams: places within answers at which new weights took over.
         oldest, newest: weight versions of its tokens.
@@ -60,7 +61,7 @@ class AttemptFacts:
     ended: float | None = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedText:
     """One line of verl's dump of a step: where it stands in its file, for its text is read when it is shown."""
 
@@ -247,6 +248,12 @@ def sessions_in(db: sqlite3.Connection, only: frozenset[str] | None = None) -> I
             yield _facts(db, session)
 
 
+def kept_sessions(db: sqlite3.Connection, new: frozenset[str]) -> Iterator[AttemptFacts]:
+    """Facts of sessions that are over: one that nobody closed was given up, with its attempt."""
+    for facts in sessions_in(db, new):
+        yield replace(facts, state="given up") if facts.state == SessionState.OPEN.value else facts
+
+
 def num_turns(db: sqlite3.Connection) -> dict[str, int]:
     return dict(db.execute("SELECT session_id, count(*) FROM turns GROUP BY session_id"))
 
@@ -254,19 +261,19 @@ def num_turns(db: sqlite3.Connection) -> dict[str, int]:
 def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
     _, bodies = read_turns(db, session.id)
     turns, tokens, cut, seams = 0, 0, 0, 0
-    drift: Counter[str] = Counter()
+    tree = SessionTree()
     versions: set[int] = set()
     last: float | None = None
     for body in bodies:
         try:
             record, _, answer = unpack(body)
-        except Damaged:
+            tree.commit(record)
+        except (Damaged, TrajectoryError):
             break
         turns += 1
         tokens += len(record.token_ids)
         cut += record.finish_reason is FinishReason.LENGTH
         seams += len(record.version_spans) - 1
-        drift.update(reason.value for reason in (record.forked, *record.realigned) if reason is not None)
         versions |= {span.version for span in record.version_spans}
         last = float(answer.created)
     return AttemptFacts(
@@ -277,7 +284,7 @@ def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
         reward=session.reward,
         turns=turns,
         tokens=tokens,
-        drift=dict(drift),
+        drift={reason.value: count for reason, count in tree.drift.items()},
         cut=cut,
         seams=seams,
         oldest=min(versions, default=None),

@@ -13,7 +13,7 @@ from seamless_verl.observe.page.words import DRIFT
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.trajectory.rows import Row
-from seamless_verl.trajectory.tokens import DriftReason, MatchKind, Segment, plain
+from seamless_verl.trajectory.tokens import DriftReason, MatchKind, Segment
 
 Decode = Callable[[Sequence[int]], str]
 _AROUND = 60  # tokens that are shown before a parting
@@ -156,24 +156,19 @@ def seams(row: Row) -> list[int]:
     return [span.start for span in row.version_spans if span.start not in begins]
 
 
-def with_pictures(decode: Decode, placeholder: int | None) -> Decode:
-    """Decodes ids of the tree, in which the placeholders of pictures are negative."""
+def with_pictures(decode: Decode) -> Decode:
+    """Decodes ids of the tree, in which the placeholders of pictures are negative and the first of each is odd."""
 
     def shown(token_ids: Sequence[int]) -> str:
-        if all(token >= 0 for token in token_ids):
-            return decode(token_ids)
-        if placeholder is not None:
-            return decode(plain(token_ids, placeholder))
-        texts, run = [], list[int]()
-        for token in (*token_ids, -2):
+        texts: list[str] = []
+        run: list[int] = []
+        for token in token_ids:
             if token >= 0:
                 run.append(token)
-                continue
-            texts.append(decode(run))
-            if token % 2:
-                texts.append(_PICTURE)
-            run = []
-        return "".join(texts)
+            elif token % 2:
+                texts += [decode(run), _PICTURE]
+                run = []
+        return "".join([*texts, decode(run)])
 
     return shown
 
@@ -185,15 +180,12 @@ def numbers_for_text(token_ids: Sequence[int]) -> str:
 
 def facts(attempt: Mapping[str, Any], session: Session | None) -> dict[str, Any]:
     """What stands above a conversation."""
-    told = dict(attempt)
-    if session is not None:
-        told |= {
-            "state": session.state.value
-            if session.state.value != "open" or told.get("state") in (None, "open")
-            else told["state"],
-            "rewards": dict(session.rewards),
-            "metadata": dict(session.spec.metadata),
-            "sampling": dict(session.spec.sampling),
-            "damage": session.damage,
-        }
-    return told
+    if session is None:
+        return dict(attempt)
+    return {
+        **attempt,
+        "rewards": dict(session.rewards),
+        "metadata": dict(session.spec.metadata),
+        "sampling": dict(session.spec.sampling),
+        "damage": session.damage,
+    }

@@ -17,6 +17,8 @@ from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
 from seamless_verl.observe.run_folder import CONFIG, NoRunFolder, load_digest
+from seamless_verl.proxy.calls import Answer
+from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.watch import groups, readers, transcript
@@ -130,19 +132,18 @@ class Watched:
             index = self._current()
             known = self._known(index, key)
             decode = self._decode()
-            told: dict[str, Any] = {**self._head(index), "source": "", "turns": [], "rows": [], "texts": []}
+            told: dict[str, Any] = {**self._head(index), "turns": [], "rows": [], "texts": []}
             if known["index"] is not None:
                 told["texts"] = index.texts(known["group"], known["index"])
             whole = self._whole(index, known)
             if whole is not None:
                 session, answers = whole
                 rows = build_rows(session.tree)
-                decode = transcript.with_pictures(decode, None)
-                told |= {"source": "journal", "turns": transcript.conversation(session, answers, decode)}
+                told |= {"turns": transcript.conversation(session, answers, transcript.with_pictures(decode))}
                 told["attempt"] = transcript.facts(known, session)
             else:
                 rows = self._closed_rows(known)
-                told |= {"source": "rows", "turns": transcript.told_by_rows(rows, decode)} if rows else {}
+                told["turns"] = transcript.told_by_rows(rows, decode)
                 told["attempt"] = transcript.facts(known, None)
             told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
             told["why_no_turns"] = "" if told["turns"] else self._why_nothing(known)
@@ -214,7 +215,7 @@ class Watched:
             raise NotThere(f"{self.place.name} knows no attempt {key}")
         return known
 
-    def _whole(self, index: RunIndex, known: dict[str, Any]) -> Any:
+    def _whole(self, index: RunIndex, known: dict[str, Any]) -> tuple[Session, list[Answer]] | None:
         """Session and answers, where a journal has them; it may forget them at any time."""
         file = known["file"]
         if file is None or not file.endswith(".sqlite"):
@@ -263,10 +264,11 @@ class Watched:
         if Path(named).is_dir():
             return Path(named)
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         try:
             return Path(snapshot_download(named, local_files_only=True))
-        except Exception as error:
+        except (HFValidationError, LocalEntryNotFoundError, OSError) as error:
             story = f"the run's model {named} is neither a folder here nor in this machine's cache of models"
             raise ConfigError("--tokenizer", None, story, "name a folder with its tokenizer.json") from error
 

@@ -112,6 +112,16 @@ async def _attempt_when(http, at: str, key: str, *, turns: int, state: str = "op
     raise AssertionError(told)
 
 
+async def test_an_attempt_that_the_trainer_gave_up_is_not_under_way(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("hi")])
+        await proxy.admin.delete_session(agent.session.id)
+    async with watching(tmp_path) as http:
+        told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
+    assert (told["attempt"]["state"], told["group"]["flags"], len(told["turns"])) == ("given up", ["interrupted"], 1)
+
+
 async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path: Path) -> None:
     async with training(tmp_path, lambda prompt: "one" if "compacted" not in prompt else "two") as proxy:
         agent = await begin(proxy, "task")
