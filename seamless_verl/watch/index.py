@@ -30,17 +30,16 @@ _MOST_BYTES = 1 << 25  # per update, so that a large run is on the page before i
 _MOST_UNTRAINED = 20_000  # a run that writes down no rows has all its attempts there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
-_COLUMNS = tuple(_NAMES.get(name, name) for name in _FACTS)
+_QUOTED = tuple(f'"{_NAMES.get(name, name)}"' for name in _FACTS)
 _SCHEMA = f"""
 CREATE TABLE sources (file TEXT PRIMARY KEY, mark INTEGER, problem TEXT) WITHOUT ROWID;
-CREATE TABLE attempts (session TEXT PRIMARY KEY, {", ".join(_COLUMNS)}, file TEXT) WITHOUT ROWID;
+CREATE TABLE attempts (session TEXT PRIMARY KEY, {", ".join(_QUOTED)}, file TEXT) WITHOUT ROWID;
 CREATE INDEX attempts_of ON attempts (grp, "index");
 CREATE TABLE texts (grp TEXT, "index" INTEGER, row INTEGER, step INTEGER, score REAL, file TEXT, start INTEGER,
     length INTEGER, PRIMARY KEY (grp, "index", row)) WITHOUT ROWID;
 CREATE INDEX texts_of ON texts (step);
 PRAGMA user_version = {_VERSION};
-""".replace(" index,", ' "index",')
-_QUOTED = tuple(f'"{column}"' for column in _COLUMNS)
+"""
 _PUT = (
     f"INSERT INTO attempts (session, {', '.join(_QUOTED)}, file) VALUES (?, {', '.join('?' * len(_QUOTED))}, ?) "
     "ON CONFLICT (session) DO UPDATE SET "
