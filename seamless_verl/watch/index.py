@@ -4,7 +4,8 @@
                                  texts (rows of a step)  ─┴─▶ steps, groups, one attempt
 
 What several sources say of one attempt is joined: each fills in what it knows. The index is a cache: another version of
-this program, or a file that shrank (a run that began anew), makes it afresh. It lies in the run's folder, or, where
+this program, or a recording that shrank (a run that began anew), makes it afresh. A step that a restarted run repeats is
+written again, so a dump that was changed is read again from its beginning. It lies in the run's folder, or, where
 nothing can be written there or another server has it, in a temporary folder.
 """
 
@@ -24,7 +25,7 @@ from seamless_verl.watch.places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 from seamless_verl.watch.readers import AttemptFacts, TrainedText
 
 INDEX = "watch.sqlite"
-_VERSION = 1
+_VERSION = 2
 _MOST_KEPT = 500  # sessions per update
 _MOST_BYTES = 1 << 25  # per update, so that a large run is on the page before it is read to its end
 _MOST_UNTRAINED = 20_000  # a run that writes down no rows has all its attempts there
@@ -32,7 +33,7 @@ _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "sessi
 _NAMES = {"group": "grp"}
 _QUOTED = tuple(f'"{_NAMES.get(name, name)}"' for name in _FACTS)
 _SCHEMA = f"""
-CREATE TABLE sources (file TEXT PRIMARY KEY, mark INTEGER, problem TEXT) WITHOUT ROWID;
+CREATE TABLE sources (file TEXT PRIMARY KEY, mark INTEGER, problem TEXT, changed_ns INTEGER) WITHOUT ROWID;
 CREATE TABLE attempts (session TEXT PRIMARY KEY, {", ".join(_QUOTED)}, file TEXT) WITHOUT ROWID;
 CREATE INDEX attempts_of ON attempts (grp, "index");
 CREATE TABLE texts (grp TEXT, "index" INTEGER, row INTEGER, step INTEGER, score REAL, file TEXT, start INTEGER,
@@ -61,7 +62,8 @@ class RunIndex:
         self.scratch = Path(self._scratch.name)
         self.where, self._db = self._open()
         self._open_sessions: dict[str, dict[str, int]] = {}
-        self._groups: set[str] = set()
+        self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
+        self._lost: set[int | None] = set()
         self._budget = 0
         self.is_behind = True
 
@@ -77,9 +79,9 @@ class RunIndex:
         Returns:
             Steps whose attempts may have changed; ``None`` for attempts that no step is known to have trained.
         """
-        lost: set[int | None] = set()
+        self._lost = set()
         if any(file.exists() and file.stat().st_size < mark for file, mark in self._marks()):
-            lost = {None, *self.steps()}
+            self._lost = {None, *self.steps()}
             self._begin_anew()
         self.is_behind, self._budget = False, _MOST_BYTES
         self._groups = set()
@@ -93,7 +95,7 @@ class RunIndex:
                 self._guarded(file, self._read_kept)
             for file in files_of(self._place, JOURNALS):
                 self._guarded(file, self._read_journal)
-            return lost | self._changed()
+            return self._lost | self._changed()
         finally:
             self._db.execute("COMMIT")
 
@@ -112,14 +114,18 @@ class RunIndex:
 
     def _guarded(self, file: Path, read: Any) -> None:
         name = str(file.relative_to(self._place))
-        known = self._db.execute("SELECT mark, problem FROM sources WHERE file = ?", (name,)).fetchone()
-        mark, problem = known or (0, "")
+        known = self._db.execute("SELECT mark, problem, changed_ns FROM sources WHERE file = ?", (name,)).fetchone()
+        mark, problem, changed_ns = known or (0, "", 0)
         try:
-            mark, problem = read(file, name, mark), ""
+            now_ns = file.stat().st_mtime_ns
+            if read == self._read_rows and mark and changed_ns != now_ns:
+                self._forget_texts(name)
+                mark = 0
+            mark, problem, changed_ns = read(file, name, mark), "", now_ns
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError, IndexError) as error:
             problem = f"{type(error).__name__}: {error}"
-        if (mark, problem) != known:
-            self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (name, mark, problem))
+        if (mark, problem, changed_ns) != known:
+            self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?)", (name, mark, problem, changed_ns))
 
     def _new_lines(self, file: Path, mark: int) -> readers.Lines:
         found = readers.new_lines(file, mark, self._budget)
@@ -166,12 +172,13 @@ class RunIndex:
             changed = frozenset(s for s, turns in sessions.items() if before is None or before.get(s) != turns)
             if changed:
                 self._put(readers.sessions_in(db, changed), name)
-        known = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()
-        over = [row for row in known if row[0] not in sessions]
+        known = self._db.execute("SELECT session, grp FROM attempts WHERE file = ?", (name,)).fetchall()
+        over = [(session, group) for session, group in known if session not in sessions]
+        self._groups |= {group for _, group in over}
         self._db.executemany(
             "UPDATE attempts SET file = NULL, state = CASE state WHEN 'open' THEN 'over' ELSE state END "
             "WHERE session = ?",
-            over,
+            [(session,) for session, _ in over],
         )
         self._open_sessions[name] = sessions
         return mark
@@ -193,9 +200,14 @@ class RunIndex:
             ((t.group, t.index, t.row, t.step, t.score, file, t.start, t.length) for t in found),
         )
 
+    def _forget_texts(self, file: str) -> None:
+        self._groups |= {group for (group,) in self._db.execute("SELECT grp FROM texts WHERE file = ?", (file,))}
+        self._lost |= {step for (step,) in self._db.execute("SELECT DISTINCT step FROM texts WHERE file = ?", (file,))}
+        self._db.execute("DELETE FROM texts WHERE file = ?", (file,))
+
     def _marks(self) -> list[tuple[Path, int]]:
         rows = self._db.execute("SELECT file, mark FROM sources").fetchall()
-        return [(self._place / file, mark) for file, mark in rows if file.endswith(".jsonl")]
+        return [(self._place / file, mark) for file, mark in rows if file.startswith(f"{FLIGHT}/")]
 
     # ------------------------------------------------------------ asked
 

@@ -305,16 +305,50 @@ async def test_two_servers_of_one_run_do_not_disturb_each_other(tmp_path: Path) 
             assert len((await get(http, f"{await only_run(http)}/steps"))["steps"]) == 2
 
 
-async def test_a_run_that_began_anew_in_its_folder_is_indexed_anew(tmp_path: Path) -> None:
+async def test_a_step_that_a_restarted_run_repeats_shows_its_new_attempts(tmp_path: Path) -> None:
     write_flight(tmp_path)
-    write_texts(tmp_path, 1, [("old_0_0", 0.5, "text"), ("old_1_0", 0.5, "text")])
+    write_texts(tmp_path, 1, [("old_0_0", 0.5, "text")])
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        assert [step["attempts"] for step in (await get(http, f"{at}/steps"))["steps"]] == [1]
+        write_texts(tmp_path, 1, [("new_0_0", 0.5, "a longer text"), ("new_1_0", 1.0, "the other")])
+        await asyncio.sleep(0.6)  # as long as an answer may be old
+        (step,) = (await get(http, f"{at}/steps"))["steps"]
+        (group,) = (await get(http, f"{at}/groups", step=1))["groups"]
+        told = await get(http, f"{at}/attempt", key="new~1")
+    assert (step["attempts"], step["reward"]) == (2, 0.75)
+    assert group["group"] == "new"
+    assert told["texts"][0]["output"] == "the other"
+
+
+async def test_a_session_that_left_unseen_is_not_under_way(tmp_path: Path) -> None:
+    """Of a worker that keeps none, or that has died."""
+    folder = tmp_path / "proxy" / "agent_loop_worker_0"
+    folder.mkdir(parents=True)
+    journal = SqliteJournal(folder / "journal.sqlite")
+    async with serving(journal=journal) as proxy, watching(tmp_path) as http:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("hi")])
+        at = await only_run(http)
+        (step,) = (await get(http, f"{at}/steps"))["steps"]
+        assert "under way" in step["flags"]
+        await proxy.admin.delete_session(agent.session.id)
+        await asyncio.sleep(0.6)
+        (step,) = (await get(http, f"{at}/steps"))["steps"]
+        assert "under way" not in step["flags"]
+        assert (await get(http, f"{at}/attempt", key=agent.session.id))["turns"] == []
+    await journal.close()
+
+
+async def test_a_run_that_began_anew_in_its_folder_is_indexed_anew(tmp_path: Path) -> None:
+    write_flight(tmp_path, _ended("s1", 0, 1.0, 2.0, "finished"), _ended("s2", 1, 1.0, 2.0, "finished"))
     async with watching(tmp_path) as http:
         at = await only_run(http)
         assert [step["attempts"] for step in (await get(http, f"{at}/steps"))["steps"]] == [2]
-    write_texts(tmp_path, 1, [("new_0_0", 0.5, "text")])
+    write_flight(tmp_path, _ended("s3", 0, 1.0, 2.0, "finished"))
     async with watching(tmp_path) as http:
-        (group,) = (await get(http, f"{at}/groups", step=1))["groups"]
-    assert group["group"] == "new"
+        (group,) = (await get(http, f"{at}/groups", step="none"))["groups"]
+    assert [attempt["key"] for attempt in group["attempts"]] == ["s3"]
 
 
 @pytest.mark.parametrize(
