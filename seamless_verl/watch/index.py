@@ -4,9 +4,9 @@
                                  texts (rows of a step)  ─┴─▶ steps, groups, one attempt
 
 What several sources say of one attempt is joined: each fills in what it knows. The index is a cache: another version of
-this program, or a recording that shrank (a run that began anew), makes it afresh. A step that a restarted run repeats is
-written again, so a dump that was changed is read again from its beginning. It lies in the run's folder, or, where
-nothing can be written there or another server has it, in a temporary folder.
+this program, or a recording that shrank (a run that began anew), makes it afresh. A step that a restarted run repeats
+is written again, so a dump that was changed is read again from its beginning. The index lies in the run's folder, or,
+where nothing can be written there or another server has it, in a temporary folder.
 """
 
 from __future__ import annotations
