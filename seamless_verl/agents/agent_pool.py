@@ -24,12 +24,14 @@ from typing import Any
 
 from seamless_verl.agents import confinement
 from seamless_verl.errors import SeamlessError
+from seamless_verl.places import places_of, places_of_stack
 
 _MARK = "SEAMLESS_RUN_ID"  # a run's processes are found by it on nodes where the supervisor is not
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", _MARK)
 _MAX_LINE_BYTES = 64 << 20
 _STDERR_LINES = 20
 _START_ATTEMPTS = 3
+_WHERE_S = 1.0  # for a worker to say where a job stands
 _OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
 
 # What a worker's script gives to `serve`: the job's payload and an event that is set when nobody waits any more.
@@ -45,11 +47,11 @@ class PoolBroken(SeamlessError):
 
 
 class JobFailed(SeamlessError):
-    """The handler in the worker raised; the message names the exception."""
+    """The handler in the worker raised; the message names the exception and the lines that it came from."""
 
 
 class JobTimedOut(SeamlessError):
-    """No result within the time given; the worker was told to forget the job."""
+    """No result within the time given; the message says where the job stands. The worker was told to forget it."""
 
 
 class _Worker:
@@ -58,6 +60,7 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.jobs: dict[int, asyncio.Future[Any]] = {}
+        self.asked: dict[int, asyncio.Future[str]] = {}  # where a job stands
         self.ready = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=_STDERR_LINES)
         self.unreadable = ""  # what was wrong with what it answered
@@ -66,6 +69,17 @@ class _Worker:
     def send(self, message: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def where(self, job: int) -> str:
+        """In which lines a job stands."""
+        self.asked[job] = asyncio.get_running_loop().create_future()
+        try:
+            self.send({"where": job})
+            return await asyncio.wait_for(self.asked[job], _WHERE_S)
+        except (asyncio.TimeoutError, OSError, RuntimeError):
+            return f"; its process {self.process.pid} does not answer"
+        finally:
+            del self.asked[job]
 
     def story(self) -> str:
         """How it ended, and the last of what it said."""
@@ -121,16 +135,23 @@ class AgentPool:
             JobTimedOut, JobFailed, WorkerDied, PoolBroken: see there.
             SeamlessError: the pool is closed.
         """
+        sent: list[tuple[_Worker, int]] = []  # to which worker, as which job
+        running = asyncio.ensure_future(self._run(payload, sent))
         try:
-            return await asyncio.wait_for(self._run(payload), timeout)
-        except asyncio.TimeoutError:
-            raise JobTimedOut(f"no result after {timeout:.1f} s") from None
+            await asyncio.wait([running], timeout=timeout)
+            if running.done():
+                return running.result()
+            stands = await sent[0][0].where(sent[0][1]) if sent else "; it was not begun, all workers are busy"
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+        raise JobTimedOut(f"no result after {timeout:.1f} s{stands}")
 
-    async def _run(self, payload: Mapping[str, Any]) -> Any:
+    async def _run(self, payload: Mapping[str, Any], sent: list[tuple[_Worker, int]]) -> Any:
         async with self._room:
-            return await self._run_on_some_worker(payload)
+            return await self._run_on_some_worker(payload, sent)
 
-    async def _run_on_some_worker(self, payload: Mapping[str, Any]) -> Any:
+    async def _run_on_some_worker(self, payload: Mapping[str, Any], sent: list[tuple[_Worker, int]]) -> Any:
         slot = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[slot] += 1
         try:
@@ -139,6 +160,7 @@ class AgentPool:
             worker.jobs[job] = future = asyncio.get_running_loop().create_future()
             try:
                 worker.send({"job": job, "payload": payload})
+                sent.append((worker, job))
                 return await future
             except asyncio.CancelledError:
                 with contextlib.suppress(OSError, RuntimeError):
@@ -214,7 +236,7 @@ class AgentPool:
 
 
 def _take(worker: _Worker, message: dict[str, Any]) -> None:
-    """What a worker says: that it is ready, or how a job ended.
+    """What a worker says: that it is ready, where a job stands, or how it ended.
 
     Raises:
         LookupError, TypeError: it is neither.
@@ -222,6 +244,11 @@ def _take(worker: _Worker, message: dict[str, Any]) -> None:
     if "ready" in message:
         if not worker.ready.done():
             worker.ready.set_result(True)
+        return
+    if "where" in message:
+        asked = worker.asked.get(message["job"])
+        if asked is not None and not asked.done():
+            asked.set_result(message["where"])
         return
     future = worker.jobs.get(message["job"])
     if future is None or future.done():
@@ -261,6 +288,7 @@ def serve(handler: Handler) -> None:
     os.dup2(2, 1)
     writing = threading.Lock()
     forgotten: dict[int, threading.Event] = {}
+    threads_of: dict[int, int] = {}  # job -> identity of its thread
 
     def answer(message: Mapping[str, Any]) -> None:
         with writing, contextlib.suppress(BrokenPipeError):  # the owner is gone, and soon this process too
@@ -268,19 +296,24 @@ def serve(handler: Handler) -> None:
             results.flush()
 
     def run(job: int, payload: dict[str, Any]) -> None:
+        threads_of[job] = threading.get_ident()
         try:
             answer({"job": job, "result": handler(payload, forgotten[job])})
         except Exception as error:  # noqa: BLE001 - handed to the owner, who raises JobFailed
-            answer({"job": job, "error": f"{type(error).__name__}: {error}"})
+            answer({"job": job, "error": f"{type(error).__name__}: {error}{_in_words(places_of(error))}"})
         finally:
-            del forgotten[job]
+            del forgotten[job], threads_of[job]
 
     threads = json.loads(sys.stdin.buffer.readline() or "{}").get("threads", 1)
     executor = ThreadPoolExecutor(threads, thread_name_prefix="job")
     answer({"ready": os.getpid()})
     for line in sys.stdin.buffer:
         message: dict[str, Any] = json.loads(line)
-        if "forget" in message:
+        if "where" in message:
+            frame = sys._current_frames().get(threads_of.get(message["where"], 0))
+            stands = f"; it stands{_in_words(places_of_stack(frame))}" if frame else "; its worker has not begun it"
+            answer({"job": message["where"], "where": stands})
+        elif "forget" in message:
             event = forgotten.get(message["forget"])
             if event is not None:
                 event.set()
@@ -288,3 +321,7 @@ def serve(handler: Handler) -> None:
             forgotten[message["job"]] = threading.Event()
             executor.submit(run, message["job"], message["payload"])
     os._exit(0)  # jobs in progress have nobody left to answer to
+
+
+def _in_words(places: Sequence[str]) -> str:
+    return " in " + " | ".join(reversed(places)) if places else ""

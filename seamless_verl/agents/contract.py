@@ -7,11 +7,14 @@ the agent's.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
+
+from seamless_verl.errors import SeamlessError
 
 
 class AgentStatus(Enum):
@@ -74,7 +77,10 @@ class AgentRunner(Protocol):
     """
 
     async def run(self, job: AgentJob) -> AgentReport:
-        """Run one job to its end. Raises only when the runner itself is broken, never because an agent failed."""
+        """Run one job to its end. Raises only when the runner itself is broken, never because an agent failed.
+
+        What it raises fails the attempt, and with it the group. A job that takes twice its deadline is cancelled.
+        """
         ...
 
     async def close(self) -> None:
@@ -84,6 +90,39 @@ class AgentRunner(Protocol):
         process is killed.
         """
         ...
+
+
+class RewardRefused(SeamlessError):
+    """A reward that is no finite number; its attempt fails instead of being trained."""
+
+
+def checked_reward(value: Any, name: str = "the reward") -> float:
+    """``value`` as a number.
+
+    Raises:
+        RewardRefused: it is text, nothing, infinite or undefined.
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardRefused(f"{name} is {value!r}, no finite number. Fix: return a float, 0.0 where there is nothing")
+    return number
+
+
+def checked_report(report: Any) -> AgentReport:
+    """What `AgentRunner.run` returned.
+
+    Raises:
+        RewardRefused: it is no report, or one of its rewards is no finite number.
+    """
+    if not isinstance(report, AgentReport):
+        raise RewardRefused(f"the runner's `run` returned {report!r}. Fix: return an AgentReport")
+    checked_reward(report.reward)
+    for name, value in report.rewards.items():
+        checked_reward(value, f"the reward's component {name!r}")
+    return report
 
 
 def places_of(runner: AgentRunner, limit: int | None) -> int:

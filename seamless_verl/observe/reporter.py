@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from seamless_verl.observe.failures import alarm
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStanding:
@@ -68,6 +70,7 @@ class StepReport:
         tokens_per_s: policy tokens trained per second of the step.
         staleness_mean, staleness_max: trained version minus version of a trajectory's first token.
         rows, rollouts: rows trained and the rollouts (sessions) that they came from.
+        attempts, attempts_failed: those that ended since the step before, also of groups that later steps train.
         idle_share: by pool, the share of the step in which it had nothing to do; ``None`` where not measurable.
         rows_audited: rows whose tokens, mask and log-probs were compared with the engine's record.
         audit_violations: rows that the audit refused; above 0 only in the record of the step that the run ended in,
@@ -89,6 +92,8 @@ class StepReport:
     rows_audited: int
     audit_violations: int
     max_logprob_diff: float | None
+    attempts: int = 0
+    attempts_failed: int = 0
     idle_share: Mapping[str, float | None] = field(default_factory=dict)
     curriculum: PoolStanding | None = None
 
@@ -222,6 +227,7 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
         f"{_si(report.tokens_per_s)} tok/s",
         f"staleness {report.staleness_mean:.2f} (max {report.staleness_max})",
         f"rows/rollout {report.rows_per_rollout:.2f}",
+        *([f"failed {report.attempts_failed} of {report.attempts} attempts"] if report.attempts_failed else []),
         *([f"{pool.stage}: pool {pool.pool} ({pool.left} left)"] if (pool := report.curriculum) is not None else []),
         "idle " + " ".join(f"{pool} {_share(share)}" for pool, share in report.idle_share.items()),
         f"{report.step_s:.1f} s",
@@ -230,6 +236,8 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
     line = "  ".join(parts)
     if report.audit_violations:
         line += f"  AUDIT: {report.audit_violations} of {report.rows} rows are not what the engine returned"
+    if (warning := alarm(report.step, report.attempts, report.attempts_failed)) is not None:
+        line += f"\n{warning}"
     return line
 
 
@@ -265,6 +273,8 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
             f"{pool['left']} solved prompts have left the pool (which ones: curriculum.jsonl)"
         )
     idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
+    if summary["attempts_failed"]:
+        lines.append(f"{summary['attempts_failed']} of {summary['attempts']} attempts failed")
     lines += [
         f"{summary['steps']} steps, {summary['rows']} rows, {summary['rows_audited']} audited, "
         f"{summary['audit_violations']} violations; idle share: {idle}",

@@ -105,6 +105,8 @@ def summarize(
         "rollouts": sum(record["rollouts"] for record in latest),
         "rows_audited": sum(record["rows_audited"] for record in latest),
         "audit_violations": sum(record["audit_violations"] for record in steps),
+        "attempts": sum(record.get("attempts", 0) for record in latest),
+        "attempts_failed": sum(record.get("attempts_failed", 0) for record in latest),
         "max_logprob_diff": max(diffs) if diffs else None,
         "max_logprob_diff_steps": len(diffs),
         "staleness_max": max((record["staleness_max"] for record in latest), default=None),

@@ -19,7 +19,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,14 +28,25 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ, apply_greedy_sampling_params
 
-from seamless_verl.config import SeamlessConfig, StalenessConfig
+from seamless_verl.agents.contract import checked_reward
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import SeamlessError
+from seamless_verl.observe.failures import LATE, AttemptNews
 from seamless_verl.scheduling.events import Event
 from seamless_verl.staleness.groups import GroupProgress, GroupState
 from seamless_verl.verl_adapter.dataloader.replaced_workers import ReplacingManager
+from seamless_verl.verl_adapter.rollout.attempt_watch import (
+    LoopWatch,
+    attempt_log,
+    places_of_task,
+    task_name,
+    where_rewards_stand,
+)
 from seamless_verl.verl_adapter.rollout.request_log import at_worker_end, cut_groups, request_log
 
 _log = logging.getLogger(__name__)
+
+_WATCH = "watch"  # methods of this group have an event loop in a thread of their own
 
 
 @dataclass(slots=True)
@@ -149,7 +161,10 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
         self._news = 0
         self._waiting: list[asyncio.Future[None]] = []
         request_log.ring = self._ring
-        staleness = _staleness(self.config)
+        self._loop_watch: LoopWatch | None = None
+        seamless = _seamless(self.config)
+        self._late_s = LATE * seamless.agent.deadline_s
+        staleness = seamless.staleness
         self._groups = GroupRuns(staleness.group_redundancy, _clear) if staleness.manages_groups else None
 
     async def _run_prompt(
@@ -224,8 +239,30 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
                 future.set_result(None)
 
     async def _run_agent_loop(self, *args: Any, session_id: int, uid: str = "", **kwargs: Any) -> Any:
-        with request_log.session(uid, session_id):
+        self._loop_watch = self._loop_watch or LoopWatch()
+        task, validation = asyncio.current_task(), bool(kwargs["trajectory"]["validate"])
+        assert task is not None
+        attempt = attempt_log.attempt(task_name(kwargs), validation=validation, where=partial(places_of_task, task))
+        with request_log.session(uid, session_id), attempt:
             return await super()._run_agent_loop(*args, session_id=session_id, uid=uid, **kwargs)
+
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        """As the parent; a reward that is no finite number fails its attempt."""
+        attempt_log.agent_ended()
+        await super()._compute_score(outputs, kwargs=kwargs)
+        score = outputs[-1].reward_score
+        if score is not None or self.reward_loop_worker_handles is not None:  # else a reward model comes later
+            outputs[-1].reward_score = checked_reward(score)
+
+    @ray.method(concurrency_group=_WATCH)
+    async def attempts(self) -> AttemptNews:
+        """For the console: what became of attempts since the last call, what hangs now."""
+        news = attempt_log.take(self._late_s)
+        if any(standing.reward for standing in news.standing):
+            places = await where_rewards_stand(self.reward_loop_worker_handles or [])
+            standing = (replace(late, places=places) if late.reward else late for late in news.standing)
+            news = replace(news, standing=tuple(standing))
+        return replace(news, blocked=self._loop_watch.blocked() if self._loop_watch is not None else None)
 
     async def take_request_events(self) -> list[Event]:
         """For the scheduler in the trainer's process: what requests did since the last call."""
@@ -248,10 +285,10 @@ async def _clear(group: str, rows: Sequence[tuple[int, int]]) -> None:
     await tq.async_kv_clear(keys=[f"{group}_{member}_{index}" for member, index in rows], partition_id="train")
 
 
-def _staleness(config: Any) -> StalenessConfig:
+def _seamless(config: Any) -> SeamlessConfig:
     section = OmegaConf.select(config, "seamless")
     given: Any = OmegaConf.to_container(section, resolve=True) if section else None
-    return SeamlessConfig.from_mapping(given).staleness
+    return SeamlessConfig.from_mapping(given)
 
 
 class NotifyingManager(ReplacingManager):
@@ -259,4 +296,5 @@ class NotifyingManager(ReplacingManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(NotifyingWorker)
+        in_groups: Any = ray.remote(concurrency_groups={_WATCH: 1})  # type: ignore[call-overload]  # not in Ray's types
+        self.agent_loop_workers_class = in_groups(NotifyingWorker)

@@ -26,16 +26,18 @@ from seamless_verl.config import StalenessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
-from seamless_verl.verl_adapter.dataloader.woken_buffer import LOOK_S, Replace, Stragglers, WokenReplayBuffer
+from seamless_verl.verl_adapter.dataloader.woken_buffer import (
+    LOOK_S,
+    Replace,
+    RolloutFailed,
+    Stragglers,
+    WokenReplayBuffer,
+)
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 
 FAILURES_IN_A_ROW = 32
 STATE_FILE = "streaming.json"
 _STATE_VERSION = 1
-
-
-class RolloutFailed(SeamlessError):
-    """Prompt groups fail one after another; refilling them for ever would hide that."""
 
 
 class PromptSource(Protocol):
@@ -107,8 +109,10 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._failures = 0
         self._metrics: dict[str, float] = defaultdict(float)
 
-    def listen(self, workers: Sequence[Any], replace: Replace | None = None) -> None:
-        super().listen(workers, replace)
+    def listen(
+        self, workers: Sequence[Any], replace: Replace | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        super().listen(workers, replace, say)
         if all(hasattr(worker, "restart_groups") for worker in workers):
             self.stragglers.listen(workers)
 
@@ -281,8 +285,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._failures = 0 if finished else self._failures + failed
         if self._failures >= FAILURES_IN_A_ROW:
             raise RolloutFailed(
-                f"{self._failures} prompt groups failed in a row and none finished; the reason of each stands in the "
-                "logs of the rollout workers (search for 'Error in _run_prompt')"
+                f"{self._failures} prompt groups failed in a row and none finished; {self.desk.story(validation=False)}"
             )
 
     def _adopt(self, global_steps: int) -> None:

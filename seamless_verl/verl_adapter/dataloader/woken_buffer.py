@@ -9,11 +9,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
+from seamless_verl.verl_adapter.rollout.attempt_watch import AttemptDesk
 
 # With a bell, how long to wait before looking without having been called (a killed worker never rings).
 LOOK_S = 10.0
@@ -25,6 +27,10 @@ _SIGNALS_S = 1.0
 
 Replace = Callable[[Any, RayActorError], Any]
 """Starts another rollout worker in place of one that died, has its groups generated again, and returns it."""
+
+
+class RolloutFailed(SeamlessError):
+    """No attempt of a validation can be used, or prompt groups fail one after another; more of them would hide that."""
 
 
 def living(calls: Sequence[Any]) -> list[Any]:
@@ -161,11 +167,15 @@ class WokenReplayBuffer(ReplayBufferAsync):
         self._bell: Bell | None = None
         self.look_s = LOOK_S
         self._meanwhile: Callable[[], None] = lambda: None
+        self.desk = AttemptDesk([], print)  # until `listen`
         self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
 
-    def listen(self, workers: Sequence[Any], replace: Replace | None = None) -> None:
+    def listen(
+        self, workers: Sequence[Any], replace: Replace | None = None, say: Callable[[str], None] = print
+    ) -> None:
         """Wait for these rollout workers from now on, and for those that take their place; workers that cannot ring are
-        polled."""
+        polled. ``say`` prints a line."""
+        self.desk = AttemptDesk(workers, say)
         if workers and all(hasattr(worker, "news") for worker in workers):
             self._bell = Bell(workers, replace)
 
@@ -175,6 +185,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
             time.sleep(min(timeout_s, _POLL_S))
         else:
             self._bell.wait(min(timeout_s, self.look_s))
+        self.desk.look()
 
     def attend(self, meanwhile: Callable[[], None]) -> None:
         """Have ``meanwhile`` called after every wait for rows: slices may have died or come back."""
@@ -221,8 +232,20 @@ class WokenReplayBuffer(ReplayBufferAsync):
             last_debug_time = super()._wait_for_next_poll(partition_id, last_debug_time)
         else:
             self._bell.wait(self.look_s)
+        self.desk.look()
         self._meanwhile()
         return last_debug_time
+
+    def _materialize_batch(self, partition_id: str, *args: Any) -> KVBatchMeta:
+        """As verl's, which makes an empty batch where every group of a validation failed, and later falls over it.
+
+        Raises:
+            RolloutFailed: they all failed.
+        """
+        batch = super()._materialize_batch(partition_id, *args)
+        if partition_id == "val" and not batch.keys:
+            raise RolloutFailed(f"no rollout of the validation can be used; {self.desk.story(validation=True)}")
+        return batch
 
 
 class PolledBuffer:
@@ -237,8 +260,12 @@ class PolledBuffer:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
+        self.desk = AttemptDesk([], print)
 
-    def listen(self, workers: Sequence[Any], replace: Replace | None = None) -> None: ...
+    def listen(
+        self, workers: Sequence[Any], replace: Replace | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        self.desk = AttemptDesk(workers, say)
 
     def attend(self, meanwhile: Callable[[], None]) -> None: ...
 
@@ -256,6 +283,7 @@ class PolledBuffer:
 
     def wait_for_news(self, timeout_s: float) -> None:
         time.sleep(min(timeout_s, _POLL_S))
+        self.desk.look()
 
 
 RowBuffer = WokenReplayBuffer | PolledBuffer

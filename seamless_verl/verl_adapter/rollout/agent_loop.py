@@ -7,21 +7,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 
-from seamless_verl.agents.contract import AgentJob, AgentReport
+from seamless_verl.agents.contract import AgentJob, AgentReport, AgentRunner, AgentStatus, checked_report
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
+from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log, task_name
 from seamless_verl.verl_adapter.rollout.padded_rows import row_to_output
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 from seamless_verl.verl_adapter.rollout.request_log import recorder_of_worker, request_log
+
+_PATIENCE = 2.0  # deadlines that a runner may take: it grades after the agent's
+
+
+class NothingToTrain(SeamlessError):
+    """The agent never got an answer."""
+
+
+class RunnerHangs(SeamlessError):
+    """The runner has not returned long after the deadline."""
 
 
 class ProxyAgentLoop(AgentLoopBase):
@@ -33,7 +46,8 @@ class ProxyAgentLoop(AgentLoopBase):
         """``kwargs`` are the fields of the data row; ``extra_info["task"]`` is the task, as JSON or as a mapping.
 
         Raises:
-            RuntimeError: the agent never got an answer, so there is nothing to train on; verl refills the group.
+            NothingToTrain: see there; verl refills the group.
+            RunnerHangs, RewardRefused: see there.
         """
         shard = await ProxyShard.get(self)
         extra_info = kwargs.get("extra_info") or {}
@@ -41,17 +55,24 @@ class ProxyAgentLoop(AgentLoopBase):
         task = json.loads(task) if isinstance(task, str) else dict(task or {})
         timing: dict[str, float] = {}
         async with shard.place():
+            attempt_log.begins_now()
             result, report = await self._attempt(
                 shard, task, self._spec(shard.seamless, sampling_params, kwargs), timing
             )
-        task_id = f"{extra_info.get('split', '')}/{extra_info.get('index', kwargs.get('index', ''))}"
+        task_id = task_name(kwargs)
         outputs = [
             self._output(row, result, report, task_id, AgentLoopMetrics.model_validate(timing))
             for row in reversed(result.rows)  # verl scores a session by its last row; ours with the most tokens
             if row.num_trained
         ]
         if not outputs:
-            raise RuntimeError(f"session {result.id} has no generated token: {report.status.value}, {report.detail}")
+            raise NothingToTrain(
+                f"the agent {_ending(report)} without an answer of the model, so there is nothing to train. "
+                "Fix: it must send its requests to AgentJob.base_url with AgentJob.api_key as its key"
+            )
+        if report.status is not AgentStatus.FINISHED:
+            late = "timed out: " if report.status is AgentStatus.TIMED_OUT else ""
+            attempt_log.failed(late + (report.detail or "the runner says no more"))
         return outputs
 
     async def _attempt(
@@ -61,15 +82,14 @@ class ProxyAgentLoop(AgentLoopBase):
         request_log.name(session.id)
         try:
             with simple_timer("generate_sequences", timing):
-                report = await shard.runner.run(
-                    AgentJob(
-                        task=task,
-                        base_url=session.base_url,
-                        api_key=session.api_key,
-                        model=str(self.config.actor_rollout_ref.model.path),
-                        deadline_s=shard.seamless.agent.deadline_s,
-                    )
+                job = AgentJob(
+                    task=task,
+                    base_url=session.base_url,
+                    api_key=session.api_key,
+                    model=str(self.config.actor_rollout_ref.model.path),
+                    deadline_s=shard.seamless.agent.deadline_s,
                 )
+                report = checked_report(await _returned(shard.runner, job))
         except BaseException:
             await shard.admin.delete_session(session.id)
             raise
@@ -104,6 +124,39 @@ class ProxyAgentLoop(AgentLoopBase):
             violations=len(result.audit.violations),
             images=result.images,
         )
+
+
+async def _returned(runner: AgentRunner, job: AgentJob) -> Any:
+    """What the runner returns for a job.
+
+    Raises:
+        RunnerHangs: it took `_PATIENCE` deadlines; its traceback ends in the line where it waited.
+    """
+    task, most_s, over = asyncio.current_task(), _PATIENCE * job.deadline_s, False
+    assert task is not None
+
+    def end() -> None:  # `asyncio.wait_for` would make a second task, and hide where the runner waits
+        nonlocal over
+        over = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(most_s, end)
+    try:
+        return await runner.run(job)
+    except asyncio.CancelledError as error:
+        if not over:
+            raise
+        raise RunnerHangs(
+            f"the runner had not returned after {most_s:g} s and was cancelled; seamless.agent.deadline_s is "
+            f"{job.deadline_s:g}. Fix: end the agent by AgentJob.deadline_s"
+        ) from error
+    finally:
+        timer.cancel()
+
+
+def _ending(report: AgentReport) -> str:
+    words = {AgentStatus.FINISHED: "ended", AgentStatus.TIMED_OUT: "timed out", AgentStatus.FAILED: "failed"}
+    return words[report.status] + (f" ({report.detail})" if report.detail else "")
 
 
 def _session_ended(at: float, result: SessionResult, report: AgentReport, seconds: float) -> SessionEnded:

@@ -214,9 +214,15 @@ class StepMeter:
         step: int,
         total_steps: int,
         timing: Mapping[str, float],
+        attempts: tuple[int, int] = (0, 0),
         curriculum: PoolStanding | None = None,
     ) -> StepReport:
-        """Close the step, also one that an audit has ended. ``timing`` is verl's ``timing_raw``."""
+        """Close the step, also one that an audit has ended.
+
+        Args:
+            timing: verl's ``timing_raw``.
+            attempts: that ended since the step before, and how many of them failed.
+        """
         step_s = timing["step"]
         passed = [p for _, _, p in self._sessions.values() if p is not None]
         rewards = [reward for _, reward, _ in self._sessions.values()]
@@ -234,6 +240,8 @@ class StepMeter:
             rows_audited=self._audited,
             audit_violations=self._violations,
             max_logprob_diff=self._logprob_diff,
+            attempts=attempts[0],
+            attempts_failed=attempts[1],
             idle_share={pool: self._idle_share.get(pool) for pool in (TRAINER, ROLLOUT)},
             curriculum=curriculum,
         )

@@ -153,7 +153,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         workers = getattr(agent_loop_manager, "agent_loop_workers", [])
-        self.rows.listen(workers, getattr(agent_loop_manager, "replace", None))
+        self.rows.listen(workers, getattr(agent_loop_manager, "replace", None), self.reporter.say)
         self.declare_slices(workers)
         with self.flight.whole_run():
             super().fit(agent_loop_manager)
@@ -310,6 +310,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             step=step,
             total_steps=self.total_training_steps,
             timing=timing_raw,
+            attempts=self.rows.desk.close_step(),
             curriculum=self.curriculum.standing() if self.curriculum is not None else None,
         )
         metrics.update(report.as_metrics())

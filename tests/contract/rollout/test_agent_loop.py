@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("verl")
 from omegaconf import OmegaConf
 
-from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
+from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused
 from seamless_verl.config import AgentConfig, SeamlessConfig
+from seamless_verl.places import places_of
 from seamless_verl.proxy.client import SessionHandle, SessionResult
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.verl_adapter.rollout.agent_loop import ProxyAgentLoop
+from seamless_verl.verl_adapter.rollout.agent_loop import ProxyAgentLoop, RunnerHangs
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 from tests.fakes import ScriptedEdge, user
 
@@ -114,10 +117,48 @@ async def test_attempts_wait_for_the_runner_before_their_session_and_deadline_be
     assert len(shard.admin.open) == at_a_time, "a session has a deadline as well"
     runner.may_end.set()
     ended = await asyncio.gather(*attempts, return_exceptions=True)
-    assert [str(error) for error in ended] == [
-        f"session g{number} has no generated token: finished, " for number in range(5)
-    ]
+    assert {str(error).partition(". Fix")[0] for error in ended} == {
+        "the agent ended without an answer of the model, so there is nothing to train"
+    }
     assert [job.deadline_s for job in runner.jobs] == [5.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("report", "problem"),
+    [
+        (None, "the runner's `run` returned None"),
+        (AgentReport(status=AgentStatus.FINISHED, reward=math.nan), "the reward is nan, no finite number"),
+        (AgentReport(status=AgentStatus.FINISHED, reward=cast(Any, "0.5")), "the reward is '0.5', no finite number"),
+        (AgentReport(status=AgentStatus.FINISHED, reward=cast(Any, None)), "the reward is None, no finite number"),
+        (
+            AgentReport(status=AgentStatus.FINISHED, reward=1.0, rewards={"passed": math.inf}),
+            "the reward's component 'passed' is inf, no finite number",
+        ),
+    ],
+    ids=str,
+)
+async def test_a_reward_that_is_no_finite_number_is_refused_and_its_session_deleted(
+    monkeypatch: pytest.MonkeyPatch, report: Any, problem: str
+) -> None:
+    runner = Runner()
+    runner.report = report
+    runner.may_end.set()
+    shard = shard_of(runner)
+    monkeypatch.setattr(ProxyShard, "_current", asyncio.ensure_future(asyncio.sleep(0, shard)))
+    with pytest.raises(RewardRefused, match=re.escape(problem)):
+        await start("g0")
+    assert not shard.admin.open
+
+
+async def test_a_runner_that_does_not_return_is_cancelled_and_where_it_waited_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = shard_of(Runner(), deadline_s=0.01)
+    monkeypatch.setattr(ProxyShard, "_current", asyncio.ensure_future(asyncio.sleep(0, shard)))
+    with pytest.raises(RunnerHangs, match=r"had not returned after 0.02 s and .* deadline_s is 0.01") as caught:
+        await start("g0")
+    assert places_of(caught.value)[-1].endswith("in run: await self.may_end.wait()")
+    assert not shard.admin.open
 
 
 class RecordingAdmin(Admin):

@@ -104,7 +104,9 @@ async def test_one_worker_runs_many_jobs_at_once(command: tuple[str, ...]) -> No
 
 
 async def test_exception_of_the_handler_fails_its_job_only(pool: AgentPool) -> None:
-    with pytest.raises(JobFailed, match="LookupError: no such thing"):
+    with pytest.raises(
+        JobFailed, match=r'LookupError: no such thing in /.*/worker.py:\d+ in handle: raise LookupError\("'
+    ):
         await pool.run({"kind": "raise"}, 30)
     assert (await pool.run({"kind": "echo", "text": "still here"}, 30))["echo"] == "still here"
 
@@ -113,10 +115,22 @@ async def test_timeout_tells_the_worker_and_frees_the_place(command: tuple[str, 
     pool = AgentPool(command, processes=1, threads=1)
     try:
         await pool.run({"kind": "echo", "text": ""}, 30)
-        with pytest.raises(JobTimedOut, match=r"0\.2 s"):
+        with pytest.raises(JobTimedOut, match=r"0\.2 s; it stands in .*/worker.py:\d+ in handle: forgotten.wait\(60\)"):
             await pool.run({"kind": "wait", "ended": str(tmp_path / "ended")}, 0.2)
         await appears(tmp_path / "ended")
         assert (await pool.run({"kind": "echo", "text": "next"}, 30))["echo"] == "next"
+    finally:
+        await pool.close()
+
+
+async def test_a_job_that_no_worker_had_time_for_says_so(command: tuple[str, ...], tmp_path: Path) -> None:
+    pool = AgentPool(command, processes=1, threads=1)
+    try:
+        first = asyncio.ensure_future(pool.run({"kind": "wait", "started": str(tmp_path / "started")}, 30))
+        await appears(tmp_path / "started")
+        with pytest.raises(JobTimedOut, match="it was not begun, all workers are busy"):
+            await pool.run({"kind": "echo", "text": ""}, 0.05)
+        first.cancel()
     finally:
         await pool.close()
 
