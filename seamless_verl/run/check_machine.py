@@ -151,8 +151,8 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
             "accelerators",
             f"trainer.device={device} asks for {train} to train and {rollout} more for rollout, {found}",
             "ask for fewer (trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_gpus_per_node), join a Ray cluster "
-            "(ray start, or ++ray_kwargs.ray_init.address=HOST:PORT), or run a CPU recipe (+recipe=swe or "
-            "+recipe=arithmetic, with +platform=cpu)",
+            "(ray start, or ++ray_kwargs.ray_init.address=HOST:PORT), or run a CPU recipe (python -m "
+            "seamless_verl.main +platform=cpu with +recipe=swe or +recipe=arithmetic)",
         )
 
 

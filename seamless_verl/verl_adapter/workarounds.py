@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -87,7 +88,36 @@ _SAME_SOCKETS = (
     "has the same id, so two runs on a machine would bind the same /tmp/rl-colocate-zmq-01000000-…"
 )
 
+
+def _refuse_lack_of_accelerators(device: ModuleType) -> None:
+    """verl calls it in the user's process, before Ray."""
+    original: Callable[[Any], None] = device.auto_set_device
+
+    @functools.wraps(original)
+    def auto_set_device(config: Any) -> None:
+        original(config)
+        from omegaconf import OmegaConf
+
+        from seamless_verl.verl_adapter.plugin import TRAINER_MODE
+
+        if OmegaConf.select(config, "trainer.v1.trainer_mode") != TRAINER_MODE:
+            return
+        from seamless_verl.machine import survey
+        from seamless_verl.run.check_machine import check_devices
+
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        check_devices(values, survey(Path.cwd()))
+
+    device.auto_set_device = auto_set_device  # type: ignore[attr-defined]
+
+
 VERL = (
+    Workaround(
+        module="verl.utils.device",
+        install=_refuse_lack_of_accelerators,
+        mends="a machine without accelerators is taken for one with CUDA: Ray is asked for GPUs and never has any",
+        until="verl's entry point looks for devices before it starts Ray",
+    ),
     Workaround(
         module="verl.trainer.constants_ppo",
         install=f"{_ROOM}.shared_prefix:hand_on",

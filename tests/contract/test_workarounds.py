@@ -39,3 +39,30 @@ def test_a_module_that_is_imported_already_is_patched_at_once():
     seen = []
     ours.install([ours.Workaround(module="json", install=seen.append, mends="nothing", until="now")])
     assert [module.__name__ for module in seen] == ["json"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "refused"), [("seamless", "cuda", True), ("seamless", "cpu", False), ("sync", "cuda", False)]
+)
+def test_verls_entry_point_refuses_a_machine_without_the_devices_before_it_starts_ray(
+    monkeypatch, tmp_path, mode, device, refused
+):
+    from omegaconf import OmegaConf
+    from verl.utils.device import auto_set_device
+
+    from seamless_verl.errors import MachineError
+    from seamless_verl.run import check_machine
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(check_machine, "cluster_address", lambda given: None)
+    config = OmegaConf.create(
+        {
+            "trainer": {"nnodes": 1, "n_gpus_per_node": 8, "device": device, "v1": {"trainer_mode": mode}},
+            "actor_rollout_ref": {"rollout": {"nnodes": 0, "n_gpus_per_node": 0}},
+        }
+    )
+    if refused:
+        with pytest.raises(MachineError, match=r"asks for 8 to train .* this machine has none"):
+            auto_set_device(config)
+    else:
+        auto_set_device(config)
