@@ -26,7 +26,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
-from seamless_verl.verl_adapter.vllm.vllm_plugin import engine_died
+from seamless_verl.verl_adapter.vllm.engine_death import engine_died
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class Liveness(Generic[Key]):
         call = actor.__ray_call__.remote(engine_died) if is_server else actor.__ray_ready__.remote()
         self._asked[key] = (call, time.monotonic())
 
-    def deaths(self, wait_s: float = 0.0) -> dict[Key, RayError | None]:
-        """Who was found dead, with the error of its process, or None where only the engine behind a server died.
+    def deaths(self, wait_s: float = 0.0) -> dict[Key, str]:
+        """Who was found dead, and how: the error of its process, or the end of the engine behind a server.
 
         The others answered, or have not answered yet.
 
@@ -74,17 +74,17 @@ class Liveness(Generic[Key]):
         calls = [call for call, _ in self._asked.values()]
         if wait_s and calls:
             ray.wait(calls, num_returns=len(calls), timeout=wait_s)
-        found: dict[Key, RayError | None] = {}
+        found: dict[Key, str] = {}
         for key, (call, _) in list(self._asked.items()):
             if not ray.wait([call], timeout=0)[0]:
                 continue
             try:
                 answer = ray.get(call)
             except RayError as error:
-                found[key] = error
+                found[key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
                 continue
             if key in self._servers and answer:
-                found[key] = None
+                found[key] = f"its engine process ended ({answer})"
             else:
                 self._ask(key)
         return found
@@ -92,10 +92,6 @@ class Liveness(Generic[Key]):
     def silent_s(self, key: Key) -> float:
         """Seconds since it was asked."""
         return time.monotonic() - self._asked[key][1]
-
-
-def _story(error: RayError) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
 # ---------------------------------------------------------------- replicas
@@ -117,8 +113,8 @@ class ReplicaHealth:
     def deaths(self, wait_s: float = 0.0) -> dict[RolloutReplica, str]:
         """Which replicas were found dead, and why; the others answered, or have not answered yet."""
         found: dict[RolloutReplica, str] = {}
-        for (replica, part, _), error in self._liveness.deaths(wait_s).items():
-            found.setdefault(replica, "its engine process died" if error is None else f"its {part}: {_story(error)}")
+        for (replica, part, _), how in self._liveness.deaths(wait_s).items():
+            found.setdefault(replica, f"its {part}: {how}")
         return found
 
     def silent(self, for_s: float) -> dict[RolloutReplica, str]:
@@ -263,6 +259,4 @@ class Watchdog:
                 return
 
     def _look(self, wait_s: float = 0.0) -> str | None:
-        for name, error in self._liveness.deaths(wait_s).items():
-            return f"{name} died: {'its engine process' if error is None else _story(error)}"
-        return None
+        return next((f"{name} died: {how}" for name, how in self._liveness.deaths(wait_s).items()), None)

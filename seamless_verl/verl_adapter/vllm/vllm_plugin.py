@@ -12,7 +12,6 @@ import os
 import select
 import threading
 import time
-from typing import Any
 
 from seamless_verl.verl_adapter.workarounds import VLLM, VLLM_ON_CPU, install
 
@@ -60,8 +59,3 @@ def _end_after(server: int) -> None:
     for worker in multiprocessing.active_children():  # they would take their time, and hold the memory meanwhile
         worker.kill()
     os._exit(1)
-
-
-def engine_died(server: Any) -> bool:
-    """Called in the server's process; engines that do not say are taken to live."""
-    return bool(getattr(getattr(server, "engine", None), "errored", False))
