@@ -285,6 +285,8 @@ class ProxyConfig:
             For agents in containers or on other machines write ``0.0.0.0`` (IPv6: ``::``): each worker then tells them
             the address of its node, as Ray knows it. There is no TLS.
         port: 0 lets the system choose. With several rollout workers on a machine it must be 0.
+        on_unsupported: preferences in requests that nobody here can honour (penalties, reasoning effort, verbosity):
+            ``accept`` ignores them and says so in a header, ``refuse`` answers 400.
         tool_parser: name of vLLM's parser of the model's tool calls (``vllm serve --tool-call-parser``), for example
             hermes; None: Hermes-style tool calls.
         reasoning_parser: name of vLLM's parser of reasoning (``vllm serve --reasoning-parser``), for example qwen3;
@@ -301,6 +303,7 @@ class ProxyConfig:
 
     host: str = "127.0.0.1"
     port: int = 0
+    on_unsupported: str = "accept"
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     journal: bool = True
@@ -311,6 +314,7 @@ class ProxyConfig:
         whole("seamless.proxy.keep_mib", self.keep_mib, 0, "256")
         if self.journal_dir is not None and (not isinstance(self.journal_dir, str) or self.journal_dir[:1] != "/"):
             raise ConfigError("seamless.proxy.journal_dir", self.journal_dir, "is no absolute path", "write /scratch")
+        one_of("seamless.proxy.on_unsupported", self.on_unsupported, ("accept", "refuse"))
         if not isinstance(self.journal, bool):
             raise ConfigError("seamless.proxy.journal", self.journal, "is neither true nor false", "write true")
         if not isinstance(self.host, str) or not self.host:

@@ -48,6 +48,13 @@ _DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for
 _MANY_DIGITS = b"0" * 300  # integers shorter than that are finite as floats
 
 
+class OnUnsupported(Enum):
+    """What becomes of a request with preferences that nobody here can honour."""
+
+    ACCEPT = "accept"
+    REFUSE = "refuse"
+
+
 class ToolChoice(Enum):
     NONE = "none"
     AUTO = "auto"
@@ -67,6 +74,7 @@ class Call:
         json_schema: what the answer's text must follow; None for free text.
         thinking: whether the client asks the model to reason; None when it says nothing.
         thinking_budget: how many tokens it would have it reason for.
+        preferences: names of fields that wish for what nobody here can honour, and that change no answer's form.
         n: answers wanted.
         logprobs: alternatives wanted per token, 0 for the chosen token only; None for no log-probs.
     """
@@ -83,6 +91,7 @@ class Call:
     json_schema: Mapping[str, Any] | None = None
     thinking: bool | None = None
     thinking_budget: int | None = None
+    preferences: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
     stream: bool = False

@@ -39,6 +39,7 @@ class Counters:
     kinds: Counter[str] = field(default_factory=Counter)
     drift: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
     busy_since: float | None = None
 
     def generations_started(self, num: int, now: float) -> None:
@@ -121,4 +122,5 @@ _HELP = {
     "kinds": "Answers by how their request matched the tree.",
     "drift": "Reasons why a request did not match cleanly.",
     "refusals": "Requests refused, by error code.",
+    "ignored": "Preferences of requests that could not be honoured, by field.",
 }

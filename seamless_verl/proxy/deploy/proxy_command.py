@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.proxy.calls import OnUnsupported
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import prefix_of
 
@@ -75,6 +76,12 @@ def add_arguments(
     add("--think-tags", nargs=2, metavar=("OPEN", "CLOSE"), help="tags of reasoning, e.g. '<think>' '</think>'")
     add("--tool-parser", metavar="NAME", help="vLLM's parser of tool calls (its --tool-call-parser); needs vLLM here")
     add("--reasoning-parser", metavar="NAME", help="vLLM's parser of reasoning, likewise, in place of --think-tags")
+    add(
+        "--on-unsupported",
+        choices=[way.value for way in OnUnsupported],
+        default=OnUnsupported.ACCEPT.value,
+        help="preferences that nobody here can honour (penalties, effort, …): ignored, and told (accept), or 400",
+    )
     add("--weight-version", type=int, default=0, metavar="N", help="version of the served weights, stamped on tokens")
     add("--durable", action="store_true", help="survive the loss of power too: fsync before every group of answers")
     add("--drain", type=float, default=30.0, metavar="S", help="seconds for answers under way after SIGTERM (30)")
@@ -164,6 +171,7 @@ def _config(options: argparse.Namespace, key_file: Path) -> StandaloneConfig:
         think_tags=tuple(options.think_tags) if options.think_tags else None,
         parser=options.vllm_parser(options.tool_parser, options.reasoning_parser) if has_parser else None,
         drain_s=options.drain,
+        on_unsupported=OnUnsupported(options.on_unsupported),
         base_url=options.base_url.rstrip("/"),
         prefix=prefix_of(options.shard) if options.shard is not None else "",
         ends_with_stdin=options.shard is not None,

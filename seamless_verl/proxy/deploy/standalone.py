@@ -21,6 +21,7 @@ from pathlib import Path
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import shared_file_system
+from seamless_verl.proxy.calls import OnUnsupported
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import Ability, Gate
 from seamless_verl.proxy.engines.vllm_http import VllmHttpEngine
@@ -65,6 +66,7 @@ class StandaloneConfig:
         think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
         parser: from ``tokenizer`` to a parser of calls and reasoning; None for Hermes-style calls and ``think_tags``.
         drain_s: how long answers under way may take after SIGTERM.
+        on_unsupported: what becomes of preferences that nobody here can honour.
         base_url: how agents reach this proxy; "" for "as the opener of a session did".
         prefix: begins the id of every session and every key; tells shards apart.
         ends_with_stdin: end when standard input closes, i.e. when whoever started this process is gone.
@@ -85,6 +87,7 @@ class StandaloneConfig:
     parser: ParserOf | None = None
     drain_s: float = 30.0
     base_url: str = ""
+    on_unsupported: OnUnsupported = OnUnsupported.ACCEPT
     prefix: str = ""
     ends_with_stdin: bool = False
     limits: Limits = field(default_factory=Limits)
@@ -193,6 +196,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
         gate=Gate(_stamping(engine, config.record)),
         base_url=config.base_url,
+        on_unsupported=config.on_unsupported,
     )
     return deps, blind
 

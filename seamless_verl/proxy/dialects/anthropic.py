@@ -14,19 +14,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
 
 from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, ToolChoice, bad_request, encoded
+from seamless_verl.proxy.dialects.anthropic_body import Block, Choice, CountRequest, MessagesRequest, Tool, Turn
 from seamless_verl.proxy.dialects.shared import (
-    Strict,
     chat_content,
     chat_tool,
     checked_choice,
     checked_stop,
     event,
+    preferences,
     sampling_of,
     validated,
 )
@@ -35,64 +35,6 @@ from seamless_verl.trajectory.messages import ToolCall
 _SAYS_ERROR = re.compile(r"\W*error\b", re.IGNORECASE)
 _MAX_DEPTH = 100  # of a tool's arguments; JSON readers begin to refuse somewhere above
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
-class Block(BaseModel):
-    """Blocks carry notes of newer SDKs; what matters of them is checked block by block."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    type: str
-
-
-class Turn(Strict):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
-
-
-class Tool(Strict):
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
-    cache_control: dict[str, Any] | None = None  # a hint about prices; the proxy keeps every prefix anyway
-
-
-class Choice(Strict):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str = ""
-    disable_parallel_tool_use: bool = False
-
-
-class Thinking(Strict):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class CountRequest(Strict):
-    """Body of ``POST /v1/messages/count_tokens``."""
-
-    model: str = Field(max_length=256)
-    messages: list[Turn] = Field(min_length=1)
-    system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Choice | None = None
-    thinking: Thinking | None = None
-    cache_control: dict[str, Any] | None = None
-
-
-class MessagesRequest(CountRequest):
-    """Body of ``POST /v1/messages``."""
-
-    max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: list[str] | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, lt=2**31)
-    stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def parse_messages(body: bytes) -> MessagesCall:
@@ -119,7 +61,7 @@ def parse_count(body: bytes) -> Call:
 def _call(
     request: CountRequest, sampling: Mapping[str, Any], *, stream: bool = False, shows_thinking: bool = True
 ) -> MessagesCall:
-    tools = request.tools or []
+    tools = [tool for tool in request.tools or () if isinstance(tool, Tool)]
     choice = request.tool_choice or Choice(type="auto")
     wished = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
     if (choice.type == "tool") != bool(choice.name):
@@ -128,6 +70,7 @@ def _call(
     if request.messages[-1].role == "assistant":
         story = "The last message is the assistant's. Its beginning cannot be prescribed here."
         raise bad_request(story, param=f"messages.{len(request.messages) - 1}", code="unsupported_value")
+    output, edits = request.output_config, request.context_management.edits if request.context_management else []
     messages = _system(request.system)
     for number, turn in enumerate(request.messages):
         messages += _turn(turn, f"messages.{number}")
@@ -142,6 +85,12 @@ def _call(
         strict_tools=frozenset(tool.name for tool in tools if tool.strict),
         thinking=None if request.thinking is None else request.thinking.type != "disabled",
         thinking_budget=request.thinking.budget_tokens if request.thinking is not None else None,
+        json_schema=output.format.json_schema if output is not None and output.format is not None else None,
+        preferences=preferences(
+            ("output_config.effort", output is not None and output.effort is not None),
+            ("context_management", any(not edit.is_done_anyway for edit in edits)),
+            tools=request.tools or (),
+        ),
         stream=stream,
         shows_thinking=shows_thinking,
     )

@@ -16,7 +16,6 @@ from typing_extensions import TypedDict
 
 from seamless_verl.proxy.calls import Answer, Call, Delta, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
-    NO_PENALTIES,
     ChunkWriter,
     StreamOptions,
     Strict,
@@ -24,6 +23,7 @@ from seamless_verl.proxy.dialects.shared import (
     checked_stop,
     frame,
     openai_choice,
+    preferences,
     refuse_values,
     sampling_of,
     usage_of,
@@ -106,6 +106,9 @@ class ChatRequest(Strict):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    verbosity: str | None = Field(default=None, max_length=32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: dict[str, Any] | None = None
@@ -117,7 +120,9 @@ class ChatRequest(Strict):
     service_tier: Literal["auto", "default"] | None = None
     # Hints about caches and abuse; they change no answer, and the proxy keeps every prefix anyway.
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
 def parse_chat(body: bytes) -> ChatCall:
@@ -130,8 +135,6 @@ def parse_chat(body: bytes) -> ChatCall:
     refuse_values(
         ("n", (request.n or 1) > 128, "at most 128 answers"),
         ("top_logprobs", bool(request.top_logprobs) and not request.logprobs, "it needs logprobs"),
-        ("frequency_penalty", bool(request.frequency_penalty), NO_PENALTIES),
-        ("presence_penalty", bool(request.presence_penalty), NO_PENALTIES),
     )
     tools, choice = request.tools or [], request.tool_choice
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -150,6 +153,14 @@ def parse_chat(body: bytes) -> ChatCall:
         parallel_tool_calls=request.parallel_tool_calls is not False,
         strict_tools=_strict_tools(tools),
         json_schema=_json_schema(request.response_format),
+        thinking=False if request.reasoning_effort == "none" else None,
+        preferences=preferences(
+            ("frequency_penalty", bool(request.frequency_penalty)),
+            ("presence_penalty", bool(request.presence_penalty)),
+            ("logit_bias", bool(request.logit_bias)),
+            ("reasoning_effort", request.reasoning_effort not in (None, "none")),
+            ("verbosity", request.verbosity not in (None, "medium")),
+        ),
         n=request.n or 1,
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         stream=bool(request.stream),

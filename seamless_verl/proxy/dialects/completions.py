@@ -13,12 +13,12 @@ from pydantic import Field
 
 from seamless_verl.proxy.calls import Answer, Call, Delta, Token, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
-    NO_PENALTIES,
     ChunkWriter,
     StreamOptions,
     Strict,
     checked_stop,
     frame,
+    preferences,
     refuse_values,
     sampling_of,
     usage_of,
@@ -43,6 +43,7 @@ class CompletionRequest(Strict):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -61,14 +62,17 @@ def parse_completion(body: bytes) -> CompletionCall:
         ("best_of", request.best_of not in (None, 1, request.n), "every answer is recorded, so every answer is given"),
         ("echo", bool(request.echo), "the prompt is not repeated"),
         ("suffix", bool(request.suffix), "text is continued at its end only"),
-        ("frequency_penalty", bool(request.frequency_penalty), NO_PENALTIES),
-        ("presence_penalty", bool(request.presence_penalty), NO_PENALTIES),
     )
     options = request.stream_options
     return CompletionCall(
         model=request.model,
         prompt=_prompt(request.prompt),
         sampling=sampling_of(request, request.max_tokens or 16, checked_stop(request.stop)),  # the API's own default
+        preferences=preferences(
+            ("frequency_penalty", bool(request.frequency_penalty)),
+            ("presence_penalty", bool(request.presence_penalty)),
+            ("logit_bias", bool(request.logit_bias)),
+        ),
         n=request.n or 1,
         logprobs=request.logprobs,
         stream=bool(request.stream),

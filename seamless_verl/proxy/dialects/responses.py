@@ -14,19 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from pydantic import ConfigDict, Field
+from typing import Any
 
 from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, Token, bad_request, encoded
+from seamless_verl.proxy.dialects.responses_body import Function, ResponsesRequest, TextOptions
 from seamless_verl.proxy.dialects.shared import (
     KEEP_ALIVE,
-    Strict,
     chances,
     chat_content,
     chat_tool,
     event,
     openai_choice,
+    preferences,
     sampling_of,
     validated,
 )
@@ -36,62 +35,6 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 _LOGPROBS = "message.output_text.logprobs"
 _ORDER = ("reasoning", "message", "function_call")  # of the items of one assistant message
 _TEXT_EVENTS = {"reasoning": "reasoning_text", "message": "output_text"}
-
-
-class Function(Strict):
-    type: Literal["function"]
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextFormat(Strict):
-    model_config = ConfigDict(populate_by_name=True)
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Strict):
-    format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class Reasoning(Strict):
-    effort: None = None
-    summary: None = None
-    generate_summary: None = None
-
-
-class ResponsesRequest(Strict):
-    """Body of ``POST /v1/responses``."""
-
-    model: str = Field(max_length=256)
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    tools: list[Function] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    include: list[str] | None = None
-    stream: bool | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
 
 
 def parse_responses(body: bytes) -> ResponsesCall:
@@ -104,8 +47,11 @@ def parse_responses(body: bytes) -> ResponsesCall:
     if request.previous_response_id is not None:
         story = "Responses are not kept; send the whole conversation as input."
         raise bad_request(story, param="previous_response_id", code="unsupported_parameter")
-    tools, choice = request.tools or [], request.tool_choice or "auto"
+    tools = [tool for tool in request.tools or () if isinstance(tool, Function)]
+    choice = request.tool_choice or "auto"
     wished = choice.get("name") or None if isinstance(choice, dict) else None
+    reasoning = request.reasoning
+    effort = reasoning.effort if reasoning is not None else None
     tool_choice, tool_name = openai_choice(choice, wished, {tool.name for tool in tools})
     return ResponsesCall(
         model=request.model,
@@ -117,6 +63,14 @@ def parse_responses(body: bytes) -> ResponsesCall:
         parallel_tool_calls=request.parallel_tool_calls is not False,
         strict_tools=frozenset(tool.name for tool in tools if tool.strict),
         json_schema=_json_schema(request.text),
+        thinking=False if effort == "none" else None,
+        preferences=preferences(
+            ("reasoning.effort", effort not in (None, "none")),
+            ("reasoning.summary", reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)),
+            ("text.verbosity", request.text is not None and request.text.verbosity not in (None, "medium")),
+            ("truncation", request.truncation == "auto"),
+            tools=request.tools or (),
+        ),
         logprobs=_num_alternatives(request),
         stream=bool(request.stream),
         echo=_echo(request),
@@ -127,7 +81,7 @@ def _echo(request: ResponsesRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
     return {
         **request.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p", "user"}),
-        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "tools": [tool.model_dump() for tool in request.tools or () if isinstance(tool, Function)],
         "tool_choice": request.tool_choice or "auto",
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "text": request.text.model_dump(by_alias=True) if request.text else {"format": {"type": "text"}},

@@ -1,11 +1,13 @@
 """What several dialects check in a body, and what several write into an answer.
 
-What cannot be honoured is refused by name, never ignored.
+What cannot be honoured is refused by name, but for preferences, which the proxy may be told to ignore, by name as well
+(`Call.preferences`). Hints that change no answer are taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,7 +26,10 @@ from seamless_verl.proxy.calls import (
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-NO_PENALTIES = "penalties change the policy that is trained"
+# Run by other vendors' servers, wherever the model is; with a date behind in Anthropic's dialect.
+_SERVER_TOOLS = re.compile(
+    r"(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|tool_search|mcp|namespace)"
+)
 
 
 class Strict(BaseModel):
@@ -38,6 +43,26 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # a hint; nothing is padded here
+
+
+class ServerTool(BaseModel):
+    """A tool that nobody here runs; ``type`` without a date."""
+
+    type: str
+
+
+def tool_or_server_tool(value: Any, read: Callable[[Any], Any]) -> Any:
+    """For pydantic's ``WrapValidator`` of a dialect's tool."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    found = _SERVER_TOOLS.match(kind) if isinstance(kind, str) else None
+    return ServerTool(type=found[1]) if found is not None else read(value)
+
+
+def preferences(*wishes: tuple[str, bool], tools: Iterable[object] = ()) -> tuple[str, ...]:
+    """`Call.preferences`: fields, each with whether it is asked for, and the tools that nobody here runs."""
+    dropped = [f"tools.{tool.type}" for tool in tools if isinstance(tool, ServerTool)]
+    return (*(name for name, is_asked in wishes if is_asked), *dropped)
 
 
 def validated(model: type[_Model], body: bytes) -> _Model:

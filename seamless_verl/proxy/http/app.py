@@ -13,6 +13,7 @@ route                                     key                          body
 ``POST … /v1/messages/count_tokens``      the session's own            :class:`~.messages.CountRequest`
 ``GET [/sessions/{id}]/v1/models[/NAME]`` the session's own
 ``GET /healthz``, ``/metrics``            none
+``HEAD`` of base URLs                     none
 ``GET /openapi.json``                     none
 ========================================  ===========================  ============================
 """
@@ -24,7 +25,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -32,7 +33,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from seamless_verl.proxy.attempt.service import AttemptService
-from seamless_verl.proxy.calls import ApiError, Call, encoded
+from seamless_verl.proxy.calls import ApiError, Call, OnUnsupported, bad_request, encoded
 from seamless_verl.proxy.dialects.anthropic import parse_count, parse_messages
 from seamless_verl.proxy.dialects.chat import parse_chat
 from seamless_verl.proxy.dialects.completions import parse_completion
@@ -56,7 +57,7 @@ from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJour
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.store import Residency, SessionStore, key_digest
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.proxy.text.parsing import AnswerParser, TagParser, refuse_unable
+from seamless_verl.proxy.text.parsing import AnswerParser, TagParser, preferences_against, refuse_unable
 from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageIntake, ImageReader
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,11 @@ DIALECTS: dict[str, Callable[[bytes], Call]] = {
     "/v1/responses": parse_responses,
     "/v1/messages": parse_messages,
 }
+_WHAT_EXISTS = (
+    f"Agents have POST {', '.join(DIALECTS)} and /v1/messages/count_tokens, and GET /v1/models, also behind "
+    "/sessions/ID; GET /openapi.json describes every route."
+)
+_BASES = ("/", "/v1", "/sessions/{session_id}", "/sessions/{session_id}/v1")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -84,6 +90,7 @@ class ProxyDeps:
         sink: takes the rows of closed sessions; None leaves them to whoever closes.
         images: reads pictures for the model; None where the model, or the engine, takes text only.
         blind: why there are none, for whoever sends one.
+        on_unsupported: what becomes of preferences that nobody here can honour.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
 
@@ -103,6 +110,7 @@ class ProxyDeps:
     images: ImageReader | None = None
     blind: str = TEXT_ONLY
     base_url: str = ""
+    on_unsupported: OnUnsupported = OnUnsupported.ACCEPT
 
 
 class Proxy:
@@ -187,8 +195,7 @@ class Proxy:
     async def answer(self, request: Request, parse: Callable[[bytes], Call]) -> Response:
         """One request of any dialect; what is returned runs for as long as its client waits."""
         session = self._session_of(request)
-        call = parse(await self._intake.read(request, session))
-        refuse_unable(call, self._deps.parser, self._deps.abilities)
+        call = self._agreed(session, parse(await self._intake.read(request, session)))
         return Reply(
             request,
             call,
@@ -198,6 +205,21 @@ class Proxy:
             delivered=lambda attempt: session.board.record(attempt, State.DELIVERED),
             failed=self.count_refusal,
         )
+
+    def _agreed(self, session: Session, call: Call) -> Call:
+        """The request as it is answered: preferences that nobody here can honour are noted, or refused.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        refuse_unable(call, self._deps.parser, self._deps.abilities)
+        ignored = preferences_against(call, self._deps.parser)
+        if ignored and self._deps.on_unsupported is OnUnsupported.REFUSE:
+            story = f"{ignored[0]} cannot be honoured here. Leave it out, or have it ignored (--on-unsupported accept)."
+            raise bad_request(story, param=ignored[0], code="unsupported_value")
+        session.ignored.update(ignored)
+        self._deps.counters.ignored.update(ignored)
+        return replace(call, preferences=ignored)
 
     @asynccontextmanager
     async def _begun(self, session: Session, call: Call, retry_count: int | None) -> AsyncIterator[Attempt]:
@@ -273,6 +295,10 @@ class Proxy:
             raise ApiError(404, "no_gate", "This proxy has no gate; its engine holds requests back by itself.")
         return self._deps.gate
 
+    async def reached(self, request: Request) -> Response:
+        """Clients try whether a base URL answers at all, some of them without its key."""
+        return Response()
+
     async def healthz(self, request: Request) -> Response:
         return _json({"status": "ok", "sessions": len(self._deps.sessions)})
 
@@ -319,7 +345,8 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = "method_not_allowed" if error.status_code == 405 else "unknown_path"
-        return await refuse(request, ApiError(error.status_code, code, f"{request.method} {request.url.path[:200]}?"))
+        story = f"There is no {request.method} {request.url.path[:200]}. {_WHAT_EXISTS}"
+        return await refuse(request, ApiError(error.status_code, code, story))
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED)
@@ -338,6 +365,7 @@ def make_app(deps: ProxyDeps) -> FastAPI:
 def _other_routes(proxy: Proxy) -> tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...]:
     """What is asked rarely: method, path, who answers."""
     return (
+        *(("HEAD", path, proxy.reached) for path in _BASES),
         ("GET", "/v1/models", proxy.models),
         ("GET", "/sessions/{session_id}/v1/models", proxy.models),
         ("GET", "/v1/models/{model:path}", proxy.models),

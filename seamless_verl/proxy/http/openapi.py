@@ -8,10 +8,10 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from seamless_verl import __version__
-from seamless_verl.proxy.dialects.anthropic import CountRequest, MessagesRequest
+from seamless_verl.proxy.dialects.anthropic_body import CountRequest, MessagesRequest
 from seamless_verl.proxy.dialects.chat import ChatRequest
 from seamless_verl.proxy.dialects.completions import CompletionRequest
-from seamless_verl.proxy.dialects.responses import ResponsesRequest
+from seamless_verl.proxy.dialects.responses_body import ResponsesRequest
 from seamless_verl.proxy.dialects.shared import Strict
 from seamless_verl.proxy.session.sessions import SessionSpec
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Container, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -71,6 +72,7 @@ class Session:
     """One attempt at one task: its tree, its ledger, its budgets, what it has in flight.
 
     Attributes:
+        ignored: how often preferences of requests could not be honoured, by name; of this process.
         is_resident: tree, ledger and answers are in memory; not at first of one that an earlier process left.
         is_gone: it was dropped for good; requests that still hold it are its last.
         num_users: requests that are looking at it right now; it is not unloaded under them.
@@ -96,6 +98,7 @@ class Session:
         self.num_started = 0
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
+        self.ignored = Counter[str]()
         self.recent = RecentTranscripts()
         self.board = AttemptBoard(spec.max_parallel)
         self._released = asyncio.Event()
@@ -174,6 +177,7 @@ class Session:
             "generated_tokens": self.num_generated,
             "stored_tokens": tree.num_stored_tokens,
             "kinds": {kind.value: count for kind, count in tree.kinds.items()},
+            "ignored": dict(self.ignored),
             "drift": {reason.value: count for reason, count in tree.drift.items()},
             "turns": [
                 {
@@ -272,6 +276,7 @@ class Session:
             sampling[key] = value
         if call.thinking_budget is not None:
             overrides.append("thinking.budget_tokens=max_tokens")  # reasoning and answer share one limit
+        overrides += [f"{name}=ignored" for name in call.preferences]
         if call.logprobs:
             sampling["logprobs"] = call.logprobs
         each = [dict(sampling) for _ in range(call.n)]

@@ -283,6 +283,12 @@ def overlap(text: str, tag: str) -> int:
     return 0
 
 
+def preferences_against(call: Call, parser: AnswerParser) -> tuple[str, ...]:
+    """What the request wishes for and nobody here can honour: that of the call itself, and to think or not to."""
+    thinks = parser.think_tags is not None
+    return (*call.preferences, *(("thinking",) if call.thinking is not None and call.thinking is not thinks else ()))
+
+
 def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability]) -> None:
     """Refuse what this engine and this parser cannot honour.
 
@@ -291,9 +297,6 @@ def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability
     """
     if call.logprobs and Ability.TOP_LOGPROBS not in abilities:
         raise _refusal("top_logprobs", "this engine tells the log-prob of the chosen token only")
-    if call.thinking is not None and call.thinking is not (parser.think_tags is not None):
-        does = "always reasons" if parser.think_tags is not None else "does not reason aloud"
-        raise _refusal("thinking", f"this model {does}, whatever a request says")
     wishes = {
         "tool_choice": bool(call.tools_to_parse) and call.tool_choice is ToolChoice.REQUIRED,
         "parallel_tool_calls": bool(call.tools_to_parse) and not call.parallel_tool_calls,

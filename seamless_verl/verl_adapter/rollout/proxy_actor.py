@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.machine import APART
+from seamless_verl.proxy.calls import OnUnsupported
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, listen_on, search_garbage_rarely
 from seamless_verl.proxy.engine import Ability, Engine
@@ -57,6 +58,7 @@ class ShardSettings:
         tool_parser, reasoning_parser: vLLM's, by name; see `make_parser`.
         max_model_len: prompt and answer together, in tokens.
         abilities: of the engine.
+        on_unsupported: what becomes of preferences that nobody here can honour.
         attempts: of agents that may be under way here.
     """
 
@@ -71,6 +73,7 @@ class ShardSettings:
     model: str
     admin_key: str
     abilities: frozenset[Ability]
+    on_unsupported: OnUnsupported = OnUnsupported.ACCEPT
     attempts: int = 0
 
     def text_side(self) -> tuple[TokenizerRenderer, AnswerParser, ImageReader | None]:
@@ -105,6 +108,7 @@ class ShardSettings:
             parser=parser,
             images=images,
             abilities=self.abilities,
+            on_unsupported=self.on_unsupported,
             admin_key=self.admin_key,
             model=self.model,
             limits=Limits(

@@ -26,6 +26,7 @@ from seamless_verl.agents.contract import AgentRunner, places_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import journal_folder
+from seamless_verl.proxy.calls import OnUnsupported
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, listen_on
 from seamless_verl.proxy.http.app import make_app
@@ -115,6 +116,7 @@ class ProxyShard:
             model=str(config.actor_rollout_ref.model.path),
             admin_key=secrets.token_urlsafe(32),
             abilities=abilities_of(rollout.name),
+            on_unsupported=OnUnsupported(seamless.proxy.on_unsupported),
             attempts=attempts,
         )
         renderer, parser, images = settings.text_side()
