@@ -55,6 +55,17 @@ class OnUnsupported(Enum):
     REFUSE = "refuse"
 
 
+class Earlier(Protocol):
+    """What a session has said and was asked before, by the ids of its answers."""
+
+    @property
+    def said(self) -> Mapping[str, Message]: ...
+
+    def conversation(self, answer_id: str) -> Sequence[Mapping[str, Any]] | None:
+        """The messages that were answered; None: they are not known."""
+        ...
+
+
 class ToolChoice(Enum):
     NONE = "none"
     AUTO = "auto"
@@ -100,6 +111,19 @@ class Call:
     def tools_to_parse(self) -> Sequence[Mapping[str, Any]]:
         """Tools whose calls are found in the answer's text; none where calls are just text."""
         return () if self.tool_choice is ToolChoice.NONE else self.raw_tools
+
+    @property
+    def conversation(self) -> Sequence[Mapping[str, Any]] | None:
+        """The messages to be remembered for a request that goes on from the answer; None in most dialects."""
+        return None
+
+    def continued(self, earlier: Earlier) -> Call:
+        """The call with all of its messages, where it refers to earlier ones instead of repeating them.
+
+        Raises:
+            ApiError: 400, they are not known.
+        """
+        return self
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         """The whole response of a request without streaming."""

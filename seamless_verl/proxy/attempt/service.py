@@ -331,6 +331,7 @@ class AttemptService:
     def _commit(self, session: Session, record: TurnRecord, answer: Answer) -> Answer:
         committed = session.tree.commit(record)
         session.num_generated += answer.completion_tokens
+        session.continuations.answered(answer)
         self._counters.turn_committed(
             committed, prompt_tokens=answer.prompt_tokens, generated_tokens=answer.completion_tokens
         )

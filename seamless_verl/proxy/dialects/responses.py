@@ -1,27 +1,25 @@
-"""OpenAI responses: from a body to a call in the shape of chat completions, from an answer to a response or a stream.
-
-``instructions``             a system message
-``message``                  a message; its text parts joined, its pictures between them
-``reasoning``                reasoning of the assistant message that follows
-``function_call``            a tool call of the assistant message before it
-``function_call_output``     a tool message
-anything else                refused by name
-
-Items of one answer come back in a row, and are one assistant message again.
-"""
+"""OpenAI responses: from a body to a call in the shape of chat completions, from an answer to a response or events."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, Token, bad_request, encoded
-from seamless_verl.proxy.dialects.responses_body import Function, ResponsesRequest, TextOptions
+from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, Earlier, Token, bad_request, encoded
+from seamless_verl.proxy.dialects.responses_body import (
+    Function,
+    ResponsesRequest,
+    TextOptions,
+    instructions_of,
+    items_of,
+    messages_of,
+    refers_back,
+    string_of,
+)
 from seamless_verl.proxy.dialects.shared import (
     KEEP_ALIVE,
     chances,
-    chat_content,
     chat_tool,
     event,
     openai_choice,
@@ -29,11 +27,9 @@ from seamless_verl.proxy.dialects.shared import (
     sampling_of,
     validated,
 )
-from seamless_verl.trajectory.messages import ToolCall
+from seamless_verl.trajectory.messages import Message, ToolCall
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _LOGPROBS = "message.output_text.logprobs"
-_ORDER = ("reasoning", "message", "function_call")  # of the items of one assistant message
 _TEXT_EVENTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
@@ -44,18 +40,17 @@ def parse_responses(body: bytes) -> ResponsesCall:
         ApiError: 400, naming the parameter at fault.
     """
     request = validated(ResponsesRequest, body)
-    if request.previous_response_id is not None:
-        story = "Responses are not kept; send the whole conversation as input."
-        raise bad_request(story, param="previous_response_id", code="unsupported_parameter")
     tools = [tool for tool in request.tools or () if isinstance(tool, Function)]
     choice = request.tool_choice or "auto"
     wished = choice.get("name") or None if isinstance(choice, dict) else None
     reasoning = request.reasoning
     effort = reasoning.effort if reasoning is not None else None
     tool_choice, tool_name = openai_choice(choice, wished, {tool.name for tool in tools})
+    refers = request.previous_response_id is not None or any(refers_back(item) for item in items_of(request))
     return ResponsesCall(
         model=request.model,
-        raw_messages=_messages(request),
+        raw_messages=() if refers else [*instructions_of(request), *messages_of(items_of(request))],
+        refers=request if refers else None,
         raw_tools=[chat_tool(tool.name, tool.description, tool.parameters) for tool in tools],
         sampling=sampling_of(request, request.max_output_tokens),
         tool_choice=tool_choice,
@@ -86,7 +81,7 @@ def _echo(request: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "text": request.text.model_dump(by_alias=True) if request.text else {"format": {"type": "text"}},
         "metadata": request.metadata or {},
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "truncation": "disabled",
         "store": False,
     }
@@ -118,90 +113,37 @@ def _json_schema(text: TextOptions | None) -> Mapping[str, Any] | None:
     return {"type": "object"} if form.type == "json_object" else None
 
 
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    if not request.input:
-        raise bad_request("input is empty.", param="input")
-    last = ""  # kind of the item before, where it became part of an assistant message
-    for number, item in enumerate(request.input):
-        where = f"input.{number}"
-        kind = item.get("type", "message")
-        is_said = kind == "message" and item.get("role") == "assistant"
-        if not is_said and kind not in ("reasoning", "function_call"):
-            messages.append(_other(kind, item, where))
-            last = ""
-            continue
-        goes_on = last and (kind == last == "function_call" or _ORDER.index(kind) > _ORDER.index(last))
-        if not goes_on:
-            messages.append({"role": "assistant", "content": ""})
-        _add(messages[-1], kind, item, where)
-        last = kind
-    return messages
-
-
-def _add(message: dict[str, Any], kind: str, item: Mapping[str, Any], where: str) -> None:
-    """One item of the assistant message that it is part of."""
-    if kind == "message":
-        message["content"] = _content(item.get("content"), f"{where}.content", pictures=False)
-    elif kind == "reasoning":
-        message["reasoning_content"] = _content(item.get("content") or item.get("summary") or "", where, pictures=False)
-    else:
-        function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
-        call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
-        message.setdefault("tool_calls", []).append(call)
-
-
-def _other(kind: Any, item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if kind == "function_call_output":
-        content = _content(item.get("output"), f"{where}.output")
-        return {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}
-    if kind != "message":
-        raise _unsupported(kind, where)
-    role = _string(item, "role", where)
-    if role not in ("user", "system", "developer"):
-        raise bad_request(f"{where}.role is {role[:40]!r}.", param=f"{where}.role")
-    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
-
-
-def _content(content: Any, where: str, *, pictures: bool = True) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_request(f"{where} is missing.", param=where)
-    return chat_content(_part(part, f"{where}.{number}", pictures) for number, part in enumerate(content))
-
-
-def _part(part: Any, where: str, pictures: bool) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind == "input_image" and pictures:
-        if part.get("file_id") is not None:
-            raise _unsupported("input_image with file_id", where)
-        url = {"url": part.get("image_url") or "", "detail": part.get("detail")}
-        return {"type": "image_url", "image_url": url, "place": where}
-    if kind not in _TEXT_PARTS:
-        raise _unsupported(kind, where)
-    return {"type": "text", "text": _string(part, "text", where)}
-
-
-def _string(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise bad_request(f"{where}.{name} is missing or no text.", param=f"{where}.{name}")
-    return value
-
-
-def _unsupported(kind: Any, where: str) -> ApiError:
-    story = f"{where} has type {str(kind)[:40]!r}; this model takes text, pictures, function calls and their outputs."
-    return bad_request(story, param=where, code="unsupported_content")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesCall(Call):
-    """One response; ``echo`` is what it repeats of its request."""
+    """One response.
+
+    ``echo`` is what it repeats of its request. ``refers``: the request, if it refers to what was said before; its
+    messages are those of `continued` then.
+    """
 
     echo: Mapping[str, Any]
+    refers: ResponsesRequest | None = None
+
+    @property
+    def conversation(self) -> Sequence[Mapping[str, Any]]:
+        """Without the instructions, which a response that goes on from this one has of its own."""
+        return self.raw_messages[1:] if self.echo["instructions"] else self.raw_messages
+
+    def continued(self, earlier: Earlier) -> Call:
+        request = self.refers
+        if request is None:
+            return self
+        items = list(items_of(request))
+        if any(refers_back(item) for item in items):
+            known = {item["id"]: item for answer, said in earlier.said.items() for item in _items_said(answer, said)}
+            items = [
+                _referred(item, known, f"input.{at}") if refers_back(item) else item for at, item in enumerate(items)
+            ]
+        before: Sequence[Mapping[str, Any]] = ()
+        if request.previous_response_id is not None:
+            before, said = _before(request.previous_response_id, earlier)
+            items = [*said, *items]
+        return replace(self, raw_messages=[*instructions_of(request), *before, *messages_of(items)], refers=None)
 
     def body(self, answers: Sequence[Answer]) -> bytes:
         return encoded(self.ended(answers[0]))
@@ -231,13 +173,37 @@ class ResponsesCall(Call):
         return {**known, "model": self.model, **nothing, **self.echo}
 
 
+def _before(response_id: str, earlier: Earlier) -> tuple[Sequence[Mapping[str, Any]], list[dict[str, Any]]]:
+    """What a response was given to, and its items."""
+    answer_id = response_id.removeprefix("resp_")
+    said, conversation = earlier.said.get(answer_id), earlier.conversation(answer_id)
+    if said is None or conversation is None:
+        story = "This session does not know that response, or no longer. Send the whole conversation as input."
+        raise bad_request(story, param="previous_response_id", code="previous_response_not_found")
+    return conversation, _items_said(answer_id, said)
+
+
+def _referred(item: Mapping[str, Any], known: Mapping[str, dict[str, Any]], where: str) -> dict[str, Any]:
+    name = string_of(item, "id", where)
+    if name not in known:
+        story = f"{where} refers to {name[:80]!r}, which is no item of an answer of this session."
+        raise bad_request(story, param=where, code="item_not_found")
+    return known[name]
+
+
 def _items_of(answer: Answer) -> list[dict[str, Any]]:
+    return _items_said(answer.id, answer.message, answer.tokens, _status(answer))
+
+
+def _items_said(
+    answer_id: str, said: Message, tokens: Sequence[Token] = (), status: str = "completed"
+) -> list[dict[str, Any]]:
     """Reasoning, message and function calls of an answer, in this order."""
-    said, items = answer.message, []
+    items = []
     if said.reasoning:
-        items.append(_text_item("reasoning", answer.id, said.reasoning)[0])
+        items.append(_text_item("reasoning", answer_id, said.reasoning)[0])
     if said.content or not said.tool_calls:
-        items.append(_text_item("message", answer.id, said.content, answer.tokens, _status(answer))[0])
+        items.append(_text_item("message", answer_id, said.content, tokens, status)[0])
     return items + [_call_item(call, call.arguments, "completed") for call in said.tool_calls]
 
 

@@ -225,8 +225,11 @@ class Proxy:
     async def _begun(self, session: Session, call: Call, retry_count: int | None) -> AsyncIterator[Attempt]:
         """The attempt at a request; its session stays in memory until the block ends."""
         async with self._residency.hold(session):
-            call = await self._with_images(session, call)
-            yield self._attempts.begin(session, call, retry_count=retry_count)
+            call = await self._with_images(session, call.continued(session.continuations))
+            attempt = self._attempts.begin(session, call, retry_count=retry_count)
+            if call.conversation is not None:
+                session.continuations.asked(attempt, call.conversation)
+            yield attempt
 
     async def _body(self, model: type[_Body], request: Request) -> _Body:
         """A control body; none at all stands for one without fields."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.session.attempts import Attempt, AttemptBoard, State, answer_digest
+from seamless_verl.proxy.session.continuations import Continuations
 from seamless_verl.proxy.text.pictures import ImageTable
 from seamless_verl.trajectory.messages import Message, Transcript
 from seamless_verl.trajectory.tree import SessionTree
@@ -101,6 +102,7 @@ class Session:
         self.ignored = Counter[str]()
         self.recent = RecentTranscripts()
         self.board = AttemptBoard(spec.max_parallel)
+        self.continuations = Continuations()
         self._released = asyncio.Event()
 
         self.is_resident = is_resident
@@ -118,7 +120,7 @@ class Session:
     def weight_bytes(self) -> int:
         """About how much memory its turns take."""
         tokens, turns = self.tree.num_stored_tokens, self.tree.num_turns
-        kept = self.images.num_bytes + self.board.num_bytes + self.recent.num_bytes
+        kept = self.images.num_bytes + self.board.num_bytes + self.recent.num_bytes + self.continuations.num_chars
         return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + kept
 
     def unload(self) -> None:
@@ -126,6 +128,7 @@ class Session:
         self._undelivered = self.board.undelivered()
         self.tree, self.ledger, self.images = SessionTree(), Ledger(), ImageTable()
         self.recent, self.board = RecentTranscripts(), AttemptBoard(self.spec.max_parallel)
+        self.continuations = Continuations()
         self.is_resident = False
 
     def loaded(self, answers: Iterable[Answer], continued: Container[str]) -> None:
@@ -135,6 +138,8 @@ class Session:
             answers: in the order in which they were recorded; those of one request follow each other.
             continued: ids of those that a later request goes on from, so that they were delivered.
         """
+        answers = list(answers)
+        self.continuations = Continuations(answers)
         requests: list[list[Answer]] = []
         for answer in answers:
             last = requests[-1] if requests else []

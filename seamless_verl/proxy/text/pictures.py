@@ -159,7 +159,7 @@ class ImageIntake:
             for number, message in enumerate(call.raw_messages)
             if isinstance(message.get("content"), list)
             for at, part in enumerate(message["content"])
-            if part.get("type") == "image_url"
+            if part.get("type") == "image_url" and not isinstance(part.get("image_url"), Image)
         ]
         if not places:
             return call

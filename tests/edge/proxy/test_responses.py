@@ -128,11 +128,9 @@ def test_items_become_messages() -> None:
     ("change", "param"),
     [
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content.0"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input.0.name"),
         ({"input": [{"role": "owl", "content": "x"}]}, "input.0.role"),
         ({"input": []}, "input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "local_shell"}]}, "tools.0.type"),
@@ -159,3 +157,56 @@ async def test_errors_reach_the_sdk_by_name() -> None:
             with pytest.raises(openai.BadRequestError) as refused:
                 await sdk.responses.create(model="m", input="hi", previous_response_id="resp_1")
         assert refused.value.param == "previous_response_id"
+
+
+def called(prompt: str) -> str:
+    """A call of a tool first, text once its result is there."""
+    if "assistant" in prompt.rpartition("<|im_start|>assistant")[0]:
+        return "done"
+    return '<tool_call>\n{"name": "run", "arguments": {"x": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("refers", ["previous_response_id", "item_reference"])
+async def test_what_is_referred_to_is_what_would_have_been_sent_again(refers: str) -> None:
+    async with serving(called) as proxy:
+        prompts, kinds = [], []
+        for way in ("whole", refers):
+            handle = await proxy.open()
+            body: dict[str, Any] = {"model": "m", "instructions": "be brief", "tools": TOOLS}
+            first = (await proxy.post(handle, {**body, "input": "hi"}, "/v1/responses")).json()
+            (call,) = first["output"]
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "one"}
+            asked: dict[str, Any] = {"input": [{"role": "user", "content": "hi"}, call, result]}
+            if way == "previous_response_id":
+                asked = {"input": [result], "previous_response_id": first["id"]}
+            elif way == "item_reference":
+                asked["input"][1] = {"type": "item_reference", "id": call["id"]}
+            second = (await proxy.post(handle, {**body, **asked}, "/v1/responses")).json()
+            assert second["output"][0]["content"][0]["text"] == "done"
+            more = {"input": "more", "previous_response_id": second["id"]}  # also after one that referred itself
+            third = await proxy.post(handle, {**body, **more}, "/v1/responses")
+            assert third.json()["previous_response_id"] == second["id"]
+            prompts.append([list(request.prompt_ids) for request in proxy.engine.requests[-2:]])
+            kinds.append(proxy.deps.sessions.by_id(handle.id).view()["kinds"])
+        assert prompts[0] == prompts[1]
+        assert kinds[0] == kinds[1]
+        assert kinds[0]["clean"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "item_not_found"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id", "invalid_value"),
+    ],
+)
+async def test_a_reference_to_what_this_session_never_said_is_refused(
+    change: dict[str, Any], param: str, code: str
+) -> None:
+    async with serving() as proxy:
+        other = await proxy.post(await proxy.open(), {"model": "m", "input": "hi"}, "/v1/responses")
+        assert other.status_code == 200
+        response = await proxy.post(await proxy.open(), {"model": "m", "input": "hi", **change}, "/v1/responses")
+        assert response.status_code == 400
+        assert (response.json()["error"]["param"], response.json()["error"]["code"]) == (param, code)

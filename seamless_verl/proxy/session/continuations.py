@@ -1,0 +1,48 @@
+"""What a session has said, for clients of the responses dialect that refer to it instead of sending it again.
+
+What was said is known of every answer, also after a restart: answers are in the journal. What was asked is not, and is
+kept for the last few responses only; a client goes on from one of these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from seamless_verl.proxy.calls import Answer
+from seamless_verl.proxy.session.attempts import Attempt
+from seamless_verl.trajectory.messages import Message
+
+_NUM_ASKED = 4  # as many as `RecentTranscripts` keeps, whose messages they share
+
+
+class Continuations:
+    """An `Earlier` of `seamless_verl.proxy.calls`.
+
+    Attributes:
+        said: what each answer said, by the id of its generation.
+        num_chars: of all that was said.
+    """
+
+    def __init__(self, answers: Iterable[Answer] = ()) -> None:
+        self.said: dict[str, Message] = {}
+        self.num_chars = 0
+        self._asked: deque[tuple[Attempt, Sequence[Mapping[str, Any]]]] = deque(maxlen=_NUM_ASKED)
+        for answer in answers:
+            self.answered(answer)
+
+    def answered(self, answer: Answer) -> None:
+        """An answer was recorded."""
+        said = answer.message
+        self.said[answer.id] = said
+        self.num_chars += len(said.content) + len(said.reasoning) + sum(len(call.arguments) for call in said.tool_calls)
+
+    def asked(self, attempt: Attempt, conversation: Sequence[Mapping[str, Any]]) -> None:
+        """``attempt`` answers this conversation; its id is known later."""
+        self._asked.append((attempt, conversation))
+
+    def conversation(self, answer_id: str) -> Sequence[Mapping[str, Any]] | None:
+        """What an answer was given to; None: it is not known, or no longer."""
+        asked = ((attempt.answers[:1], conversation) for attempt, conversation in self._asked)
+        return next((found for answers, found in asked if answers and answers[0].id == answer_id), None)
