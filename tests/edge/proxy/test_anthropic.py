@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from seamless_verl.proxy.calls import ApiError
+from seamless_verl.proxy.calls import ApiError, OnUnsupported
 from seamless_verl.proxy.dialects.anthropic import parse_messages
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.text.parsing import TagParser
@@ -115,10 +115,10 @@ async def test_the_key_alone_reaches_the_session() -> None:
 
 
 async def test_errors_have_anthropics_shape() -> None:
-    async with serving() as proxy:
+    async with serving(on_unsupported=OnUnsupported.REFUSE) as proxy:
         handle = await proxy.open()
         async with proxy.claude(handle, max_retries=0) as sdk:
-            with pytest.raises(anthropic.BadRequestError, match="does not reason aloud"):
+            with pytest.raises(anthropic.BadRequestError, match="thinking cannot be honoured here"):
                 await sdk.messages.create(
                     model="m", max_tokens=2000, messages=HI, thinking={"type": "enabled", "budget_tokens": 1024}
                 )
@@ -136,7 +136,7 @@ async def test_errors_have_anthropics_shape() -> None:
 
 
 async def test_a_thinking_budget_is_announced_as_not_kept() -> None:
-    async with serving(agent, parser=THINKS) as proxy:
+    async with serving(agent, parser=THINKS, on_unsupported=OnUnsupported.REFUSE) as proxy:
         handle = await proxy.open()
         body = {"model": "m", "max_tokens": 90, "messages": HI, "thinking": {"type": "enabled", "budget_tokens": 50}}
         answer = await proxy.post(handle, body, "/v1/messages")
