@@ -222,8 +222,8 @@ class AttemptBook:
             longest = max(them, key=lambda attempt: attempt.seconds)
             waits = "waits for its reward, whose function stands in" if longest.reward else "waits in"
             said = (
-                f"{len(them)} attempts should have ended by now, the longest (task {longest.task}) has been under way "
-                f"for {longest.seconds:.0f} s; it {waits}:"
+                f"attempts that should have ended by now: {len(them)}; the longest (task {longest.task}) has been "
+                f"under way for {longest.seconds:.0f} s; it {waits}:"
             )
             lines += self._once(places, said, "if attempts need that long, raise seamless.agent.deadline_s")
         return lines

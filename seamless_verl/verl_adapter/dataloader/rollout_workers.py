@@ -41,6 +41,7 @@ from seamless_verl.verl_adapter.rollout.attempt_watch import (
     places_of_task,
     task_name,
     where_rewards_stand,
+    with_blocked,
 )
 from seamless_verl.verl_adapter.rollout.request_log import at_worker_end, cut_groups, request_log
 
@@ -262,7 +263,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
             places = await where_rewards_stand(self.reward_loop_worker_handles or [])
             standing = (replace(late, places=places) if late.reward else late for late in news.standing)
             news = replace(news, standing=tuple(standing))
-        return replace(news, blocked=self._loop_watch.blocked() if self._loop_watch is not None else None)
+        return with_blocked(news, self._loop_watch)
 
     async def take_request_events(self) -> list[Event]:
         """For the scheduler in the trainer's process: what requests did since the last call."""

@@ -13,16 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.observe.failures import AttemptBook, AttemptLog
+from seamless_verl.observe.failures import AttemptBook, AttemptLog, AttemptNews
 from seamless_verl.places import error_in_words, places_of, places_of_coroutine, places_of_stack
 
-_BLOCKED_S = 15.0  # an event loop that has not turned for so long is told of; imports may take a few
+_BLOCKED_S = 10.0  # an event loop that has not turned for so long is told of; imports may take a few
 _AGAIN_S = 1.0  # between two looks that nobody asked for
 _LAST_ANSWERS_S = 5.0
 
@@ -64,25 +65,32 @@ async def where_rewards_stand(workers: Sequence[Any]) -> tuple[str, ...]:
 
 
 class LoopWatch:
-    """Notices when the event loop it was made in does not turn. `blocked` is called from other threads."""
+    """Notices when the event loop it was made in does not turn. `look` is called from other threads."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._asked: float | None = None
 
-    def blocked(self) -> tuple[float, tuple[str, ...]] | None:
-        """For how many seconds it has not answered, and where it stands; None: it answers."""
-        now = time.monotonic()
-        if self._asked is None:
+    def look(self) -> tuple[float, tuple[str, ...]] | None:
+        """For how many seconds it has not answered, and where it stands; None: it had answered when asked last."""
+        now, asked = time.monotonic(), self._asked
+        if asked is None:
             self._asked = now
             self._loop.call_soon_threadsafe(self._answer)
-        if now - self._asked < _BLOCKED_S:
             return None
-        return now - self._asked, places_of_stack(sys._current_frames().get(self._thread))
+        return now - asked, places_of_stack(sys._current_frames().get(self._thread))
 
     def _answer(self) -> None:
         self._asked = None
+
+
+def with_blocked(news: AttemptNews, watch: LoopWatch | None) -> AttemptNews:
+    """The news with what is known of the worker's event loop; while that stands, all attempts are late for its sake."""
+    silent = watch.look() if watch is not None else None
+    if silent is None:
+        return news
+    return replace(news, standing=(), blocked=silent if silent[0] >= _BLOCKED_S else None)
 
 
 class AttemptDesk:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _TAIL_BYTES = 1 << 16
+_SIGNALLED = 128
 _KILLED = "killed by SIGKILL, as by the kernel where memory runs out (see `dmesg`)"
 # ``(EngineCore pid=7) ERROR 11-23 22:42:00 [core.py:900] ValueError: …``, also of its workers, with or without a level.
 _WORDS = re.compile(
@@ -39,6 +40,8 @@ def _exits(engine: Any) -> Iterable[str]:
     manager = getattr(getattr(getattr(engine, "engine_core", None), "resources", None), "engine_manager", None)
     for process in getattr(manager, "processes", ()):
         code = process.exitcode
+        if code is not None and code > _SIGNALLED:  # told by a stand-in of the nursery, as a shell does
+            code = _SIGNALLED - code
         if code == -signal.SIGKILL:
             yield _KILLED
         elif code not in (None, -signal.SIGTERM):  # vLLM ends the others with SIGTERM

@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("verl")
 
 from seamless_verl.agents.contract import RewardRefused
+from seamless_verl.observe.failures import AttemptNews, Standing
 from seamless_verl.verl_adapter.rollout import attempt_watch
-from seamless_verl.verl_adapter.rollout.attempt_watch import LoopWatch, places_of_threads, task_name
+from seamless_verl.verl_adapter.rollout.attempt_watch import LoopWatch, places_of_threads, task_name, with_blocked
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 
@@ -47,8 +48,11 @@ async def test_without_reward_workers_the_score_may_come_later(worker: Any) -> N
     assert output.reward_score is None
 
 
+LATE = (Standing(task="train/1", seconds=99.0, reward=False, places=("agent.py:1 in act",)),)
+NEWS = AttemptNews(ended=(0, 0), failed=(0, 0), failures=(), standing=LATE)
+
+
 def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt_watch, "_BLOCKED_S", 0.0)
     watches: list[LoopWatch] = []
     ready, release = threading.Event(), threading.Event()
 
@@ -61,7 +65,11 @@ def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(monkeypatch:
     thread.start()
     try:
         assert ready.wait(10)
-        found = watches[0].blocked()
+        assert with_blocked(NEWS, watches[0]) is NEWS, "it was not asked before"
+        soon = with_blocked(NEWS, watches[0])
+        assert (soon.blocked, soon.standing) == (None, ()), "too early to tell, but attempts are late for its sake"
+        monkeypatch.setattr(attempt_watch, "_BLOCKED_S", 0.0)
+        found = with_blocked(NEWS, watches[0]).blocked
         assert found is not None
         assert found[1][-1].endswith("in block: release.wait(30)")
     finally:
@@ -70,11 +78,11 @@ def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(monkeypatch:
 
 
 async def test_an_event_loop_that_turns_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = LoopWatch()
-    assert watch.blocked() is None
     monkeypatch.setattr(attempt_watch, "_BLOCKED_S", 0.0)
-    await asyncio.sleep(0)
-    assert watch._asked is None, "it answered"
+    watch = LoopWatch()
+    for _ in range(3):
+        assert with_blocked(NEWS, watch) is NEWS
+        await asyncio.sleep(0)  # it answers
 
 
 def test_a_thread_in_the_users_code_is_found_beside_those_that_are_not() -> None:

@@ -40,6 +40,7 @@ def test_the_last_words_are_the_engines_and_not_what_the_server_says_of_it() -> 
         ((1, None, -15), "exit code 1; its last words: ValueError: no room [4] left"),
         ((-6,), "killed by SIGABRT; its last words: ValueError: no room [4] left"),
         ((-9,), "killed by SIGKILL, as by the kernel where memory runs out (see `dmesg`)"),
+        ((137,), "killed by SIGKILL, as by the kernel where memory runs out (see `dmesg`)"),
         ((), "it is gone; its last words: ValueError: no room [4] left"),
     ],
     ids=str,
