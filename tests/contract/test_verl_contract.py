@@ -576,6 +576,7 @@ def test_the_step_of_a_refused_batch_is_reported_with_the_number_of_its_rows(mon
     from seamless_verl.observe.page.html import render
     from seamless_verl.observe.reporter import STEPS, Reporter, read_records
     from seamless_verl.observe.run_folder import load_digest
+    from seamless_verl.verl_adapter.rollout.attempt_watch import AttemptDesk
     from seamless_verl.verl_adapter.trainer import step_report
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
     from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight
@@ -593,6 +594,7 @@ def test_the_step_of_a_refused_batch_is_reported_with_the_number_of_its_rows(mon
     trainer.reporter = Reporter(tmp_path, terminal)
     trainer.global_steps, trainer.total_training_steps = 4, 9
     trainer.curriculum = None
+    trainer.rows = SimpleNamespace(desk=AttemptDesk([], print))
     trainer.logger = SimpleNamespace(log=lambda data, step: logged.append((step, data["seamless/audit_violations"])))
     batch = KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0", "c_0_0"], tags=[{}] * 3, extra_info={})
     with pytest.raises(step_report.AuditFailed, match=r"a_0_0 .*\(2 such rows\)"):
