@@ -139,9 +139,12 @@ class AgentPool:
         running = asyncio.ensure_future(self._run(payload, sent))
         try:
             await asyncio.wait([running], timeout=timeout)
+            stands = "; it was not begun, all workers are busy"
+            if sent and not running.done():
+                worker, job = sent[0]
+                stands = await worker.where(job)
             if running.done():
                 return running.result()
-            stands = await sent[0][0].where(sent[0][1]) if sent else "; it was not begun, all workers are busy"
         finally:
             running.cancel()
             await asyncio.wait([running])

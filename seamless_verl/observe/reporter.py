@@ -276,7 +276,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
     if summary["attempts_failed"]:
         lines.append(f"{summary['attempts_failed']} of {summary['attempts']} attempts failed")
     lines += [
-        f"{summary['steps']} steps, {summary['rows']} rows, {summary['rows_audited']} audited, "
+        f"{summary['steps']} steps, {summary['rows']} rows, {_audited(summary)}, "
         f"{summary['audit_violations']} violations; idle share: {idle}",
         f"wall time {_duration(summary['wall_s'])}, of which {_duration(summary['time_to_first_step_s'])} "
         "until the first training step began",
@@ -292,6 +292,13 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
             f"then at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
         ]
     return lines
+
+
+def _audited(summary: Mapping[str, Any]) -> str:
+    is_blind = summary["rows"] and not summary["rows_audited"]
+    return f"{summary['rows_audited']} audited" + (
+        " (verl's own agent loops leave no record to compare)" if is_blind else ""
+    )
 
 
 def _interval(low: float | None, high: float | None) -> str:
