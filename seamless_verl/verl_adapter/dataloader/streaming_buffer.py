@@ -30,6 +30,7 @@ from seamless_verl.verl_adapter.dataloader.woken_buffer import (
     LOOK_S,
     Replace,
     RolloutFailed,
+    Say,
     Stragglers,
     WokenReplayBuffer,
 )
@@ -109,9 +110,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._failures = 0
         self._metrics: dict[str, float] = defaultdict(float)
 
-    def listen(
-        self, workers: Sequence[Any], replace: Replace | None = None, say: Callable[[str], None] = print
-    ) -> None:
+    def listen(self, workers: Sequence[Any], replace: Replace | None = None, say: Say = print) -> None:
         super().listen(workers, replace, say)
         if all(hasattr(worker, "restart_groups") for worker in workers):
             self.stragglers.listen(workers)

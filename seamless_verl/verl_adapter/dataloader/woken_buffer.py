@@ -27,6 +27,8 @@ _SIGNALS_S = 1.0
 
 Replace = Callable[[Any, RayActorError], Any]
 """Starts another rollout worker in place of one that died, has its groups generated again, and returns it."""
+Say = Callable[[str], None]
+"""Prints a line."""
 
 
 class RolloutFailed(SeamlessError):
@@ -170,11 +172,9 @@ class WokenReplayBuffer(ReplayBufferAsync):
         self.desk = AttemptDesk([], print)  # until `listen`
         self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
 
-    def listen(
-        self, workers: Sequence[Any], replace: Replace | None = None, say: Callable[[str], None] = print
-    ) -> None:
+    def listen(self, workers: Sequence[Any], replace: Replace | None = None, say: Say = print) -> None:
         """Wait for these rollout workers from now on, and for those that take their place; workers that cannot ring are
-        polled. ``say`` prints a line."""
+        polled."""
         self.desk = AttemptDesk(workers, say)
         if workers and all(hasattr(worker, "news") for worker in workers):
             self._bell = Bell(workers, replace)
@@ -262,9 +262,7 @@ class PolledBuffer:
         self._sampler = sampler
         self.desk = AttemptDesk([], print)
 
-    def listen(
-        self, workers: Sequence[Any], replace: Replace | None = None, say: Callable[[str], None] = print
-    ) -> None:
+    def listen(self, workers: Sequence[Any], replace: Replace | None = None, say: Say = print) -> None:
         self.desk = AttemptDesk(workers, say)
 
     def attend(self, meanwhile: Callable[[], None]) -> None: ...

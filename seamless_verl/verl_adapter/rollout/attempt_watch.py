@@ -97,7 +97,7 @@ class AttemptDesk:
     """Asks the rollout workers what became of attempts, and tells the user what is new.
 
     Args:
-        workers: those with a method ``attempts``; others tell nothing. Who takes the place of one that died is put there.
+        workers: those with a method ``attempts``; others tell nothing. One that died is replaced in here.
         say: prints a line.
     """
 
