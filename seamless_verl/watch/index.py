@@ -26,8 +26,8 @@ from seamless_verl.watch.readers import AttemptFacts, TrainedText
 
 INDEX = "watch.sqlite"
 _VERSION = 2
-_MOST_KEPT = 500  # sessions per update
-_MOST_BYTES = 1 << 25  # per update, so that a large run is on the page before it is read to its end
+_MOST_KEPT = 100  # sessions per update
+_MOST_BYTES = 1 << 23  # per update, so that a large run is on the page before it is read to its end
 _MOST_UNTRAINED = 20_000  # a run that writes down no rows has all its attempts there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}

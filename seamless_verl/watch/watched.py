@@ -50,6 +50,7 @@ class Watched:
         self._tokenizer: FolderTokenizer | None = None
         self._why_no_text = ""
         self._summaries: dict[int | None, tuple[Mapping[str, Any], dict[str, Any]]] = {}
+        self._trained: list[int | None] | None = None  # steps with attempts; `None` in it: some have no step
         self._page: tuple[str, str] | None = None
         self._stands: tuple[str, dict[str, Any]] = ("", {})
         self._page_again = 0.0
@@ -93,8 +94,13 @@ class Watched:
         with self._lock:
             index = self._current()
             records = {record["step"]: record for record in _records(self.place.path / STEPS)}
-            steps: list[int | None] = [*sorted({*records, *index.steps()}, reverse=True)]
-            steps += [None] if index.has_untrained() else []
+            if self._trained is None:
+                self._trained = [*index.steps(), *([None] if index.has_untrained() else [])]
+            trained = self._trained
+            steps: list[int | None] = [
+                *sorted({*records, *(step for step in trained if step is not None)}, reverse=True)
+            ]
+            steps += [None] if None in trained else []
             return {
                 **self._head(index),
                 "steps": [self._summary(index, step, records.get(step, {})) for step in steps],
@@ -206,6 +212,7 @@ class Watched:
         if time.monotonic() - self._updated > _UPDATE_S:
             for step in self._index.update():
                 self._summaries.pop(step, None)
+                self._trained = None
             self._updated = time.monotonic()
         return self._index
 
