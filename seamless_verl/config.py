@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seamless_verl.checked import build, check_bound, check_redundancy, one_of, positive, switch, whole
@@ -179,7 +179,7 @@ class ResourceConfig:
 
     Attributes:
         name: of the pool, unique.
-        nodes: machines.
+        nodes: machines; an entry with 0, as a recipe's has after ``rollout.nnodes=0``, counts as not written.
         gpus_per_node: devices of each.
         capabilities: ``[train, rollout]`` trains, and rolls out while the trainer does not need it. ``[train]`` and
             ``[rollout]`` do only that.
@@ -200,8 +200,9 @@ class ResourceConfig:
 
     def __post_init__(self) -> None:
         where = f"seamless.resources[{self.name}]"
-        for key, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
-            whole(f"{where}.{key}", value, 1, "write how many there are")
+        fix = "write how many there are (a recipe takes the numbers from trainer.* and actor_rollout_ref.rollout.*)"
+        whole(f"{where}.nodes", self.nodes, 0, fix)
+        whole(f"{where}.gpus_per_node", self.gpus_per_node, min(self.nodes, 1), fix)
         if not self.capabilities:
             raise ConfigError(f"{where}.capabilities", [], "is empty", "write [train, rollout], [train] or [rollout]")
         for tag in self.capabilities:
@@ -396,4 +397,5 @@ class SeamlessConfig:
         section = dict(section or {})
         if isinstance(section.get("shared_prefix"), bool):  # what on and off without quotes are in YAML
             section["shared_prefix"] = "on" if section["shared_prefix"] else "off"
-        return typing.cast(SeamlessConfig, build(cls, section, "seamless"))
+        made = typing.cast(SeamlessConfig, build(cls, section, "seamless"))
+        return replace(made, resources=tuple(entry for entry in made.resources if entry.nodes))

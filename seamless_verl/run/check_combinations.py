@@ -51,7 +51,8 @@ def unused_by_verls_trainer(config: Mapping[str, Any], seamless: SeamlessConfig)
         ("seamless.resources", [entry.name for entry in seamless.resources] or None),
     ):
         if value is not None:
-            raise ConfigError(key, value, f"has no effect under {_MODE}={mode}", f"leave {_MODE} out, or {key}")
+            fix = f"leave {_MODE} out, or write seamless.scheduler.policy=null seamless.resources=[]"
+            raise ConfigError(key, value, f"has no effect under {_MODE}={mode}", fix)
     plain = SeamlessConfig.from_mapping({})
     sections = ("staleness", "curriculum", "router")
     return [f"seamless.{name}" for name in sections if getattr(seamless, name) != getattr(plain, name)]

@@ -17,6 +17,9 @@ from seamless_verl.memory.gpu_memory import ModelShape
 from seamless_verl.recipes.swe.real import runner as swe_runner
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
 from seamless_verl.run import check_gpu_memory, check_machine, check_references, compose, preflight
+from seamless_verl.run.check_combinations import replica_size
+from seamless_verl.scheduling.declaration import slices_of, verl_keys
+from seamless_verl.scheduling.slices import Tag
 from tests.kernel.memory.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 
 pytestmark = pytest.mark.timeout(180)
@@ -35,6 +38,8 @@ def composed(recipe, *overrides):
             "ppo_trainer", overrides=[*ours, f"+recipe={recipe}", "seamless.run_dir=/runs/x", *built, *overrides]
         )
     section = SeamlessConfig.from_mapping(OmegaConf.to_container(config.seamless, resolve=True))
+    for key, value in verl_keys(section.resources).items():
+        OmegaConf.update(config, key, value)
     return OmegaConf.to_container(config, resolve=True), section
 
 
@@ -59,6 +64,23 @@ def test_it_composes_and_its_settings_are_accepted(recipe, monkeypatch):
     preflight.check_settings(config, seamless, machine(64 if "qwen" in recipe else 0))
 
 
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "arithmetic"])
+def test_its_slices_follow_the_users_layout_and_those_that_train_are_lent(recipe):
+    devices = 8 if "qwen" in recipe else 1
+    asked = ["trainer.nnodes=3", f"actor_rollout_ref.rollout.n_gpus_per_node={devices}"]
+    config, seamless = composed(recipe, *asked)
+    slices = slices_of(seamless.resources, replica_gpus=replica_size(config))
+    trains = [one for one in slices if Tag.TRAIN in one.capabilities]
+    assert sum(len(one.gpus) for one in trains) == 3 * config["trainer"]["n_gpus_per_node"]
+    assert all(Tag.ROLLOUT in one.capabilities for one in slices)
+    assert len(trains) < len(slices)
+    assert config["actor_rollout_ref"]["hybrid_engine"] is True
+    assert seamless.scheduler.policy == "predictive"
+    _, alone = composed(recipe, "actor_rollout_ref.rollout.nnodes=0")
+    assert [entry.name for entry in alone.resources] == ["trainer"]
+
+
+APART = ["seamless.resources=[]", "seamless.scheduler.policy=null", "actor_rollout_ref.hybrid_engine=false"]
 SHAPES = {
     "Qwen/Qwen3-8B": QWEN3_8B,
     "Qwen/Qwen3-32B": QWEN3_32B,
@@ -75,15 +97,14 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen" in recipe])
-@pytest.mark.parametrize("hybrid", ["false", "true"], ids=["apart", "lent"])
-def test_its_shares_of_a_card_fit_also_where_slices_are_lent(recipe, hybrid, monkeypatch):
+@pytest.mark.parametrize("layout", [APART, []], ids=["apart", "lent"])
+def test_its_shares_of_a_card_fit_also_where_nothing_is_lent(recipe, layout, monkeypatch):
     monkeypatch.setattr(check_gpu_memory, "model_shape", lambda path, **_: ModelShape.from_config(SHAPES[path]))
     cards = replace(machine(64), accelerator_memory=H100)
-    lends = f"actor_rollout_ref.hybrid_engine={hybrid}"
-    config, _ = composed(recipe, lends, "++ray_kwargs.ray_init.address=local")
+    config, _ = composed(recipe, *layout, "++ray_kwargs.ray_init.address=local")
     assert check_gpu_memory.check_memory(config, cards) == []
-    config, _ = composed(recipe, lends, "++ray_kwargs.ray_init.address=local", f"{check_gpu_memory.SHARE}=0.9")
-    if hybrid == "true":
+    config, _ = composed(recipe, *layout, "++ray_kwargs.ray_init.address=local", f"{check_gpu_memory.SHARE}=0.9")
+    if layout != APART:
         with pytest.raises(ConfigError, match="does not fit beside the trainer"):
             check_gpu_memory.check_memory(config, cards)
 
