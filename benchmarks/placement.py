@@ -92,15 +92,19 @@ def composed(overrides: Sequence[str]) -> Any:
 def place_once(config: Any) -> Placed:
     """One initialization, as far as the placement groups of trainer and replicas; they are given back."""
     import verl.trainer.ppo.v1.trainer_base as trainer_base
+    from omegaconf import OmegaConf
     from ray.util.placement_group import placement_group_table
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
     from seamless_verl.config import RouterConfig, SeamlessConfig
+    from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
     from seamless_verl.verl_adapter.slices.standing import StandingServers
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     trainer = object.__new__(SeamlessTrainer)
-    trainer.config, trainer.seamless, trainer.resource_pool_manager = config, SeamlessConfig(), None
+    trainer.config, trainer.resource_pool_manager = config, None
+    trainer.seamless = SeamlessConfig.from_mapping(OmegaConf.to_container(config.seamless, resolve=True))
+    adopt_resources(config, trainer.seamless)
     trainer._enable_hybrid_replicas = bool(config.actor_rollout_ref.hybrid_engine)
     trainer.standing = StandingServers(config, RouterConfig(), hybrid=trainer._enable_hybrid_replicas)
     trainer.reporter = SimpleNamespace(say=lambda line: print(line, file=sys.stderr))

@@ -8,10 +8,9 @@ import psutil
 import pytest
 
 from benchmarks.forced_lengths import write_workload
-from benchmarks.loans import loans_of
 from seamless_verl.observe import flight
-from seamless_verl.observe.recording import Recording, read_recording
-from seamless_verl.observe.time_ledger import Ledger
+from seamless_verl.observe.recording import read_recording
+from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
 from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     FAST,
     Machine,
@@ -54,17 +53,6 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
 
 
-def moves(recording: Recording, slice_id: str) -> list[str]:
-    """States of a slice, one after the other, ``|`` where a step begins."""
-    found = []
-    for event in recording.events:
-        if isinstance(event, flight.StepBegan):
-            found.append("|")
-        elif isinstance(event, flight.SliceMoved) and event.slice == slice_id:
-            found.append(event.state.value)
-    return found
-
-
 def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  # noqa: F811
     code, output = machine.run(
         *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=4"), **environment()
@@ -84,35 +72,19 @@ def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  #
     finishes = Counter(event.finish for event in recording.events if isinstance(event, flight.RequestEnded))
     assert finishes["aborted"] > 0  # so that whole answers say something
     assert any(event.resumed for event in recording.events if isinstance(event, flight.RequestStarted))
+    assert decisions(recording) == {"reclaim": 4, "lend": 3}
     made = [event for event in recording.events if isinstance(event, flight.DecisionMade)]
-    assert Counter(event.action for event in made) == {"reclaim": 4, "lend": 3}
     realised = [event for event in recording.events if isinstance(event, flight.DecisionRealised)]
     assert [event.decision for event in realised] == [event.decision for event in made if event.action == "lend"]
     assert sum(event.lent_tokens for event in realised) > 0
     assert_books_balance(recording)
-    loans = loans_of(recording.events, "trainers/0")
-    assert loans.wakes == loans.wakes_that_took == 3  # weights and cache, each time
-    assert loans.reclaims == loans.reclaims_that_freed == 4
-    assert loans.shared == 0  # nothing of the trainer beside a cache
-    assert loans.matching == loans.checked == 4  # at the start, and in each loan
+    loans = assert_loans_are_whole(recording, "trainers/0")
+    assert (loans.wakes, loans.reclaims) == (3, 4)
     assert loans.versions == (0, 1, 2, 3)
     assert loans.distinct == 4  # each step makes other weights
     trainer = {event.what for event in recording.events if isinstance(event, flight.MemoryHeld) and event.nbytes}
     assert trainer == {"parameters", "gradients", "optimizer", "weights", "kv_cache"}
     machine.assert_nothing_left()
-
-
-def assert_books_balance(recording: Recording) -> None:
-    ledger, added = Ledger(), {}
-    for event in recording.events:
-        ledger.handle(event)
-        if isinstance(event, flight.SliceAdded):
-            added.setdefault(event.slice, event.at)
-    (ended,) = (event.at for event in recording.events if isinstance(event, flight.RunEnded))
-    books = {entry.slice: entry for entry in ledger.books(ended)}
-    assert books.keys() == added.keys() == {"trainers/0", "rollouts/0"}
-    for name, entry in books.items():
-        assert sum(entry.seconds.values()) == pytest.approx(ended - added[name], rel=0.005)
 
 
 def server_on(machine: Machine, core: int) -> psutil.Process:  # noqa: F811

@@ -23,9 +23,11 @@ import pytest
 
 from seamless_verl.cli import main
 from seamless_verl.observe.flight import Phase
+from seamless_verl.observe.recording import read_recording
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
 from seamless_verl.run.environment import CPU_ENVIRONMENT
+from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -196,12 +198,25 @@ def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints"} <= set(os.listdir(folder))
     assert f"seamless-verl report {folder}" in output
     assert_the_report_accounts_for_the_run(folder, {"trainer": 1, "rollout": 1})
+    recording = read_recording(folder / "flight")
+    loans = assert_loans_are_whole(recording, "trainer/0")  # the recipe lends under predictive
+    assert loans.wakes > 0
+    assert_books_balance(recording)
     machine.assert_nothing_left()
+
+
+# Two slices of the trainer, one of which is lent.
+MIXED = (
+    "seamless.resources=[{name: lent, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
+    "{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: [train]},"
+    "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
+)
 
 
 def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic_and_verls_own_entry_point(machine):
     code, output = machine.run(
-        *FAST, "-m", "algorithm.adv_estimator=grpo,gae", "trainer.total_training_steps=2", "trainer.critic_warmup=0"
+        *(*FAST, MIXED, "seamless.scheduler.policy=greedy", "-m", "algorithm.adv_estimator=grpo,gae"),
+        *("trainer.total_training_steps=2", "trainer.critic_warmup=0"),
     )
     assert code == 0, output
     (sweep,) = machine.runs()
@@ -211,6 +226,13 @@ def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic_and_verls_own_entry_po
     losses = [json.loads((point / "metrics.jsonl").read_text().splitlines()[-1]) for point in points]
     assert "critic/vf_loss" not in losses[0]
     assert "critic/vf_loss" in losses[1]
+    for point in points:
+        recording = read_recording(point / "flight")
+        assert assert_loans_are_whole(recording, "lent/0").wakes > 0
+        assert {"waking", "rollout"}.isdisjoint(moves(recording, "trainers/0")[1:])
+        assert_books_balance(recording)
+        figures = summary(point)
+        assert figures["rows_audited"] == figures["rows"] == 2 * 16 * 8
     machine.assert_nothing_left()
     code, output = machine.run(
         f"--config-path={points[0]}",
@@ -236,7 +258,8 @@ def steps_done(folder: Path) -> int:
 def test_ctrl_c_ends_one_run_and_a_dead_replica_the_other_each_without_harm_to_its_neighbour(machine):
     steady = machine.start(*FAST, "trainer.total_training_steps=1000")
     other = Machine(machine.folder / "other")
-    interrupted = other.start(*FAST, "trainer.total_training_steps=1000")
+    apart = (MIXED.replace("[train, rollout]", "[train]"), "seamless.scheduler.policy=disaggregated")
+    interrupted = other.start(*FAST, *apart, "trainer.total_training_steps=1000")
     try:
         read_until(interrupted, "step ")
         interrupted.send_signal(signal.SIGINT)
@@ -244,6 +267,8 @@ def test_ctrl_c_ends_one_run_and_a_dead_replica_the_other_each_without_harm_to_i
         assert code == 130, output
         assert "nothing is left running" in output
         assert other.processes() == []
+        (folder,) = other.runs()
+        assert not {*decisions(read_recording(folder / "flight"))} - {"hold"}, "nothing is lent under this policy"
         (folder,) = machine.runs()
         read_until(steady, f"{steps_done(folder) + 2}/1000")
         (server,) = machine.servers()
@@ -300,6 +325,8 @@ def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_c
     arguments += ["seamless.supervise.restarts=1"]
     # Synchronous: every token is of the version being trained, so weights that came over wrongly would show.
     arguments += ["seamless.staleness.eta=0", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    # No devices of rollout's own: all generate, then all train (colocated).
+    arguments += ["actor_rollout_ref.hybrid_engine=true", "actor_rollout_ref.rollout.nnodes=0"]
     arguments += taught_arithmetic(machine.folder)
     process = machine.start(*arguments)
     read_until(process, "step 2/4")
@@ -329,6 +356,9 @@ def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_c
     assert (figures["steps"], figures["staleness_max"]) == (4, 0)
     assert figures["max_logprob_diff_steps"] == 4
     assert figures["max_logprob_diff"] <= 1e-4
+    recording = read_recording(folder / "flight")
+    assert_loans_are_whole(recording, "trainer/0")
+    assert_books_balance(recording)
     machine.assert_nothing_left()
     # Steps 1 and 2 were the epoch of the first stage; what it solved is not drawn again, nor is anything drawn twice.
     low = [f"{a}+{b}" for a in range(4) for b in range(8)]

@@ -230,21 +230,29 @@ class _Hall:
         return min(free, key=lambda engines: (engines.kind.speed != home, (engines.n + 1) / engines.kind.slices))
 
     def change(self, crew: Crew) -> None:
-        """Those that were admitted last lose seats that are gone; unlike slices share anew what they have."""
+        """Who sits on slices that go loses the seat, old and young alike, and waits for one that gets free: an engine
+        does not stop a younger session for it. Unlike slices share anew what they have; those that came last move."""
         old = {engines.kind.speed: engines for engines in self.engines}
         each = sum(engines.n for engines in self.engines) / crew.slices if len(crew.kinds) > 1 else math.inf
         self.engines = []
         for kind in crew.kinds:
             room = self._work.room(kind.seats)
             engines = old.pop(kind.speed, None) or _Engines(kind, room)
+            shrinks = kind.slices < engines.kind.slices
             engines.kind, engines.room = kind, room
+            if shrinks:
+                self._evict(engines, room, at_least=1, alike=True)
             self._evict(engines, min(room, each * kind.slices), at_least=1)
             self.engines.append(engines)
         for engines in old.values():
             self._evict(engines, 0.0, at_least=0)
 
-    def _evict(self, engines: _Engines, room: float, *, at_least: int) -> None:
+    def _evict(self, engines: _Engines, room: float, *, at_least: int, alike: bool = False) -> None:
         latest = sorted(engines.ends, key=lambda entry: entry[1])
+        if alike and engines.n > room:  # who is to go stands last
+            count, going = len(latest), max(1, round(len(latest) * (1.0 - room / engines.n)))
+            places = {(2 * i + 1) * count // (2 * going) for i in range(going)}
+            latest = [x for i, x in enumerate(latest) if i not in places] + [latest[i] for i in sorted(places)]
         gone = []
         while len(latest) > at_least and engines.n - self.weights[latest[-1][1]] / 2 > room:
             end, number = latest.pop()

@@ -284,6 +284,21 @@ class Forecaster:
         asked = waiting.event if waiting is not None else self._needs
         return max(asked.minimum, 1) if asked is not None else 1
 
+    def ready_within(self, cluster: Cluster, trainer: Trainer, tokens: float) -> float:
+        """Groups to expect when every session that is out has gained so many tokens: those of the batch, and of the
+        others as many as it has room for."""
+        book = self.book
+        chances: dict[str, float] = {}
+        for session in book.sessions.values():
+            made, _ = book.progress(session, cluster.now)
+            chances[session.group] = chances.get(session.group, 1.0) * book.lengths.ends_within(made, tokens)
+        for group in book.unstarted:  # some of its sessions, or all
+            chances[group] = 0.0
+        awaited = self._awaited or frozenset()
+        needed = [chances.pop(group) for group in awaited & chances.keys()]
+        room = max(trainer.batch - trainer.ready - len(needed), 0)
+        return sum(needed) + min(sum(chances.values()), room)
+
     def longer_than(self, cluster: Cluster, tokens: float) -> frozenset[str]:
         """Sessions that are out and will rather generate more than so many further tokens than fewer."""
         book = self.book

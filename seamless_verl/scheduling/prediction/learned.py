@@ -67,8 +67,16 @@ class DecodeModel:
         return max(cost.step_s(n, kv), 1e-9)
 
     def prefill_s(self) -> float:
-        """Seconds per prefilled token, in which nobody on the slice decodes; 0 while nothing tells."""
-        return (self._best or self._solve())[1] if self.known else 0.0
+        """Seconds per prefilled token, in which nobody on the slice decodes; 0 while nothing tells.
+
+        Never more than a token takes that is decoded at the usual load: that is the same arithmetic, and prefilling
+        reads the weights for many tokens at once. Short contexts would seem dear else: what an interruption takes by
+        itself, whatever the context, is observed together with the tokens that are prefilled after it.
+        """
+        if not self.known:
+            return 0.0
+        n, kv = max(self._n / self._weight, 1.0), float(self._gram[0, 0, 2]) / self._weight
+        return min((self._best or self._solve())[1], self.step_s(n, kv) / n)
 
     def _solve(self) -> tuple[DecodeCost, float]:
         if not self.known:
@@ -167,6 +175,20 @@ class LengthModel:
             return 1.0 if limited else max(_BEYOND * generated, 1.0)
         total = self._sorted[longer + min(int(u * left), left - 1)]
         return max(total - generated, 1.0)
+
+    def ends_within(self, generated: float, tokens: float) -> float:
+        """Chance that a session which has generated so many tokens ends with at most so many further ones.
+
+        Raises:
+            ValueError: no session finished yet.
+        """
+        if not self._sorted:
+            raise ValueError("no session finished yet")
+        longer = bisect.bisect_right(self._sorted, generated)
+        left = len(self._sorted) - longer
+        if left == 0:
+            return 1.0 if self.remaining(generated, 1.0) <= tokens else 0.0
+        return (bisect.bisect_right(self._sorted, generated + tokens) - longer) / left
 
 
 _REMEMBERED_GROUPS = 128

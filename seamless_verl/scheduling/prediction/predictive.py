@@ -40,6 +40,7 @@ from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, Pr
 from seamless_verl.scheduling.slices import SliceState, SliceStatus, Switch, Tag
 
 _ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
+_EARLY = 1.5  # switches before the groups are there that the gang may be called for them
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 _CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
 _PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has arrived
@@ -197,7 +198,11 @@ class Predictive:
             return
         self._at_review = due, arrived
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
-        best = _best_end(cluster, outlook, lent, back_s)
+        # Taken back a moment too late, a slice costs that moment; too early, it idles until the last session has ended
+        # without its help. Where one session is left nobody knows: does it probably end by then?
+        missing = outlook.trainer.minimum - outlook.trainer.ready
+        near = self._forecaster.ready_within(cluster, outlook.trainer, _EARLY * back_s / outlook.token_s)
+        best = _best_end(cluster, outlook, lent, back_s, early=near >= missing - 0.5)
         soon = max(0.25 * back_s, 0.02)
         if best.back_s <= soon and best.worth < math.inf and arrived:
             book = self._forecaster.book
@@ -240,12 +245,20 @@ class Predictive:
         return self._forecaster.between_steps or self._published_at == cluster.now
 
 
-def _best_end(cluster: Cluster, outlook: Outlook, lent: Sequence[SliceStatus], back_s: float) -> _Plan:
-    """When to take lent slices back; later rather than now where it makes no difference."""
+def _best_end(cluster: Cluster, outlook: Outlook, lent: Sequence[SliceStatus], back_s: float, *, early: bool) -> _Plan:
+    """When to take lent slices back; later rather than now where it makes no difference.
+
+    Args:
+        early: whether to consider now, too.
+    """
     standing = outlook.standing
     asleep_s = _asleep_s(cluster, lent)
-    everyone = [(0.0, standing), (asleep_s, standing + crew_of(cluster, lent))]
-    best = _Plan(worth=outlook.worth(outlook.course((0.0, standing)), back_s), back_s=0.0)
+    everyone = [(asleep_s, standing + crew_of(cluster, lent))]
+    if asleep_s:
+        everyone = [(0.0, standing), *everyone]
+    best = _Plan(worth=math.inf, back_s=math.inf)
+    if early:
+        best = _Plan(worth=outlook.worth(outlook.course(everyone[0], (0.0, standing)), back_s), back_s=0.0)
     for at in _ends_of_loan(outlook, outlook.course(*everyone), asleep_s, back_s):
         if at > 0.0:
             worth = outlook.worth(outlook.course(*everyone, (at, standing)), at + back_s)

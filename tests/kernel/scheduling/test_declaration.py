@@ -39,6 +39,11 @@ def test_the_documented_example() -> None:
     assert {gpu.node for gpu in slices[0].gpus} == {"trainers/0"}  # a replica stays on a node
 
 
+def test_an_entry_without_nodes_counts_as_not_written() -> None:
+    """As a recipe's after ``actor_rollout_ref.rollout.nnodes=0``."""
+    assert resources(TRAINERS, {**ROLLOUTS, "nodes": 0, "gpus_per_node": 0}) == resources(TRAINERS)
+
+
 def test_a_replica_may_span_whole_nodes() -> None:
     slices = slices_of(resources(TRAINERS, {**ROLLOUTS, "nodes": 2}), replica_gpus=16)
     assert [len({gpu.node for gpu in s.gpus}) for s in slices] == [2, 2]
@@ -78,7 +83,9 @@ def test_impossible_declarations_are_refused(
     [
         ({"resources": [{**TRAINERS, "capabilities": ["trian"]}]}, "seamless.resources[trainers].capabilities"),
         ({"resources": [{**TRAINERS, "capabilities": []}]}, "seamless.resources[trainers].capabilities"),
-        ({"resources": [{**TRAINERS, "nodes": 0}]}, "seamless.resources[trainers].nodes"),
+        ({"resources": [{**TRAINERS, "nodes": -1}]}, "seamless.resources[trainers].nodes"),
+        ({"resources": [{**TRAINERS, "nodes": "2"}]}, "seamless.resources[trainers].nodes"),
+        ({"resources": [{**TRAINERS, "gpus_per_node": 0}]}, "seamless.resources[trainers].gpus_per_node"),
         ({"resources": [{"name": "a", "nodes": 1, "gpus_per_node": 8}]}, "seamless.resources[0].capabilities"),
         ({"resources": [{**TRAINERS, "tflops": 989}]}, "seamless.resources[trainers].bandwidth_gbs"),
         ({"scheduler": {"policy": "predictiv"}}, "seamless.scheduler.policy"),

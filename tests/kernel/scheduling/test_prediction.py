@@ -53,6 +53,34 @@ def test_before_load_varied_half_of_the_time_is_taken_to_grow_with_it() -> None:
         DecodeModel().step_s(1)
 
 
+def with_interruptions(overhead_s: float, prefill_s: float) -> DecodeModel:
+    """Eight requests at a time, 10 ms a step; one in four was interrupted and prefilled 100 to 300 tokens again."""
+    rng = random.Random(2)
+    model = DecodeModel()
+    for number in range(400):
+        again = rng.randint(100, 300) if number % 4 == 0 else 0
+        seconds = 100 * 0.01 + again * prefill_s + (overhead_s if again else 0.0)
+        model.observe(n=8, kv=0, seconds_per_token=seconds / 100, tokens=100, prefilled=again)
+    return model
+
+
+def test_what_an_interruption_takes_is_no_price_of_the_few_tokens_that_are_prefilled_after_it() -> None:
+    assert with_interruptions(0.0, 4e-4).prefill_s() == pytest.approx(4e-4, rel=0.05)
+    dear = with_interruptions(1.0, 4e-4)
+    assert dear.prefill_s() <= 1.01 * dear.step_s(8) / 8, "a token that is decoded beside seven others"
+
+
+def test_the_chance_that_a_session_ends_soon() -> None:
+    lengths = LengthModel()
+    for total in (10, 20, 30, 40):
+        lengths.observe(total)
+    assert [lengths.ends_within(0, tokens) for tokens in (9, 10, 25, 40)] == [0.0, 0.25, 0.5, 1.0]
+    assert lengths.ends_within(10, 10) == pytest.approx(1 / 3)
+    assert [lengths.ends_within(40, tokens) for tokens in (9, 10)] == [0.0, 1.0], "longer than all before, by a quarter"
+    with pytest.raises(ValueError, match="no session"):
+        LengthModel().ends_within(0, 1)
+
+
 def test_remaining_lengths_are_conditional_quantiles() -> None:
     lengths = LengthModel()
     for total in range(100, 1100, 100):  # 100 … 1000
@@ -170,6 +198,13 @@ def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
     one = alike(1.0, 1)
     taken_back = play(work([20, 30, 12]), [(0.0, one + one), (5.0, one)])
     assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 25.0, 45.0 + 12.0]
+
+
+def test_who_sits_on_a_slice_that_goes_waits_for_a_seat_by_hand() -> None:
+    """Old and young alike lose theirs; those that are left are not stopped for them."""
+    four = replace(work([100.0, 10.0, 100.0, 10.0]), step_s=lambda n, kv: 1.0)
+    course = play(four, [(0.0, alike(2.0, 4.0)), (0.0, alike(1.0, 2.0))])
+    assert course.ready_at == [100.0, 100.0, 110.0, 110.0]
 
 
 def test_seats_of_unlike_slices_by_hand() -> None:
