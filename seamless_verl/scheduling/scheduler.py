@@ -305,8 +305,11 @@ class Scheduler:
         return [status for status in statuses if status not in kept]
 
     def _may_stop(self, statuses: list[SliceStatus]) -> bool:
-        """Not the last that generate, unless the trainer has what it needs; not what somebody holds."""
+        """Not the last that generate, unless the trainer has what it needs; not what somebody holds or has asked for: a
+        validation that waits for replicas would have them lent again at once, and so on."""
         if any(status.holder is not None for status in statuses):
+            return False
+        if any(pending.event.tag is Tag.ROLLOUT for pending in self.cluster.pending.values()):
             return False
         waiting = self.cluster.training_request()
         if waiting is not None and self.cluster.is_due(waiting):

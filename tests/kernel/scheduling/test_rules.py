@@ -148,6 +148,21 @@ def test_for_validation_idle_slices_are_lent_but_no_more_than_it_wants() -> None
     assert len(world.given(cm.GrantAcquire)) == 1
 
 
+def test_what_a_validation_waits_for_is_not_taken_back_before_it_has_it() -> None:
+    """Else it is lent again at once, and so on: a run stood still at its last validation."""
+    world = World(Says(), a=BOTH, r=ROLLOUT)
+    world.answer()
+    world.do(groups(1.5, 8, 8))
+    world.do(acquire(2.0, "validate", Tag.ROLLOUT, count=2, minimum=0, batch=0))
+    for at in (2.1, 2.2):
+        world.scheduler._policy = Says(decision(Verb.RECLAIM, "a"))
+        world.do(groups(at, 8, 8))
+    assert not world.given(cm.DrainSlice)
+    world.answer()
+    (grant,) = world.given(cm.GrantAcquire)
+    assert set(grant.slices) == {"a", "r"}
+
+
 # ---------------------------------------------------------------- proposals
 
 
