@@ -41,7 +41,7 @@ def assert_loans_are_whole(recording: Recording, slice_id: str) -> Loans:
     assert all(event.reason for event in made)
     lends = [event.decision for event in made if event.action == "lend" and slice_id in event.slices]
     loans = loans_of(recording.events, slice_id)
-    assert loans.wakes == loans.wakes_that_took == len(lends) == states.count("waking")
+    assert loans.wakes == loans.wakes_that_took == states.count("waking") >= len(lends), "validations ask for theirs"
     assert loans.reclaims == loans.reclaims_that_freed
     assert loans.shared == 0, "nothing of the trainer beside a cache"
     assert loans.matching == loans.checked == loans.wakes + 1, "at the start, and in each loan"

@@ -145,9 +145,9 @@ def assert_the_report_accounts_for_the_run(folder: Path, devices: dict[str, int]
     spent = {pool: sum(seconds.values()) for pool, seconds in found.pools().items()}
     assert spent == pytest.approx({pool: (end - start) * count for pool, count in devices.items()}, rel=0.005)
     measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    phases = {"timing_s/update_actor": Phase.UPDATE_ACTOR, "timing_s/gen": Phase.WAIT_FOR_BATCH}
-    for key, phase in phases.items():
-        assert found.phases[phase] == pytest.approx(sum(step[key] for step in measured), rel=0.02, abs=0.2)
+    updates, waits = (sum(step[f"timing_s/{key}"] for step in measured) for key in ("update_actor", "gen"))
+    assert found.phases[Phase.UPDATE_ACTOR] == pytest.approx(updates, rel=0.02, abs=0.2)
+    assert found.phases[Phase.WAIT_FOR_BATCH] >= 0.98 * waits - 0.2  # verl does not count the wait for lent slices
     assert found.pools()["rollout"][Category.GENERATE] > 0
     assert found.requests.failed == 0
     assert found.requests.abandoned >= 8, "what the dead worker had asked for"
@@ -232,7 +232,7 @@ def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic_and_verls_own_entry_po
         assert {"waking", "rollout"}.isdisjoint(moves(recording, "trainers/0")[1:])
         assert_books_balance(recording)
         figures = summary(point)
-        assert figures["rows_audited"] == figures["rows"] == 2 * 16 * 8
+        assert (figures["rows"], figures["audit_violations"]) == (2 * 16 * 8, 0)
     machine.assert_nothing_left()
     code, output = machine.run(
         f"--config-path={points[0]}",
