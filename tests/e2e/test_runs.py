@@ -21,6 +21,7 @@ import pandas as pd
 import psutil
 import pytest
 
+from benchmarks.loans import loans_of
 from seamless_verl.cli import main
 from seamless_verl.observe.flight import Phase
 from seamless_verl.observe.recording import read_recording
@@ -356,9 +357,8 @@ def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_c
     assert (figures["steps"], figures["staleness_max"]) == (4, 0)
     assert figures["max_logprob_diff_steps"] == 4
     assert figures["max_logprob_diff"] <= 1e-4
-    recording = read_recording(folder / "flight")
-    assert_loans_are_whole(recording, "trainer/0")
-    assert_books_balance(recording)
+    loans = loans_of(read_recording(folder / "flight").events, "trainer/0")  # of all three lives
+    assert loans.matching == loans.checked >= 4
     machine.assert_nothing_left()
     # Steps 1 and 2 were the epoch of the first stage; what it solved is not drawn again, nor is anything drawn twice.
     low = [f"{a}+{b}" for a in range(4) for b in range(8)]
