@@ -94,6 +94,7 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     hydra_runtime = HydraConfig.get().runtime
     sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
     compose.check_hidden(hydra_runtime.choices, sources)
+    check_machine.asked_devices(config)  # first: a recipe's slices are written in these numbers
     section = OmegaConf.to_container(config.seamless, resolve=True)
     seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
     if config.trainer.v1.trainer_mode == "seamless":

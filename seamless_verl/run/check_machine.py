@@ -131,6 +131,17 @@ def installed_vllm() -> dict[str, str]:
     return found
 
 
+def asked_devices(config: Mapping[str, Any]) -> tuple[int, int]:
+    """The devices that train and those that only roll out, by verl's keys.
+
+    Raises:
+        ConfigError: a number of devices is none.
+    """
+    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    nodes = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0)
+    return train, nodes * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0)
+
+
 def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
     """Whether this machine has the devices that are asked for; a cluster that is joined is asked when it is there.
 
@@ -139,9 +150,7 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
         MachineError: there are too few.
     """
     device = value_of(config, "trainer.device")
-    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
-    nodes = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0)
-    rollout = nodes * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0)
+    train, rollout = asked_devices(config)
     if device == "cpu" or cluster_address(value_of(config, ADDRESS, None)) is not None:
         return
     if machine.accelerators < train + rollout:
