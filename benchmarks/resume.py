@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from benchmarks.records import Record, arguments, report
-from seamless_verl.config import CurriculumConfig, StageConfig
+from seamless_verl.curriculum_config import CurriculumConfig, StageConfig
 from tests.fakes import ScriptedTransferQueue
 
 ETA, BATCH, MINI_BATCH, ROLLOUTS, STEPS = 2, 8, 4, 4, 60

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seamless_verl.checked import build, check_bound, check_redundancy, one_of, positive, switch, whole
+from seamless_verl.curriculum_config import CurriculumConfig
 from seamless_verl.errors import ConfigError
 
 
@@ -71,79 +72,6 @@ class StalenessConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlateauConfig:
-    """When accuracy counts as no longer rising.
-
-    Attributes:
-        epochs: how many epochs without a gain.
-        min_gain: the smallest rise in accuracy that counts as a gain.
-    """
-
-    epochs: int
-    min_gain: float = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageConfig:
-    """One stage of the curriculum. The first ``until_*`` rule that applies ends it; the last stage never ends.
-
-    Attributes:
-        name: for messages and checkpoints.
-        sources: values of the data's ``data_source`` column that the stage draws from.
-        until_step: last training step of the stage.
-        until_epoch: epochs that the stage lasts, counted by consumed prompts.
-        until_plateau: ends the stage when the accuracy per epoch stops rising.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    until_step: int | None = None
-    until_epoch: int | None = None
-    until_plateau: PlateauConfig | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurriculumConfig:
-    """Which prompts are worth their rollouts (SRPO; docs/curriculum.md). By default verl's dataloader chooses.
-
-    Attributes:
-        history_resampling: at the end of an epoch, take prompts that every rollout solved out of the pool.
-        accuracy_key: what the reward function returns beside ``score`` that is 1 for a correct answer. Needed with
-            ``history_resampling`` and ``stages``.
-        pool_floor: prompts that always stay; None: ``data.train_batch_size``.
-        readmit_after_epochs: epochs after which a prompt that left comes back; None: never.
-        stages: named stages over data sources, in order, for example
-            ``[{name: math, sources: [gsm8k], until_step: 100}, {name: all, sources: [gsm8k, code]}]``.
-        zero_overlong_advantage: rows with an answer that was cut off get zero advantage. Works without the rest.
-    """
-
-    history_resampling: bool = False
-    accuracy_key: str | None = None
-    pool_floor: int | None = None
-    readmit_after_epochs: int | None = None
-    stages: tuple[StageConfig, ...] = ()
-    zero_overlong_advantage: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("history_resampling", "zero_overlong_advantage"):
-            switch(f"seamless.curriculum.{name}", getattr(self, name))
-        for name in ("pool_floor", "readmit_after_epochs"):
-            if (value := getattr(self, name)) is not None:
-                whole(f"seamless.curriculum.{name}", value, 1, "write 1 or more")
-        if self.enabled and not self.accuracy_key:
-            raise ConfigError(
-                "seamless.curriculum.accuracy_key",
-                self.accuracy_key,
-                "is not set, and only accuracy decides what is solved",
-                "name what the reward function returns beside its score, for example acc",
-            )
-
-    @property
-    def enabled(self) -> bool:
-        return self.history_resampling or bool(self.stages)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Which rollout replica a request goes to. verl's own ``rollout.router_config_path`` takes precedence.
 
@@ -171,6 +99,34 @@ class RouterConfig:
             raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
         for key in ("migrate", "oldest_first"):
             switch(f"seamless.router.{key}", getattr(self, key))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsConfig:
+    """How new weights reach the rollout replicas (docs/staleness.md).
+
+    Attributes:
+        sync: ``together`` stops all replicas, gives the new weights to all, and goes on; the trainer waits meanwhile.
+            ``rolling`` has the trainer publish them once; each replica fetches them when its turn comes, and the others
+            generate meanwhile.
+        cache: what becomes of requests that a replica runs when it takes new weights (``rolling``). ``refill`` computes
+            their context again, so that each token is wholly of one version. ``keep`` goes on with the cache of the old
+            weights, which costs nothing and leaves tokens that no single version explains.
+        at_once: replicas that take new weights at a time (``rolling``).
+        max_lag: versions behind the newest from which on a replica takes new weights although it is busy (``rolling``).
+            With more than 1 a busy replica waits until it idles, or until somebody needs newer weights.
+    """
+
+    sync: str = "together"
+    cache: str = "refill"
+    at_once: int = 1
+    max_lag: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("seamless.weights.sync", self.sync, ("together", "rolling"))
+        one_of("seamless.weights.cache", self.cache, ("refill", "keep"))
+        whole("seamless.weights.at_once", self.at_once, 1, "write 1")
+        whole("seamless.weights.max_lag", self.max_lag, 1, "write 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +330,7 @@ class SeamlessConfig:
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     resources: tuple[ResourceConfig, ...] = ()
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from seamless_verl.config import CurriculumConfig, StageConfig
 from seamless_verl.curriculum.prompt_pool import Change, Outcome, Pool, Resampling
 from seamless_verl.curriculum.stages import Plateau, Stage, StageProgress
+from seamless_verl.curriculum_config import CurriculumConfig, StageConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 
 STATE_VERSION = 1

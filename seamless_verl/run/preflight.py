@@ -14,6 +14,7 @@ from seamless_verl.checked import value_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.machine import Machine
 from seamless_verl.run import check_combinations, check_gpu_memory, check_machine
+from seamless_verl.run.check_weights import check_weights
 
 
 def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> list[str]:
@@ -37,6 +38,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         check_combinations.check_batches(config)
         check_combinations.check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
+        check_weights(config, seamless)
     check_combinations.check_shared_prefix(config, seamless)
     check_machine.check_packages(config, machine)
     check_combinations.check_lengths(config)

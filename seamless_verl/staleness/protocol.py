@@ -176,6 +176,11 @@ class StalenessProtocol:
         entry = self._entries.get(group)
         return entry.state if entry else None
 
+    def reserved_for(self, group: str) -> int | None:
+        """The version that its reservation named (`reserve`); ``None``: it holds none."""
+        entry = self._entries.get(group)
+        return entry.version if entry is not None and entry.state is EntryState.RESERVED else None
+
     # ---------------------------------------------------------------- the protocol
 
     def reserve(self, group: str, version: int) -> int | None:

@@ -328,11 +328,12 @@ async def test_all_that_wait_for_a_replica_in_one_process_ask_the_router_once():
 
     asked: list[asyncio.Future] = []
 
-    def remote():
+    def remote(floor):
         asked.append(asyncio.get_running_loop().create_future())
         return asked[-1]
 
     client = object.__new__(VersionedLLMClient)
+    client._asked = {}
     client._load_balancer = SimpleNamespace(someone_serves=SimpleNamespace(remote=remote))
     waiting = [asyncio.ensure_future(client._someone_serves()) for _ in range(1200)]
     await asyncio.sleep(0)
@@ -346,14 +347,21 @@ async def test_all_that_wait_for_a_replica_in_one_process_ask_the_router_once():
     assert len(asked) == 2
     asked[1].set_result(None)
     await later
+    others = [asyncio.ensure_future(client._someone_serves(floor)) for floor in (3, 4, 3)]
+    await asyncio.sleep(0)
+    assert len(asked) == 4, "once for each floor"
+    asked[2].set_result(None)
+    asked[3].set_result(None)
+    await asyncio.gather(*others)
 
 
 def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
     from seamless_verl.observe.time_ledger import Category
     from seamless_verl.verl_adapter.rollout import load_balancer as balancer
+    from seamless_verl.verl_adapter.rollout import replica_seconds
 
     now = 9.0
-    monkeypatch.setattr(balancer.time, "monotonic", lambda: now)
+    monkeypatch.setattr(replica_seconds.time, "monotonic", lambda: now)
     metered = balancer.MeteredLoadBalancer({"a": "handle", "b": "handle"})
     metered._request_id_to_server["x"] = metered._request_id_to_server["y"] = "a"
 

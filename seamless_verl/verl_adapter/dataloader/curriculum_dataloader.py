@@ -11,9 +11,9 @@ import transfer_queue as tq
 from omegaconf import DictConfig
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from seamless_verl.config import CurriculumConfig
 from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered, configured
 from seamless_verl.curriculum.prompt_pool import Outcome
+from seamless_verl.curriculum_config import CurriculumConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe.reporter import EpochReport, PoolStanding, Reporter
 from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer

@@ -37,12 +37,14 @@ class ReplacingManager(AgentLoopManagerTQ):
     Attributes:
         say: told in a line of every worker that died.
         note_death: told which one, by the id of its actor.
+        floor_of: the oldest weights that may begin a prompt; None: all replicas have the same.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.say: Callable[[str], None] = _log.warning
         self.note_death: Callable[[str], None] = lambda worker: None
+        self.floor_of: Callable[[str], int] | None = None
         self._issued = IssuedGroups()
         self._replaced: dict[str, int] = {}  # workers that died -> their place among the others
         self._prompts: dict[str, tuple[TensorDict, int]] = {}  # of what is issued: where its prompt stands
@@ -100,7 +102,8 @@ class ReplacingManager(AgentLoopManagerTQ):
             groups = [str(uid) for uid in prompts["uid"]]
             self._prompts.update({group: (prompts, row) for row, group in enumerate(groups)})
             self._issued.issue(_name(worker), groups)
-            calls.append((worker, worker.generate_sequences.remote(prompts)))
+            floors = ({group: self.floor_of(group) for group in groups},) if self.floor_of else ()
+            calls.append((worker, worker.generate_sequences.remote(prompts, *floors)))
         for worker, call in calls:
             try:
                 ray.get(call)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -168,6 +168,11 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
         staleness = seamless.staleness
         self._groups = GroupRuns(staleness.group_redundancy, _clear) if staleness.manages_groups else None
 
+    async def generate_sequences(self, batch: Any, floors: Mapping[str, int] | None = None) -> None:
+        """As the parent; ``floors``: the oldest weights that may begin each prompt (`staleness.floors`)."""
+        request_log.reserve(floors or {})
+        await super().generate_sequences(batch)
+
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
@@ -177,6 +182,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
             else:
                 await self._run_group(self._groups, prompt, sampling_params, trajectory, trace)
         finally:
+            request_log.release(prompt["uid"])
             self._ring()
 
     async def _run_group(
@@ -212,9 +218,11 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
             self._groups.writing(kwargs["uid"], kwargs["session_id"], rows)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    async def restart_groups(self, uids: Sequence[str]) -> list[str]:
-        """Start these prompts anew; returns those of them that are under way here."""
-        return self._groups.restart(uids) if self._groups is not None else []
+    async def restart_groups(self, uids: Sequence[str], floor: int) -> list[str]:
+        """Start these prompts anew, with weights of ``floor`` or newer; returns those that are under way here."""
+        accepted = self._groups.restart(uids) if self._groups is not None else []
+        request_log.reserve(dict.fromkeys(accepted, floor))
+        return accepted
 
     async def cut_groups(self, uids: Sequence[str]) -> None:
         """End what is generated for these prompts where it is."""

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import transfer_queue as tq
-from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.utils.skip import SkipManager
 
-from seamless_verl.config import StalenessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.staleness.groups import StuckPolicy, Treatment
+from seamless_verl.staleness.groups import StuckPolicy
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
 from seamless_verl.verl_adapter.dataloader.woken_buffer import (
     LOOK_S,
@@ -105,6 +103,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self.look_s = min(LOOK_S, self.stragglers.look_again_s)
         self._source: PromptSource | None = None
         self._on_progress = on_progress
+        self._oldest: Callable[[], int | None] = lambda: None
         self._abandoned: set[str] = set()  # surplus groups that are still generated
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
@@ -120,6 +119,16 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def follow(self, source: PromptSource) -> None:
         """A curriculum chooses the prompts: tell it what becomes of them."""
         self._source = source
+
+    def follow_versions(self, oldest: Callable[[], int | None]) -> None:
+        """Replicas take new weights one after the other; ``oldest``: the oldest version that one of them serves."""
+        self._oldest = oldest
+
+    def floor_of(self, uid: str) -> int:
+        """The oldest weights that may begin a prompt's rollouts: those of its reservation. The newest for validation,
+        and for prompts that somebody else submitted."""
+        reserved = self.protocol.reserved_for(uid)
+        return self.protocol.version if reserved is None else reserved
 
     def start_at(self, version: int) -> None:
         """Begin with weights of ``version``, from a checkpoint without our state.
@@ -156,11 +165,17 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def reserve(self, uids: Sequence[str], global_steps: int) -> None:
         """Called by the trainer before prompts are submitted.
 
+        Each for the oldest version that a replica serves, where a step within the bound has room for one so old: then
+        any replica may begin it. Else for a newer one, and who is too old must take newer weights first.
+
         Raises:
             SeamlessError: more prompts are submitted than there is room for.
         """
+        newest, oldest = global_steps - 1, self._oldest()
+        first = newest if oldest is None else min(newest, max(oldest, newest - self.protocol.eta))
+        versions = range(first, newest + 1)
         for uid in uids:
-            if self.protocol.reserve(uid, global_steps - 1) is None:
+            if all(self.protocol.reserve(uid, version) is None for version in versions):
                 raise SeamlessError(
                     f"prompt {uid} was submitted in step {global_steps} beyond the bound: "
                     f"{self.protocol.num_in_flight} groups are in flight, eta is {self.protocol.eta}"
@@ -358,43 +373,3 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         trained = [key for uid, keys in self._rows_by_group().items() if uid not in prompts for key in keys]
         if surplus or trained:
             tq.kv_clear(partition_id="train", keys=[*surplus, *trained])
-
-
-def row_buffer(
-    config: DictConfig,
-    staleness: StalenessConfig,
-    *,
-    refill: Callable[[int], int],
-    filter_metric: str | None,
-    on_progress: Callable[[int, int], None],
-) -> WokenReplayBuffer:
-    """Builds the replay buffer of a run: ours, or with ``staleness.policy=verl`` one with verl's semantics.
-
-    Args:
-        refill: submits that many new prompts.
-        filter_metric: of DAPO's filter; None: it is off.
-    """
-    sampler = config.trainer.v1.sampler
-    common = {
-        "trainer_config": config.trainer.v1.get(TRAINER_MODE),
-        "sampler_kwargs": sampler.sampler_kwargs,
-        "refill_fn": refill,
-        "filter_groups_metric": filter_metric,
-    }
-    if staleness.policy == "verl":
-        return WokenReplayBuffer(
-            trainer_mode=TRAINER_MODE,
-            max_off_policy_threshold=sampler.max_off_policy_threshold,
-            max_off_policy_strategy=sampler.max_off_policy_strategy,
-            **common,
-        )
-    return StreamingReplayBuffer(
-        eta=staleness.eta,
-        batch_size=config.data.train_batch_size,
-        redundancy=staleness.redundancy,
-        in_flight=staleness.in_flight,
-        stuck=StuckPolicy(treatment=Treatment(staleness.stuck), patience_s=staleness.stuck_patience_s),
-        admits=not config.skip.rollout_tq.enable,
-        on_progress=on_progress,
-        **common,
-    )

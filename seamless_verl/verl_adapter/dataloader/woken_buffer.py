@@ -143,7 +143,7 @@ class Stragglers:
         return {"training/stuck/truncated": len(uids)}
 
     def _restart(self, protocol: StalenessProtocol, version: int, uids: Sequence[str]) -> int:
-        answers = living([worker.restart_groups.remote(uids) for worker in self._workers])
+        answers = living([worker.restart_groups.remote(uids, version) for worker in self._workers])
         accepted = {uid for answer in answers for uid in answer}
         for uid in uids:  # in the policy's order; what has ended meanwhile is found by the next look
             if uid in accepted:

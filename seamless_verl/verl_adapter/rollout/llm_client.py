@@ -21,6 +21,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
+from seamless_verl.verl_adapter.rollout.load_balancer import NONE_NEW_ENOUGH
 from seamless_verl.verl_adapter.rollout.request_log import (
     ReplicaCall,
     cut_groups,
@@ -39,7 +40,9 @@ _NOBODY_SERVES_S = 0.5
 class VersionedLLMClient(FullyAsyncLLMServerClient):
     """Adds ``extra_fields["version_spans"]``: ``[(weight version, tokens), …]`` in generation order."""
 
-    _asked: asyncio.Future[None] | None = None  # tells when a replica serves again
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._asked: dict[int, asyncio.Future[None]] = {}  # floor -> tells when a replica serves it
 
     async def generate(
         self,
@@ -74,10 +77,12 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             )
             if output is None:
                 continue
-            is_complete = partial.add(_generation(output))
+            generation = _generation(output)
+            request_log.generated(request_id, _told([span.version for span in generation.version_spans]))
+            is_complete = partial.add(generation)
             _merge(merged, output, len(partial.token_ids) - len(kept))
             if is_complete or (cut_groups.is_cut(group) and partial.cut_short()):
-                return _output(merged, partial)
+                return _output(merged, partial, request_log.newest(request_id))
             if not output.token_ids:
                 await asyncio.sleep(_REFUSED_BACKOFF_S)
 
@@ -127,14 +132,18 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             call.engine_name = super()._vllm_request_id(request_id)
             extra["attempt"] = call.engine_name
             extra["worker"] = this_worker()
+        floor = request_log.floor(request_id)
+        if floor:
+            extra["floor"] = floor
         while True:
             try:
                 server_id, handle = await self._seat(request_id, **extra)
             except RuntimeError as error:
-                if not self._outlives_replicas or "No available servers" not in str(error):
-                    raise
                 # All replicas are with the trainer, or the last one died: the scheduler lends one, or ends the run.
-                await self._someone_serves()
+                is_alone = self._outlives_replicas and "No available servers" in str(error)
+                if not is_alone and NONE_NEW_ENOUGH not in str(error):
+                    raise
+                await self._someone_serves(floor)
                 continue
             if call is not None:
                 call.routed(server_id, handle)
@@ -157,16 +166,17 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             server_id, _ = asked.result()
             self._release_server(server_id, request_id=request_id)
 
-    async def _someone_serves(self) -> None:
-        """Wait until a replica serves, with one call for all requests of this process. Each call holds one of the 1,000
-        places that Ray gives the router; were all of them taken, nobody could tell it of a new replica."""
+    async def _someone_serves(self, floor: int = 0) -> None:
+        """Wait until a replica serves requests with this floor, with one call for all of this process. Each call holds
+        one of the 1,000 places that Ray gives the router; were all taken, nobody could tell it of a new replica."""
         told = getattr(self._load_balancer, "someone_serves", None)
         if told is None:  # a router of the user's own
             await asyncio.sleep(_NOBODY_SERVES_S)
             return
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.ensure_future(told.remote())
-        await asyncio.shield(self._asked)
+        if floor not in self._asked or self._asked[floor].done():
+            self._asked = {of: asked for of, asked in self._asked.items() if not asked.done()}
+            self._asked[floor] = asyncio.ensure_future(told.remote(floor))
+        await asyncio.shield(self._asked[floor])
 
     def _rollout(self, key: str) -> str | None:
         value: str | None = OmegaConf.select(self.config, f"actor_rollout_ref.rollout.{key}")
@@ -249,15 +259,21 @@ def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
         merged.routed_experts = np.concatenate([merged.routed_experts, routed[-num_kept:]])
 
 
-def _output(merged: TokenOutput, partial: PartialGeneration) -> TokenOutput:
+def _output(merged: TokenOutput, partial: PartialGeneration, newest: int) -> TokenOutput:
+    """``newest``: version in the session so far; verl's agent loops take over what the last turn says."""
     whole = partial.generation()
     merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
     if merged.stop_reason in _INTERRUPTED:
         merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
-    versions = [span.version for span in whole.version_spans] or [merged.extra_fields["global_steps"]]
+    versions = _told([span.version for span in whole.version_spans] or [merged.extra_fields["global_steps"]])
     merged.extra_fields.update(
-        min_global_steps=versions[0],
-        max_global_steps=versions[-1],
+        min_global_steps=min(versions, default=None),
+        max_global_steps=max([*versions, newest]) if versions else None,
         version_spans=[(span.version, span.num_tokens) for span in whole.version_spans],
     )
     return merged
+
+
+def _told(versions: list[Any]) -> list[int]:
+    """Without those of servers that tell none."""
+    return [version for version in versions if version is not None]

@@ -13,7 +13,7 @@ import functools
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -55,6 +55,8 @@ class RequestLog:
         self._names: dict[str, tuple[str, str]] = {}
         self._began: dict[str, int] = {}  # session -> when, in ms
         self._on: dict[str, str] = {}  # running request -> server
+        self._floors: dict[str, int] = {}  # group -> oldest version that may make the first tokens of its sessions
+        self._made_by: dict[str, tuple[int, int]] = {}  # session -> oldest and newest version of its tokens
         self._watched: frozenset[str] = frozenset()
 
     @contextmanager
@@ -63,12 +65,14 @@ class RequestLog:
         key = (group, f"{group}_{index}")
         token = _session.set(key)
         began_ms = self._began[key[1]] = _now_ms()
+        self._made_by.pop(key[1], None)
         try:
             yield
         finally:
             _session.reset(token)
             if self._began.get(key[1]) == began_ms:  # else it was started anew meanwhile
                 del self._began[key[1]]
+                self._made_by.pop(key[1], None)
             self._names = {name: known for name, known in self._names.items() if known != key}
             self._keep(SessionFinished(at=time.time(), session=key[1], group=group))
 
@@ -87,6 +91,33 @@ class RequestLog:
         """Unix time at which the session began that ``request_id`` is asked for; now, where nobody said."""
         _, session = self._names.get(request_id) or _session.get() or ("", "")
         return self._began.get(session) or _now_ms()
+
+    def reserve(self, floors: Mapping[str, int]) -> None:
+        """Prompts are rolled out from now on, each with weights of its version or newer ones only."""
+        self._floors |= floors
+
+    def release(self, group: str) -> None:
+        """``group`` has ended."""
+        self._floors.pop(group, None)
+
+    def floor(self, request_id: str) -> int:
+        """The oldest version that may make the next token: that of the session's first one (V_traj), before there is
+        one that of the prompt's reservation."""
+        group, session = self._names.get(request_id) or _session.get() or ("", "")
+        made_by = self._made_by.get(session)
+        return made_by[0] if made_by else self._floors.get(group, 0)
+
+    def newest(self, request_id: str) -> int:
+        """The newest version that has made tokens of the session; 0 before there are any."""
+        _, session = self._names.get(request_id) or _session.get() or ("", "")
+        return self._made_by.get(session, (0, 0))[1]
+
+    def generated(self, request_id: str, versions: Sequence[int]) -> None:
+        """Weights of these versions have made tokens; of turns asked for at the same time the oldest one counts."""
+        _, session = self._names.get(request_id) or _session.get() or ("", "")
+        if versions and session in self._began:
+            all_of_them = [*versions, *self._made_by.get(session, ())]
+            self._made_by[session] = (min(all_of_them), max(all_of_them))
 
     def watch(self, servers: Sequence[str]) -> None:
         """Ring when a request on one of these servers ends, instead of those named before."""

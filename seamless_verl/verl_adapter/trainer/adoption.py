@@ -13,6 +13,7 @@ from seamless_verl.machine import survey
 from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
+from seamless_verl.run.check_weights import check_weights
 from seamless_verl.scheduling.declaration import with_policy
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.trainer.a3po import LOSS_MODE
@@ -47,6 +48,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         if agent is not None and agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = MANAGER
         check_engine(config, seamless)
+        check_weights(config, seamless)
         if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
         if engine.backend == "naive":

@@ -37,7 +37,8 @@ from seamless_verl.observe.reporter import Reporter
 from seamless_verl.observe.time_ledger import SliceSeconds
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import CurriculumLoader, curriculum_of
-from seamless_verl.verl_adapter.dataloader.streaming_buffer import STATE_FILE, StreamingReplayBuffer, row_buffer
+from seamless_verl.verl_adapter.dataloader.row_buffer import follow_versions, resumed_folder, row_buffer
+from seamless_verl.verl_adapter.dataloader.streaming_buffer import STATE_FILE, StreamingReplayBuffer
 from seamless_verl.verl_adapter.dataloader.woken_buffer import PolledBuffer, RowBuffer, WokenReplayBuffer
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
@@ -154,6 +155,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     def fit(self, agent_loop_manager: Any) -> None:
         workers = getattr(agent_loop_manager, "agent_loop_workers", [])
         self.rows.listen(workers, getattr(agent_loop_manager, "replace", None), self.reporter.say)
+        if self.seamless.weights.sync == "rolling":
+            follow_versions(self.rows, agent_loop_manager, self.standalone_server_manager.global_load_balancer)
         self.declare_slices(workers)
         with self.flight.whole_run():
             super().fit(agent_loop_manager)
@@ -390,9 +393,6 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         super()._load_checkpoint()
         if not self.global_steps or not isinstance(self.rows, StreamingReplayBuffer):
             return
-        trainer = self.config.trainer
-        folder = Path(trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        if trainer.resume_mode == "resume_path":
-            folder = Path(trainer.resume_from_path)
+        folder = resumed_folder(self.config.trainer, self.global_steps)
         if not self.rows.load(folder, self.global_steps):
             self.reporter.say(f"{folder} has no {STATE_FILE}: its prompts in flight are generated again")

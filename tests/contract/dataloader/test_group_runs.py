@@ -198,7 +198,10 @@ class ScriptedHandle:
 
     @property
     def restart_groups(self):
-        return self._remote(lambda uids: [uid for uid in uids if uid in self.rollout.running], "restart")
+        return self._remote(
+            lambda uids, floor: [uid for uid in uids if uid in self.rollout.running and floor == self.rollout.version],
+            "restart",
+        )
 
     @property
     def cut_groups(self):
@@ -207,9 +210,9 @@ class ScriptedHandle:
     def _remote(self, answer, name):
         class Method:
             @staticmethod
-            def remote(uids):
+            def remote(uids, *rest):
                 self.told.append((name, list(uids)))
-                return answer(uids)
+                return answer(uids, *rest)
 
         return Method
 

@@ -176,6 +176,38 @@ def test_the_groups_of_a_dead_worker_that_have_not_ended_go_to_the_one_in_its_pl
     assert fleet.said[0].endswith("; 1 prompt groups are generated again")
 
 
+def test_floors_go_with_their_prompts_also_to_the_worker_in_the_place_of_a_dead_one(fleet, monkeypatch):
+    from seamless_verl.verl_adapter.dataloader.rollout_workers import NotifyingWorker
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+    first, second = fleet.manager.agent_loop_workers
+    fleet.manager.floor_of = {"a": 3, "b": 4, "c": 4}.__getitem__
+    fleet.submit(["a", "b", "c"])
+    assert (first.told[0][2], second.told[0][2]) == ({"a": 3, "b": 4}, {"c": 4})
+    fleet.mark("running", "b", "c")
+    fleet.mark("finished", "a")
+    first.die()
+    _, batch, floors = fleet.manager.replace(first, died()).told[0]
+    assert floors == {"b": 4}
+    worker = object.__new__(NotifyingWorker)
+    worker.config, worker.background_tasks, worker._groups = config(), set(), None
+    worker._news, worker._waiting, seen = 0, [], []
+
+    async def run_prompt(self, prompt, *_):
+        with request_log.session(prompt["uid"], 0):
+            seen.append(request_log.floor("any turn of it"))
+
+    monkeypatch.setattr(NotifyingWorker.__mro__[1], "_run_prompt", run_prompt)
+
+    async def read():
+        await worker.generate_sequences(batch.clone(), floors)
+        await asyncio.gather(*worker.background_tasks)
+
+    asyncio.run(read())
+    assert seen == [4]
+    assert not request_log._floors, "those of prompts that ended are forgotten"
+
+
 def test_validation_prompts_are_generated_again_as_such(fleet):
     first, _ = fleet.manager.agent_loop_workers
     fleet.submit(["v", "w"], partition="val")

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from seamless_verl.config import CurriculumConfig, StageConfig
+from seamless_verl.curriculum_config import CurriculumConfig, StageConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe.reporter import epoch_line
 from tests.fakes import ScriptedTransferQueue
@@ -119,6 +119,32 @@ def test_eta_zero_is_one_batch_at_a_time(queue):
     assert rollout.buffer.admit(1) == 0, "the weights of step 1 are not out"
     rollout.end_step()
     assert rollout.buffer.admit(2) == 4
+
+
+def test_prompts_are_reserved_for_the_oldest_version_that_serves_where_a_step_has_room_for_one_so_old(queue):
+    rollout = Rollout(queue, eta=1)
+    buffer = rollout.buffer
+    buffer.admit(1)
+    assert {buffer.floor_of(uid) for uid in rollout.submitted} == {0}
+    for uid in ("u0", "u1", "u2", "u3"):
+        rollout.finish(uid)
+    rollout.sample(4)
+    rollout.end_step()
+    serving = [0, 1]
+    buffer.follow_versions(lambda: min(serving, default=None))
+    rollout.fail("u4")
+    buffer.take_stock(2)
+    new = rollout.submitted[8:]
+    assert sorted(buffer.floor_of(uid) for uid in new) == [0, 1, 1, 1, 1], "one place is left in the next step"
+    assert buffer.floor_of("of a validation") == 1
+    for uid in new:
+        rollout.finish(uid, version=buffer.floor_of(uid))
+    buffer.take_stock(2)
+    for behind in ([], [1], [7]):  # nobody is known to lag; who knows more than was published knows nothing
+        serving[:] = behind
+        rollout.fail(next(iter(rollout.running)))
+        buffer.take_stock(2)
+        assert buffer.floor_of(rollout.submitted[-1]) == 1
 
 
 def test_stock_counts_what_took_the_place_of_groups_that_failed(queue):

@@ -1,0 +1,127 @@
+"""Which rollout replica takes newer weights, and when (StaleFlow's synchronisation strategy, section 2.4).
+
+    nobody has what a request needs ─┐
+    no weights at all                ├─► pull the newest, as long as fewer than ``at_once`` do
+    it lags too far                  │
+    it idles, or nearly              ┘
+
+Invariant: while a replica is behind and nobody pulls, `Rolling` either names somebody, or every replica that is behind
+is busy, lags less than ``max_lag`` and is good enough for every request there is. So no request waits for ever: what it
+needs is pulled as soon as a place is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from seamless_verl.config import WeightsConfig
+
+# StaleFlow: "its load is low". Of what the busiest replica runs; below that, what the pause holds up is little.
+_NEARLY_IDLE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaWeights:
+    """What a replica generates with, and what it has to do.
+
+    Attributes:
+        version: of its weights; None: it has none yet, or broke while it loaded some.
+        pulling: it takes newer ones at the moment.
+        running, waiting: requests that it decodes, and those in its queue.
+    """
+
+    replica: str
+    version: int | None
+    pulling: bool
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Have ``replica`` take the newest weights, which are of version ``at_least`` or newer by then."""
+
+    replica: str
+    at_least: int
+    reason: str
+
+
+class Synchronisation(Protocol):
+    """Decides who pulls; the same answer for the same arguments."""
+
+    def pulls(self, newest: int, replicas: Sequence[ReplicaWeights], wanted: int | None) -> list[Pull]:
+        """Pulls to begin now.
+
+        Asked whenever weights were published, a pull has ended, well or not, a replica came, went or ran dry, or a
+        request found nobody.
+
+        Args:
+            newest: version that was published last.
+            wanted: highest version that a request waits for and nobody has; None: there is no such request.
+        """
+
+
+class Together:
+    """Everybody who is behind pulls at once; nobody generates meanwhile."""
+
+    def pulls(self, newest: int, replicas: Sequence[ReplicaWeights], wanted: int | None) -> list[Pull]:
+        return [Pull(replica=each.replica, at_least=newest, reason="all at once") for each in _behind(newest, replicas)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolling:
+    """A few at a time: see the module.
+
+    Attributes:
+        at_once: replicas that pull at a time.
+        max_lag: versions behind the newest from which on a busy replica pulls, too.
+    """
+
+    at_once: int = 1
+    max_lag: int = 1
+
+    def pulls(self, newest: int, replicas: Sequence[ReplicaWeights], wanted: int | None) -> list[Pull]:
+        places = max(0, self.at_once - sum(each.pulling for each in replicas))
+        busiest = max((each.running for each in replicas), default=0)
+        lacking = wanted is not None and all(each.version is None or each.version < wanted for each in replicas)
+        due = []
+        for each in sorted(_behind(newest, replicas), key=_oldest_first):
+            reason = self._reason(each, newest, busiest)
+            if lacking and each.version is not None:  # one of them is enough
+                lacking, reason = False, (1, f"a request waits for version {wanted}, which nobody has")
+            if reason is not None:
+                due.append((*reason, each.replica))
+        due.sort(key=lambda entry: entry[0])
+        return [Pull(replica=name, at_least=newest, reason=words) for _, words, name in due[:places]]
+
+    def _reason(self, each: ReplicaWeights, newest: int, busiest: int) -> tuple[int, str] | None:
+        """How urgent it is for its own sake, the least number first, and why; None: not now."""
+        if each.version is None:
+            return 0, "it has no weights"
+        lag = newest - each.version
+        if lag >= self.max_lag:
+            return 2, f"it is {lag} behind, and from {self.max_lag} on busy replicas pull, too"
+        if not each.waiting and not each.running:
+            return 3, "it idles"
+        if not each.waiting and each.running <= _NEARLY_IDLE * busiest:
+            return 4, f"it nearly idles: it runs {each.running}, the busiest {busiest}"
+        return None
+
+
+def synchronisation_of(config: WeightsConfig) -> Synchronisation:
+    """The strategy that ``seamless.weights`` names; the live run and the simulator take the same."""
+    if config.sync == "together":
+        return Together()
+    return Rolling(at_once=config.at_once, max_lag=config.max_lag)
+
+
+def _behind(newest: int, replicas: Sequence[ReplicaWeights]) -> list[ReplicaWeights]:
+    """Those that are not of the newest version, and do not pull already."""
+    return [each for each in replicas if not each.pulling and (each.version is None or each.version < newest)]
+
+
+def _oldest_first(each: ReplicaWeights) -> tuple[int, int, str]:
+    """Of the same age, those with the least to do."""
+    return (-1 if each.version is None else each.version, each.running + each.waiting, each.replica)

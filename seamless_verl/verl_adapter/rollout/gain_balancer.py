@@ -1,0 +1,177 @@
+"""StaleFlow's routing rule (`staleness.routing.MarginalGain`) as verl's load balancer, and which balancer a run gets.
+
+`MarginalGainBalancer` sends a request where it gains most, or holds it until a place is worth it:
+
+    acquire ─► hold ─► place ─► replica ─► release ─► loads differ too much? ─► abort attempts there; their client keeps
+                 ▲                                                                   the tokens and acquires again ─┐
+                 └──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+Where all replicas take new weights together nobody tells their versions, and "most stale first" is the order in which
+conversations began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from cachetools import LRUCache
+
+from seamless_verl.config import RouterConfig
+from seamless_verl.decode_cost import PUBLISHED
+from seamless_verl.staleness.routing import MarginalGain, MigrationRule, PendingRequest, ReplicaLoad, Route
+from seamless_verl.verl_adapter.rollout.load_balancer import Attempt, MeteredLoadBalancer
+
+# Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
+# no release could come through. Beyond this many, requests go where they are served soonest.
+_MOST_HELD = 500
+# A client asks for its next place right after it left the last one; who has not by then had come to its end.
+_ASKS_AGAIN_S = 1.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that waits; ``place`` becomes the replica where it is to go."""
+
+    conversation: str
+    tokens: int
+    worker: str
+    floor: int
+    place: asyncio.Future[str]
+
+
+class MarginalGainBalancer(MeteredLoadBalancer):
+    """See the module; a conversation stays on its replica, as under its parent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._policy = MarginalGain(cost=PUBLISHED[self.settings.cost], mu=self.settings.mu)
+        self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
+        self._asked = 0
+        self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
+        self._conversations = 0
+        self._rule = MigrationRule() if self.settings.migrate else None
+        self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
+        self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
+
+    async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
+        self, request_id: str, context_tokens: int | None = None, attempt: str = "", worker: str = "", floor: int = 0
+    ) -> tuple[str, Any]:
+        """As its parent's, except that the answer may take until another request has ended."""
+        if request_id not in self._begun:
+            self._begun[request_id] = self._conversations
+            self._conversations += 1
+        able = self._able(floor)
+        at_home = self._request_id_to_server.get(request_id) in able
+        if able and not at_home and len(self._held) < _MOST_HELD:
+            self._asked += 1
+            number = str(self._asked)
+            held = _Held(request_id, context_tokens or 0, worker, floor, asyncio.get_running_loop().create_future())
+            self._held[number] = held
+            self._route()
+            try:
+                await held.place
+            finally:
+                del self._held[number]
+        if at_home or self._request_id_to_server.get(request_id) not in self._able(floor):
+            self._choose(request_id, context_tokens, floor)
+        seat = self._seat(request_id, Attempt(attempt, context_tokens or 0, worker))
+        self._moving.pop(request_id, None)
+        return seat
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        super().release_server(server_id, request_id)
+        key = (server_id, request_id or "")
+        if key in self._leaving and key not in self._running:
+            self._leaving.remove(key)
+            self._moving[key[1]] = time.monotonic()
+        self._route()
+        self._migrate()
+
+    def add_servers(self, servers: dict[str, Any]) -> None:
+        super().add_servers(servers)
+        self._route()
+        self._migrate()
+
+    def set_version(self, server_ids: list[str], version: int) -> None:
+        super().set_version(server_ids, version)
+        self._route()
+
+    def wanted(self) -> int | None:
+        return self._versions.wanted(self._inflight_requests, (held.floor for held in self._held.values()))
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        super().remove_servers(server_ids)
+        self._leaving &= self._running.keys()
+        self._route()
+
+    def worker_died(self, worker: str) -> None:
+        for held in self._held.values():
+            if held.worker == worker:
+                held.place.cancel()
+        super().worker_died(worker)
+        self._route()
+
+    def _route(self) -> None:
+        """Wake those that have a place now; each takes it when it runs, which `super().acquire_server` counts."""
+        waiting = {number: held for number, held in self._held.items() if not held.place.done()}
+        if not waiting:
+            return
+        if not self._inflight_requests:
+            for held in waiting.values():
+                held.place.set_result("")  # to be refused there, as verl expects
+            return
+        order = sorted(waiting, key=lambda number: self._begun.get(waiting[number].conversation, 0))
+        requests = [
+            PendingRequest(request=number, version=waiting[number].floor, tokens=waiting[number].tokens)
+            for number in order
+        ]
+        for decision in self._policy.route(requests, self._loads()):
+            if not isinstance(decision, Route) or waiting[decision.request].place.done():
+                continue
+            conversation = waiting[decision.request].conversation
+            self._request_id_to_server[conversation] = decision.replica
+            for held in waiting.values():  # what else it asked for at the same time goes to the same prefix cache
+                if held.conversation == conversation and not held.place.done():
+                    held.place.set_result(decision.replica)
+
+    def _migrate(self) -> None:
+        """Interrupt conversations where the rule says so, those that came last first: they have the least to lose.
+
+        One round at a time: until those of the last one run elsewhere, the loads do not show what it brought.
+        """
+        asks_since = time.monotonic() - _ASKS_AGAIN_S
+        self._moving = {conversation: left for conversation, left in self._moving.items() if left > asks_since}
+        if self._rule is None or self._leaving or self._moving or self._held or not self._inflight_requests:
+            return
+        loads = self._loads()
+        for command in self._rule.migrations(loads, self._policy.cost):
+            to = [load for load in loads if load.version >= self._versions.of(command.replica)]
+            starving = min(to, key=lambda load: (load.running + load.waiting, load.replica))
+            here = [key for key in self._running if key[0] == command.replica]
+            for server_id, conversation in list(reversed(here))[: command.count]:
+                if self._interrupt(server_id, conversation):
+                    self._leaving.add((server_id, conversation))
+                    self._request_id_to_server[conversation] = starving.replica
+
+    def _loads(self) -> list[ReplicaLoad]:
+        """Requests in flight, and those that were told their place and have not taken it yet."""
+        told = (held for held in self._held.values() if held.place.done() and not held.place.cancelled())
+        promised = [(held.place.result(), held.tokens) for held in told]
+        loads = []
+        for server_id, in_flight in self._inflight_requests.items():
+            coming = [tokens for place, tokens in promised if place == server_id]
+            loads.append(self._load(server_id, in_flight + len(coming), sum(coming)))
+        return loads
+
+
+def balancer_class(settings: RouterConfig, max_running: int) -> type[MeteredLoadBalancer]:
+    """The load balancer that ``seamless.router`` asks for.
+
+    Args:
+        max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
+    """
+    base = MeteredLoadBalancer if settings.policy == "least_requests" else MarginalGainBalancer
+    return type(base.__name__, (base,), {"settings": settings, "max_running": max_running})

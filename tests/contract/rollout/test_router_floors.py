@@ -1,0 +1,158 @@
+"""Replicas of several versions: no request begins, goes on or is moved to weights older than its floor."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from tests.contract.rollout.test_router import Awaitable, Remote, Replica, balancer_of, client_of, turn
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
+POLICIES = pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
+
+
+def two(policy, **settings):
+    """The old one is of version 3, the new one of 4."""
+    made = balancer_of({"old": Remote(Replica()), "new": Remote(Replica())}, policy=policy, **settings)
+    made.set_version(["old"], 3)
+    made.set_version(["new"], 4)
+    return made
+
+
+async def acquire(balancer, name, **fields):
+    return (await Awaitable(balancer).acquire_server.remote(name, context_tokens=10, **fields))[0]
+
+
+@POLICIES
+async def test_a_floor_leaves_out_who_is_too_old_also_where_the_prefix_lies(policy):
+    balancer = two(policy)
+    assert [await acquire(balancer, f"r{n}", floor=4) for n in range(5)] == ["new"] * 5
+    assert Counter([await acquire(balancer, f"s{n}", floor=3) for n in range(3)])["old"] == 3, "it has the fewest"
+    balancer.release_server("old", "s0")
+    assert await acquire(balancer, "s0", floor=3) == "old"
+    balancer.release_server("old", "s0")
+    assert await acquire(balancer, "s0", floor=4) == "new", "its prefix does not count"
+    assert balancer.wanted() is None
+
+
+@POLICIES
+async def test_whom_nobody_may_serve_waits_outside_and_goes_as_soon_as_somebody_has_the_weights(policy):
+    balancer = two(policy)
+    client = client_of(Awaitable(balancer))
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+    request_log.reserve({"g": 5, "h": 6})
+    calls = [asyncio.ensure_future(_in_session(client, group, index)) for index, group in enumerate("ghg")]
+    while balancer.wanted() != 6:
+        await turn()
+    assert balancer.get_total_inflight() == 0
+    assert not getattr(balancer, "_held", {}), "it would hold one of the places of Ray's actor"
+    balancer.set_version(["old"], 5)
+    done = await asyncio.wait_for(asyncio.gather(calls[0], calls[2]), 10)
+    assert done == ["old", "old"]
+    assert (balancer.wanted(), calls[1].done()) == (6, False)
+    balancer.add_servers({"newest": Remote(Replica())})
+    balancer.set_version(["newest"], 6)
+    assert await asyncio.wait_for(calls[1], 10) == "newest"
+    assert balancer.wanted() is None
+    request_log.release("g"), request_log.release("h")
+
+
+async def _in_session(client, group, index):
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+    with request_log.session(group, index):
+        return (await client._acquire_server(f"{group}{index}", prompt_ids=[1]))[0]
+
+
+async def test_a_request_that_is_held_back_is_told_of_newer_weights():
+    balancer = two("marginal_gain", max_running=1)
+    assert await acquire(balancer, "first", floor=4) == "new"
+    held = asyncio.ensure_future(acquire(balancer, "held", floor=4))
+    await turn()
+    assert not held.done()
+    assert balancer.wanted() is None, "somebody has it, and is full"
+    balancer.remove_servers(["new"])
+    assert balancer.wanted() == 4
+    balancer.set_version(["old"], 4)
+    assert await asyncio.wait_for(held, 5) == "old"
+
+
+@POLICIES
+async def test_where_nobody_tells_versions_floors_change_nothing(policy):
+    balancer = balancer_of({"a": "A", "b": "B"}, policy=policy)
+    places = [await acquire(balancer, f"r{n}", floor=n) for n in range(10)]
+    assert Counter(places) == {"a": 5, "b": 5}
+    assert (balancer.wanted(), balancer.oldest_version()) == (None, None)
+
+
+def test_nobody_moves_to_a_replica_that_joined_with_older_weights():
+    balancer = balancer_of({"full": Remote(Replica())}, policy="least_requests")
+    balancer.set_version(["full"], 4)
+    for number in range(8):
+        balancer.acquire_server(f"r{number}", 100, f"a{number}")
+    balancer.add_servers({"joined": Remote(Replica())})
+    balancer.set_version(["joined"], 3)
+    balancer.even_out()
+    assert not balancer._servers["full"].target.aborted
+    balancer.set_version(["joined"], 4)
+    balancer.even_out()
+    assert len(balancer._servers["full"].target.aborted) == 4
+
+
+async def test_nor_does_migration_move_them_there():
+    balancer = balancer_of({"full": Remote(Replica())}, migrate=True)
+    balancer.set_version(["full"], 4)
+    for number in range(8):
+        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}", floor=4)
+    full = balancer._servers["full"].target
+    balancer.set_version(["lags"], 3)
+    balancer.add_servers({"lags": Remote(Replica())})
+    assert balancer.oldest_version() == 3
+    balancer.release_server("full", "r0")
+    assert not full.aborted
+    balancer.set_version(["lags"], 4)
+    balancer.release_server("full", "r1")
+    assert full.aborted
+
+
+async def test_what_a_session_has_begun_with_is_its_floor_from_then_on():
+    """Reserved for 2, begun with 3 (what `Replica` tells): later turns go to 3 or newer, a restart may begin with 2."""
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+    asked = []
+    balancer = balancer_of({"a": Remote(Replica())}, policy="least_requests")
+
+    class Watched(Awaitable):
+        @property
+        def acquire_server(self):
+            class Method:
+                @staticmethod
+                async def remote(**fields):
+                    asked.append(fields["floor"])
+                    return balancer.acquire_server(**fields)
+
+            return Method
+
+    client = client_of(Watched(balancer))
+    request_log.reserve({"u": 2})
+    for _ in range(2):
+        with request_log.session("u", 0):
+            for _ in range(2):
+                output = await client.generate("c", prompt_ids=[1], sampling_params={"max_tokens": 3})
+    assert asked == [2, 3, 2, 3]
+    request_log.release("u")
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 3)
+
+
+async def test_versions_of_turns_on_unlike_replicas_are_lowest_and_highest(monkeypatch):
+    """verl's agent loops take `max_global_steps` of the last turn for the session's."""
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+    from tests.contract.test_verl_contract import _client
+
+    client, _ = _client(monkeypatch, [([1], 5, "aborted"), ([2], 7, "completed"), ([3], 6, "completed")])
+    with request_log.session("u", 0):
+        first = await client.generate("c", prompt_ids=[9], sampling_params={"max_tokens": 9})
+        last = await client.generate("c", prompt_ids=[9], sampling_params={"max_tokens": 9})
+    spans = [(o.extra_fields["min_global_steps"], o.extra_fields["max_global_steps"]) for o in (first, last)]
+    assert spans == [(5, 7), (6, 7)]

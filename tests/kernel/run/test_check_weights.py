@@ -1,0 +1,49 @@
+"""Replicas may have unlike weights only where reservations, rollout workers and the router are ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.run.check_combinations import MANAGER
+from seamless_verl.run.check_weights import check_weights
+
+
+def refusal(rollout: dict[str, Any] | None = None, **seamless: Any) -> ConfigError:
+    config = {
+        "actor_rollout_ref": {"rollout": {"agent": {"agent_loop_manager_class": MANAGER}, **(rollout or {})}},
+        "trainer": {"v1": {"sampler": {"custom_sampler": {"path": None}}}},
+    }
+    with pytest.raises(ConfigError) as refused:
+        check_weights(config, SeamlessConfig.from_mapping({"weights": {"sync": "rolling"}, **seamless}))
+    return refused.value
+
+
+def test_together_asks_for_nothing() -> None:
+    check_weights({}, SeamlessConfig.from_mapping({"staleness": {"policy": "verl"}}))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "seamless", "key"),
+    [
+        ({}, {"staleness": {"policy": "verl"}}, "seamless.staleness.policy"),
+        (
+            {"agent": {"agent_loop_manager_class": "mine.Manager"}},
+            {},
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
+        ),
+        ({"router_config_path": "mine.yaml"}, {}, "actor_rollout_ref.rollout.router_config_path"),
+        ({"full_determinism": True}, {}, "actor_rollout_ref.rollout.full_determinism"),
+    ],
+)
+def test_what_does_not_know_floors_is_refused(rollout: dict[str, Any], seamless: dict[str, Any], key: str) -> None:
+    error = refusal(rollout, **seamless)
+    assert error.key == key
+    assert "seamless.weights.sync=together" in str(error)
+
+
+def test_until_replicas_can_pull_rolling_is_refused() -> None:
+    assert refusal().key == "seamless.weights.sync"
