@@ -210,6 +210,15 @@ class StalenessProtocol:
                 return buffer.version
         return None
 
+    def reserve_between(self, group: str, oldest: int, newest: int) -> int | None:
+        """`reserve` for ``oldest``, so that every replica may begin it; where no step has room for one so old, for the
+        next version up to ``newest``, and replicas that are older must leave it alone."""
+        for version in range(min(newest, max(oldest, newest - self.eta)), newest + 1):
+            buffer = self.reserve(group, version)
+            if buffer is not None:
+                return buffer
+        return None
+
     def occupy(self, group: str, version: int | None = None, *, tokens: int = 0) -> int:
         """The group is finished: give back its reservation, repair, and take the earliest free place.
 

@@ -6,8 +6,8 @@
     it idles, or nearly              ┘
 
 Invariant: while a replica is behind and nobody pulls, `Rolling` either names somebody, or every replica that is behind
-is busy, lags less than ``max_lag`` and is good enough for every request there is. So no request waits for ever: what it
-needs is pulled as soon as a place is free.
+is busy, lags less than ``max_lag`` and is good enough for every request there is. Whose pulls fail comes last. So no
+request waits for ever while one replica can still pull.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class ReplicaWeights:
         version: of its weights; None: it has none yet, or broke while it loaded some.
         pulling: it takes newer ones at the moment.
         running, waiting: requests that it decodes, and those in its queue.
+        failed: pulls of it that have failed since the last one that did not.
     """
 
     replica: str
@@ -37,6 +38,7 @@ class ReplicaWeights:
     pulling: bool
     running: int
     waiting: int
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,9 @@ class Rolling:
             if lacking and each.version is not None:  # one of them is enough
                 lacking, reason = False, (1, f"a request waits for version {wanted}, which nobody has")
             if reason is not None:
-                due.append((*reason, each.replica))
-        due.sort(key=lambda entry: entry[0])
-        return [Pull(replica=name, at_least=newest, reason=words) for _, words, name in due[:places]]
+                due.append((each.failed, *reason, each.replica))
+        due.sort(key=lambda entry: entry[:2])
+        return [Pull(replica=name, at_least=newest, reason=words) for _, _, words, name in due[:places]]
 
     def _reason(self, each: ReplicaWeights, newest: int, busiest: int) -> tuple[int, str] | None:
         """How urgent it is for its own sake, the least number first, and why; None: not now."""
@@ -122,6 +124,7 @@ def _behind(newest: int, replicas: Sequence[ReplicaWeights]) -> list[ReplicaWeig
     return [each for each in replicas if not each.pulling and (each.version is None or each.version < newest)]
 
 
-def _oldest_first(each: ReplicaWeights) -> tuple[int, int, str]:
-    """Of the same age, those with the least to do."""
-    return (-1 if each.version is None else each.version, each.running + each.waiting, each.replica)
+def _oldest_first(each: ReplicaWeights) -> tuple[int, int, int, str]:
+    """Of those whose pulls have failed as often, and of the same age, the one with the least to do."""
+    version = -1 if each.version is None else each.version
+    return each.failed, version, each.running + each.waiting, each.replica

@@ -165,17 +165,14 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def reserve(self, uids: Sequence[str], global_steps: int) -> None:
         """Called by the trainer before prompts are submitted.
 
-        Each for the oldest version that a replica serves, where a step within the bound has room for one so old: then
-        any replica may begin it. Else for a newer one, and who is too old must take newer weights first.
+        Each for the oldest version that a replica serves, where the bound has room for one so old.
 
         Raises:
             SeamlessError: more prompts are submitted than there is room for.
         """
         newest, oldest = global_steps - 1, self._oldest()
-        first = newest if oldest is None else min(newest, max(oldest, newest - self.protocol.eta))
-        versions = range(first, newest + 1)
         for uid in uids:
-            if all(self.protocol.reserve(uid, version) is None for version in versions):
+            if self.protocol.reserve_between(uid, newest if oldest is None else oldest, newest) is None:
                 raise SeamlessError(
                     f"prompt {uid} was submitted in step {global_steps} beyond the bound: "
                     f"{self.protocol.num_in_flight} groups are in flight, eta is {self.protocol.eta}"

@@ -500,23 +500,23 @@ async def test_a_worker_rings_when_a_group_has_ended(monkeypatch):
 
     ended = asyncio.Event()
 
-    async def prompt(self, uid, *rest):
+    async def prompt(self, prompt, *rest):
         await ended.wait()
-        if uid == "bad":
+        if prompt["uid"] == "bad":
             raise RuntimeError("no")
 
     monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_prompt", prompt)
     worker = object.__new__(NotifyingWorker)
     worker._news, worker._waiting, worker._groups = 0, [], None
     call = asyncio.ensure_future(worker.news(0))
-    group = asyncio.ensure_future(worker._run_prompt("good", {}, {"validate": False}))
+    group = asyncio.ensure_future(worker._run_prompt({"uid": "good"}, {}, {"validate": False}))
     await asyncio.sleep(0)
     assert not call.done()
     ended.set()
     await group
     assert await call == 1
     with pytest.raises(RuntimeError):
-        await worker._run_prompt("bad", {}, {"validate": False})
+        await worker._run_prompt({"uid": "bad"}, {}, {"validate": False})
     assert await worker.news(1) == 2
 
 

@@ -12,9 +12,11 @@ from seamless_verl.staleness.synchronisation import ReplicaWeights, Rolling, Tog
 
 
 def replica(
-    name: str, version: int | None, running: int = 8, waiting: int = 0, pulling: bool = False
+    name: str, version: int | None, running: int = 8, waiting: int = 0, pulling: bool = False, failed: int = 0
 ) -> ReplicaWeights:
-    return ReplicaWeights(replica=name, version=version, pulling=pulling, running=running, waiting=waiting)
+    return ReplicaWeights(
+        replica=name, version=version, pulling=pulling, running=running, waiting=waiting, failed=failed
+    )
 
 
 def test_together_all_that_are_behind_pull_at_once() -> None:
@@ -33,6 +35,13 @@ def test_together_all_that_are_behind_pull_at_once() -> None:
         ([replica("a", 3, running=2), replica("b", 3)], None, "a", "it runs 2, the busiest 8"),
         ([replica("a", 3, running=2, waiting=1), replica("b", 3)], None, None, ""),  # StaleFlow: nothing waits
         ([replica("a", 1, pulling=True), replica("b", 1)], 4, None, ""),  # one at a time
+        (
+            [replica("a", None, failed=1), replica("b", 1)],
+            None,
+            "b",
+            "it is 3 behind",
+        ),  # it must not hold up the others
+        ([replica("a", 1, failed=2), replica("b", 3, failed=1)], 4, "b", "which nobody has"),
     ],
 )
 def test_rolling_the_most_urgent_pulls(
