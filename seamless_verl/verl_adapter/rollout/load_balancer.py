@@ -138,7 +138,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         if self._inflight_requests and not able:
             raise RuntimeError(f"{NONE_NEW_ENOUGH} {floor} yet")
         home = self._request_id_to_server.get(request_id)
-        if home in able:
+        if home is not None and home in able:
             place = self._newcomers.place_of(home, context_tokens, able)
             self._request_id_to_server[request_id] = place
         elif (self._lent or len(able) < len(self._inflight_requests)) and not self._full_determinism:
