@@ -127,9 +127,9 @@ def test_nothing_is_given_back_that_only_older_weights_could_take_over() -> None
     rule = MigrationRule()
     queue, full = load("queue", version=4, running=10, kv=9000, waiting=4), load("full", 4, running=101, kv=400_000)
     for version, queues, loads in ((3, [], []), (4, ["queue"], ["full"])):
-        free = load("free", version, running=1, kv=1)
+        free, idle = load("free", version, running=10, kv=9000), load("idle", version, running=1)
         assert [command.replica for command in rule.migrations([queue, free], COST)] == queues
-        assert [command.replica for command in rule.migrations([full, free], COST)] == loads
+        assert [command.replica for command in rule.migrations([full, idle], COST)] == loads
 
 
 def test_queues_are_given_back_while_somebody_has_none() -> None:
