@@ -1,4 +1,4 @@
-"""Twelve checks of what only a GPU can tell, in one command: begins nothing new after 25 minutes on one card.
+"""Thirteen checks of what only a GPU can tell, in one command: begins nothing new after 25 minutes on one card.
 
 python -m benchmarks.gpu                                  all of them; on a machine without a GPU at the CPU's sizes
 python -m benchmarks.gpu --list                           what there is

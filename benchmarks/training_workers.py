@@ -58,8 +58,13 @@ def data_of(rows: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0, *, fir
     return tu.get_tensordict(tensors, non_tensor_dict=flags)
 
 
-def worker_of(folder: str, *, ours: bool, options: Sequence[str] = (), budget: int = BUDGET) -> Any:
-    """Args: options: of checkpointing, critic, lora, fused, fixed, auto."""
+def worker_of(
+    folder: str, *, ours: bool, options: Sequence[str] = (), budget: int = BUDGET, dtype: str = "fp32"
+) -> Any:
+    """Args:
+    options: of checkpointing, critic, lora, fused, fixed, auto.
+    dtype: that it computes in; weights and sums of gradients are fp32.
+    """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import (
         ActorConfig,
@@ -94,7 +99,7 @@ def worker_of(folder: str, *, ours: bool, options: Sequence[str] = (), budget: i
         micro_batch_size_per_gpu=4,
         infer_micro_batch_size_per_gpu=4,
         use_dynamic_bsz="fixed" not in options,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )
     critic = "critic" in options
     worker = TrainingWorker(

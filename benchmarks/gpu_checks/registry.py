@@ -1,4 +1,4 @@
-"""The twelve checks: what each shows, what it needs, how long it may take. Imports nothing heavy."""
+"""The thirteen checks: what each shows, what it needs, how long it may take. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -156,6 +156,13 @@ CHECKS: tuple[Check, ...] = (
         shows="seconds to lend, to take back, and per token of prefill, for the simulator",
         target="prices:run",
         limit_s=360,
+    ),
+    Check(
+        number=13,
+        name="shared prefixes",
+        shows="eight rows with one prompt of 8k tokens: the same numbers as verl's engine, sooner",
+        target="sharing:run",
+        limit_s=150,
     ),
 )
 BY_NUMBER = {check.number: check for check in CHECKS}

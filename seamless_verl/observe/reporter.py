@@ -139,6 +139,7 @@ def finite(value: Any) -> Any:
 
 STEPS, METRICS, VALIDATION, EPOCHS = "steps.jsonl", "metrics.jsonl", "validation.jsonl", "curriculum.jsonl"
 _BAR = 20  # characters of the progress bar
+_MOST_OFF, _MOST_NORM_OFF = 0.05, 0.1
 
 
 class Reporter:
@@ -164,6 +165,9 @@ class Reporter:
         numbers = {key: _number(value) for key, value in metrics.items() if _is_number(value)}
         self._append(METRICS, {"step": report.step, **numbers})
         self.say(step_line(report, remaining))
+        for role in ("actor", "critic"):
+            if (warning := computed_once_alarm(role, metrics)) is not None:
+                self.say(warning)
 
     def validation(self, report: ValidationReport) -> None:
         self._append(VALIDATION, as_record(report))
@@ -239,6 +243,18 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
     if (warning := alarm(report.step, report.attempts, report.attempts_failed)) is not None:
         line += f"\n{warning}"
     return line
+
+
+def computed_once_alarm(role: str, metrics: Mapping[str, Any]) -> str | None:
+    """Where rows computed both ways (``shared_prefix/guard.py``) differ by more than bfloat16 explains."""
+    off, norm = (metrics.get(f"{role}/shared_prefix/{name}", 0.0) for name in ("off", "grad_norm_off"))
+    if off <= _MOST_OFF and norm <= _MOST_NORM_OFF:  # not so for NaN
+        return None
+    return (
+        f"ALARM: the {role} computed two rows with seamless.shared_prefix and without: outputs differ by {off:.2g} in "
+        f"the mean (at most {_MOST_OFF}), the gradient's norm by {norm:.0%} (at most {_MOST_NORM_OFF:.0%}). Stop, and "
+        "write seamless.shared_prefix=off"
+    )
 
 
 def validation_line(report: ValidationReport) -> str:

@@ -160,7 +160,7 @@ def check_shared_prefix(config: Mapping[str, Any], seamless: SeamlessConfig) -> 
     """
     asked, device = seamless.shared_prefix, value_of(config, "trainer.device", "cuda")
     strategy = str(value_of(config, "actor_rollout_ref.actor.strategy", "fsdp"))
-    problem = "" if device == "cpu" else f"is written for the CPU platform only so far (trainer.device={device})"
+    problem = "" if device in ("cpu", "cuda") else f"knows CPUs and CUDA only (trainer.device={device})"
     if not strategy.startswith("fsdp"):
         problem = f"works with FSDP only (actor_rollout_ref.actor.strategy={strategy})"
     if asked != "off" and problem:

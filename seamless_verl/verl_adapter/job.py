@@ -142,7 +142,7 @@ def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str]
     ):
         start_up.lap("start_agent_loops")
         if isinstance(trainer, SeamlessTrainer):
-            trainer.flight.blame = watchdog.cause_of
+            trainer.flight.blame, trainer.before_checkpoint = watchdog.cause_of, watchdog.confirm
             if hasattr(manager, "replace"):
                 manager.say, manager.note_death = trainer.reporter.say, trainer.flight.worker_died
         try:

@@ -1,15 +1,18 @@
-"""Attention over a `Trie` on the CPU, exact: no key is gathered, no mask is made, and no pair is computed in vain.
+"""Attention over a `Trie`, exact: no key is gathered, no mask is made, and no pair is computed in vain.
 
 Each stretch of the trie gives two plain blocks: its own queries against its own keys (causal), and the queries of all
 that hangs below it against the same keys (all of them). What a query gets from its blocks is merged by log-sum-exp.
 The backward pass of a block is torch's own flash backward with the *merged* output and log-sum-exp, as in ring
-attention (arXiv 2310.01889), which makes the sum of the blocks' gradients the exact gradient.
+attention (arXiv 2310.01889), which makes the sum of the blocks' gradients the exact gradient. On CUDA these are the
+operators that torch's own context parallelism calls in the same way. `check` compares with plain attention where a
+model is built: no GPU has run this yet.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from seamless_verl.token_trie import Trie
@@ -51,13 +54,12 @@ class TrieAttention(torch.autograd.Function):
             for queries, causal in ((keys, True), (slice(stop, end), False)):
                 if queries.start == queries.stop:
                     continue
-                part_q, part_k, part_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                part_q, part_k, part_v = _flash_backward(
                     *(each[:, :, queries] for each in (grad.to(q.dtype), q)),
                     *(each[:, :, keys] for each in (k, v)),
                     *(each[:, :, queries] for each in (out, lse)),
-                    0.0,
                     causal,
-                    scale=ctx.scale,
+                    ctx.scale,
                 )
                 dq[:, :, queries] += part_q
                 dk[:, :, keys] += part_k
@@ -67,7 +69,62 @@ class TrieAttention(torch.autograd.Function):
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Any:
     """Output and log-sum-exp of one block."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> Any:
+    """Gradients of the queries, keys and values of one block; ``out`` and ``lse`` are the merged ones."""
+    lse = lse.contiguous()  # a slice of it is not, and the CUDA kernel reads it as if it were
+    if q.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    # Blocks of one length need no offsets, and without dropout nobody reads the state of the random numbers.
+    no_offsets, no_dropout = (None, None, q.shape[2], k.shape[2]), torch.empty(2, dtype=torch.uint64, device=q.device)
+    return backward(grad, q, k, v, out, lse, *no_offsets, 0.0, causal, no_dropout, no_dropout[0], scale=scale)
+
+
+def check(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Compare with plain attention under a mask, on a small trie: outputs and gradients.
+
+    Args:
+        dtype: that attention will be computed in.
+        size: of a head.
+
+    Returns:
+        The largest difference, as a share of the largest value.
+    """
+    shared, rng = np.arange(40), np.random.default_rng(0)
+    rows = [np.concatenate([shared[:stem], rng.integers(40, 99, more)]) for stem, more in ((40, 9), (40, 70), (17, 5))]
+    trie = Trie(rows)
+    seen = torch.zeros(len(trie), len(trie), dtype=torch.bool)
+    for nodes in trie.nodes_of_row:
+        for at, node in enumerate(nodes):
+            seen[node, nodes[: at + 1]] = True
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = torch.randn(4, 1, 2, len(trie), size, generator=generator).to(device, dtype)
+    found, wanted = [], []
+    for into, exact in ((found, False), (wanted, True)):
+        inputs = [each.to(torch.float32 if exact else dtype).requires_grad_() for each in (q, k, v)]
+        if exact:
+            scores = (inputs[0] @ inputs[1].mT * size**-0.5).masked_fill(~seen.to(device), -torch.inf)
+            out = scores.softmax(-1) @ inputs[2]
+        else:
+            out = TrieAttention.apply(*inputs, trie, size**-0.5)  # type: ignore[no-untyped-call]
+        into += [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+    pairs = [(a.detach().float(), b.detach()) for a, b in zip(found, wanted, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def trie_attention(

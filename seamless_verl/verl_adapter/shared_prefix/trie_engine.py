@@ -23,7 +23,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.token_trie import Ids, Predictions, Trie, in_order, micro_batches
-from seamless_verl.verl_adapter.shared_prefix import MODE, VENDOR, attention
+from seamless_verl.verl_adapter.shared_prefix import MODE, VENDOR, attention, guard
 
 _OURS = "seamless_shared_prefix"
 """Marks data on its way through `prepare_micro_batches` that an engine of ours has sent."""
@@ -36,6 +36,7 @@ class _OnTries(fsdp.FSDPEngine):
 
     def _build_module(self) -> Any:
         refuse(self.engine_config, self.model_config.hf_config)
+        check_attention(self.model_config.hf_config)
         attention.register()
         module: Any = super()._build_module()  # type: ignore[no-untyped-call]
         # AutoModel.from_config copies the configuration that it is given, and attention reads the copy.
@@ -45,7 +46,7 @@ class _OnTries(fsdp.FSDPEngine):
         self._stock_attention = module.config._attn_implementation
         self._trie: Trie | None = None
         self._picked: torch.Tensor | None = None
-        self._tokens = self._computed = 0
+        self._tokens = self._computed = self._updates = 0
         decoder: Any = module.base_model
         decoder.register_forward_pre_hook(self._hand_down, with_kwargs=True)
         decoder.register_forward_hook(self._pick)
@@ -61,12 +62,32 @@ class _OnTries(fsdp.FSDPEngine):
         return output
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        if forward_only:
+            tu.assign_non_tensor(data, **{_OURS: True})
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        compared = {} if self._updates % guard.EVERY else self._computed_both_ways(data, loss_function)
+        self._updates += 1
         tu.assign_non_tensor(data, **{_OURS: True})
         self._tokens = self._computed = 0
         made: Any = super().forward_backward_batch(data, loss_function, forward_only)
-        if not forward_only:
-            made["metrics"]["shared_prefix/computed"] = [self._computed / self._tokens]
+        made["metrics"] |= {"shared_prefix/computed": [self._computed / self._tokens], **compared}
         return made
+
+    def _computed_both_ways(self, data: TensorDict, loss_function: Any) -> dict[str, list[float]]:
+        """Metrics of two rows; nothing where gradients of earlier rows are being kept."""
+        module: Any = self.module
+        if any(parameter.grad is not None for parameter in module.parameters()):
+            return {}
+        part = guard.few(data, rows_of(data["input_ids"]))
+        module.eval()  # adapters may have dropout, which differs from pass to pass
+        found, norms = [], []
+        for ours in (True, False):
+            tu.assign_non_tensor(part, **{_OURS: ours})
+            found.append(super().forward_backward_batch(part, loss_function))
+            norms.append(guard.gradient_norm(module))
+            self.optimizer_zero_grad()
+        module.train()
+        return guard.differences(*found, (norms[0], norms[1]), part)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         shared = tu.get_non_tensor_data(micro_batch, _OURS, default=False) and not stays_flat(micro_batch)
@@ -143,7 +164,7 @@ def refuse(engine: Any, model: Any) -> None:
         ConfigError: something that a shared token would get wrong or that is not built.
     """
     problems = {
-        "GPUs yet: its attention is written for the CPU": get_device_name() != "cpu",
+        "an accelerator that is neither a GPU of CUDA nor a CPU": get_device_name() not in ("cpu", "cuda"),
         "sequences split over GPUs (ulysses_sequence_parallel_size)": engine.ulysses_sequence_parallel_size > 1,
         "pad_to_length": engine.pad_to_length,
         "linear attention": "linear_attention" in (getattr(model, "layer_types", None) or ()),
@@ -160,6 +181,27 @@ def refuse(engine: Any, model: Any) -> None:
             f"cannot be had with {'; '.join(found)}",
             f"write {_KEY}=off, or leave that out",
         )
+
+
+def check_attention(model: Any) -> None:
+    """Args: model: the Hugging Face configuration.
+
+    Raises:
+        ConfigError: attention on this device is not what plain attention gives.
+    """
+    text = model.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if get_device_name() == "cpu":
+        device, dtype, limit = torch.device("cpu"), torch.float32, 1e-4
+    else:
+        device, dtype, limit = torch.device(get_device_name(), get_device_id()), torch.bfloat16, 2e-2
+    try:
+        off = attention.check(device, dtype, size)
+        problem = "" if off <= limit else f"its attention is off by {off:.1g} of the largest value (at most {limit:g})"
+    except RuntimeError as error:  # no such kernel for this device, type or size
+        problem = f"its attention does not run here ({str(error).splitlines()[0]})"
+    if problem:
+        raise ConfigError(_KEY, os.environ.get(MODE, "on"), problem, f"write {_KEY}=off")
 
 
 def stays_flat(batch: TensorDict) -> bool:

@@ -26,6 +26,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
+from seamless_verl.run.restarts import RunBroken
 from seamless_verl.verl_adapter.vllm.engine_death import engine_died
 
 _log = logging.getLogger(__name__)
@@ -230,6 +231,22 @@ class Watchdog:
                 self._liveness.ask()
                 self._story = self._look(_LAST_ANSWERS_S)
             return self._story
+
+    def confirm(self) -> None:
+        """Return if nobody is known to be dead after all were asked once more; the busy have three seconds to answer.
+
+        For a checkpoint: prompts whose groups failed because somebody died, in the seconds before that was noticed,
+        would be left out for ever if it were written.
+
+        Raises:
+            RunBroken: somebody died.
+        """
+        with self._lock:
+            if self._story is None:
+                self._liveness.ask()
+                self._story = self._look(_LAST_ANSWERS_S)
+            if self._story is not None:
+                raise RunBroken(self._story)
 
     def _watch(self) -> None:
         while not self._stop.wait(_INTERVAL_S):

@@ -15,7 +15,7 @@ Everything between the audit and the weights is verl's own code. verl calls hook
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.standing = StandingServers(config, self.seamless.router, hybrid=self._enable_hybrid_replicas)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
         self.meter = StepMeter()
+        self.before_checkpoint: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
         self._step_began_at = 0.0  # of the recorder's clock
         self.current_mode = separate_async.HybridEngineMode.TRAINER
@@ -383,6 +384,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     # ---------------------------------------------------------------- checkpoints
 
     def _save_checkpoint(self) -> None:
+        self.before_checkpoint()
         if isinstance(self.rows, StreamingReplayBuffer):  # before verl's parts: the last declares it complete
             self.rows.save(Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}")
         with self.flight.phase(Phase.CHECKPOINT):

@@ -68,6 +68,7 @@ def observed(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
         result = worker.engine.forward_backward_batch(asked, worker.loss_fn)
         found["micro-batches"] = len(result["loss"])
         found["computed"] = result["metrics"].get("shared_prefix/computed", [1.0])[0]
+        found["guard"] = [result["metrics"].get(f"shared_prefix/{key}", [0.0])[0] for key in ("off", "grad_norm_off")]
         found["loss"] = torch.tensor(sum(result["loss"]))
         for name, parameter in worker.engine.module.named_parameters():
             if parameter.requires_grad:
@@ -99,7 +100,7 @@ def main() -> None:
         for key, value in stock.items()
         if isinstance(value, torch.Tensor)
     }
-    for key in ("engine", "micro-batches", "computed"):
+    for key in ("engine", "micro-batches", "computed", "guard"):
         told[key] = [stock[key], ours[key]]
     if rank == 0:
         sys.stdout.write("\n" + json.dumps(told) + "\n")

@@ -119,3 +119,25 @@ def test_what_it_would_get_wrong_is_refused(options: dict[str, Any], story: str)
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match=story):
         attention.trie_attention(None, heads, heads, heads, None, **{"trie": Trie([np.arange(4)]), **options})  # type: ignore[arg-type]
+
+
+def test_the_check_at_the_start_notices_a_backward_pass_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention.check(torch.device("cpu"), torch.float32, 24) < 1e-5
+    right = attention._flash_backward
+
+    def wrong(*arguments: Any) -> Any:
+        of_queries, of_keys, of_values = right(*arguments)
+        return of_queries, of_keys * 1.01, of_values
+
+    monkeypatch.setattr(attention, "_flash_backward", wrong)
+    assert attention.check(torch.device("cpu"), torch.float32, 24) > 5e-3
+
+
+def test_cudas_operators_take_what_they_are_given() -> None:
+    """Their signatures and shapes, on tensors without memory; numbers need a GPU (`attention.check` asks for them)."""
+    rows = [np.array(row) for row in ([1, 2, 3, 4], [1, 2, 5], [6, 7])]
+    shape = (1, 2, len(Trie(rows)), 64)
+    inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    out = attention.TrieAttention.apply(*inputs, Trie(rows), 0.125)
+    gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert [(each.shape, each.dtype) for each in (out, *gradients)] == [(shape, torch.bfloat16)] * 4

@@ -48,7 +48,7 @@ def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def assert_the_same(told: dict[str, Any]) -> None:
-    figures = {key: value for key, value in told.items() if key not in ("engine", "micro-batches", "computed")}
+    figures = {key: value for key, value in told.items() if key not in ("engine", "micro-batches", "computed", "guard")}
     assert any(key.startswith("gradient of") for key in figures)
     for key, (largest, difference) in figures.items():
         limit = 1e-5 if key in ("log_probs", "entropy", "values", "loss") else 1e-4
@@ -75,6 +75,9 @@ def test_the_same_log_probs_gradients_and_steps_for_less(ranks: int, options: tu
         else ["FSDPEngineWithLMHead", "TrieEngineWithLMHead"]
     )
     assert told["computed"][1] < 0.8
+    off, norm_off = told["guard"][1]
+    assert 0 < off <= 1e-5, "two rows were computed both ways, and differ by rounding"
+    assert 0 < norm_off <= 1e-4
     assert told["micro-batches"][1] <= told["micro-batches"][0]
 
 
@@ -108,9 +111,48 @@ def test_what_a_shared_token_would_get_wrong_is_refused(
     engines.refuse(SimpleNamespace(**plain), SimpleNamespace())
     with pytest.raises(ConfigError, match=f"{story}.*seamless.shared_prefix=off"):
         engines.refuse(SimpleNamespace(**{**plain, **engine}), SimpleNamespace(**model))
-    monkeypatch.setattr(engines, "get_device_name", lambda: "cuda")
-    with pytest.raises(ConfigError, match="GPUs yet"):
+    monkeypatch.setattr(engines, "get_device_name", lambda: "npu")
+    with pytest.raises(ConfigError, match="neither a GPU of CUDA nor a CPU"):
         engines.refuse(SimpleNamespace(**plain), SimpleNamespace())
+
+
+def test_attention_that_is_wrong_on_this_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen3Config
+
+    from seamless_verl.verl_adapter.shared_prefix import trie_engine as engines
+
+    monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
+    engines.check_attention(Qwen3Config(head_dim=24))
+
+    def no_kernel(*_: Any) -> float:
+        raise RuntimeError("No available kernel.")
+
+    for found, story in ((lambda *_: 0.5, "off by 0.5 of the largest value"), (no_kernel, "No available kernel")):
+        monkeypatch.setattr(engines.attention, "check", found)
+        with pytest.raises(ConfigError, match=f"{story}.*seamless.shared_prefix=off"):
+            engines.check_attention(Qwen3Config(head_dim=24))
+
+
+def test_a_difference_between_both_ways_is_seen_where_losses_read() -> None:
+    import numpy as np
+    import torch
+
+    from seamless_verl.verl_adapter.shared_prefix import guard
+
+    def outputs(*rows: list[float]) -> dict[str, Any]:
+        return {"model_output": {"log_probs": torch.nested.as_nested_tensor([torch.tensor(row) for row in rows])}}
+
+    def nested(*sizes: int) -> Any:
+        return torch.nested.as_nested_tensor([torch.zeros(size) for size in sizes], layout=torch.jagged)
+
+    part: Any = {"prompts": nested(2, 1), "input_ids": nested(4, 2)}
+    stock = outputs([9.0, -1.0, -2.0, 9.0], [-3.0, 9.0])  # beyond the response verl reads nothing
+    ours = outputs([0.0, -1.0, -2.3, 0.0], [-3.0, 0.0])
+    found = guard.differences(ours, stock, (1.5, 1.0), part)
+    assert found == {"shared_prefix/off": [pytest.approx(0.1)], "shared_prefix/grad_norm_off": [0.5]}
+    rows = [np.array(row) for row in ([1, 2, 3], [7, 7], [1, 2, 4], [1, 9])]
+    assert guard.neighbours(rows) == [0, 2]
+    assert guard.neighbours(rows[:1]) == [0]
 
 
 @pytest.mark.parametrize(

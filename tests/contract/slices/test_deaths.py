@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("verl")
 import ray
 
-from seamless_verl.run.restarts import Exit, exit_of
+from seamless_verl.run.restarts import Exit, RunBroken, exit_of
 from seamless_verl.verl_adapter import job
 from seamless_verl.verl_adapter.slices import deaths
 from seamless_verl.verl_adapter.slices.deaths import Watchdog
@@ -88,6 +88,17 @@ def test_nobody_is_blamed_for_an_error_while_all_live_or_are_busy(
     with Watchdog(parts) as dog:
         parts["trainer worker 0"].work.remote()
         assert dog.cause_of(ValueError("no rows")) is None
+
+
+def test_no_checkpoint_is_written_after_a_death_that_nobody_noticed_yet(
+    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deaths, "_INTERVAL_S", 3600.0)
+    with Watchdog(parts) as dog:
+        dog.confirm()
+        _kill(parts["rollout replica 0"])
+        with pytest.raises(RunBroken, match="rollout replica 0 died: ActorDiedError"):
+            dog.confirm()
 
 
 @pytest.mark.usefixtures("interruptible")

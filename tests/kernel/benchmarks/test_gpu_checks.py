@@ -1,4 +1,4 @@
-"""The command of the twelve checks: order, time limits, what is kept and what is tried again. No check runs here."""
+"""The command of the thirteen checks: order, time limits, what is kept and what is tried again. No check runs here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from benchmarks.gpu_checks.whole_runs import memory_by_phase, of_weights
 from benchmarks.records import Record
 
 
-def test_there_are_twelve_and_each_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [check.number for check in CHECKS] == list(range(1, 13))
+def test_there_are_thirteen_and_each_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [check.number for check in CHECKS] == list(range(1, 14))
     for check in CHECKS:
         assert callable(check.function())
     assert gpu.main(["--list", "--platform", "gpu"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed[1:]] == [str(number) for number in range(1, 13)]
+    assert [line.split()[0] for line in listed[1:]] == [str(number) for number in range(1, 14)]
 
 
 class Performed:
@@ -56,7 +56,7 @@ def test_what_was_measured_is_kept_and_what_broke_or_was_skipped_is_tried_again(
     state = tmp_path / "state.json"
     resume = ("--resume", str(state))
     code, numbers = perform(monkeypatch, *resume, c2=SKIPPED, c5=FAILED, c7=MISSED)
-    assert (code, numbers) == (1, list(range(1, 13)))
+    assert (code, numbers) == (1, list(range(1, 14)))
     assert perform(monkeypatch, *resume) == (1, [2, 5])  # 7 was measured, and is not good
     assert perform(monkeypatch, *resume, "--only", "7,3") == (0, [7, 3])
     assert perform(monkeypatch, *resume) == (0, [])

@@ -129,6 +129,18 @@ def test_a_violation_cannot_be_overlooked():
     assert "AUDIT: 3 of 10 rows" in step_line(step(2, audit_violations=3), remaining_s=None)
 
 
+def test_rows_that_come_out_otherwise_where_prefixes_are_shared_are_an_alarm(tmp_path):
+    stream = io.StringIO()
+    reporter = Reporter(tmp_path, stream)
+    reporter.step(step(1), {"actor/shared_prefix/off": 0.004, "actor/shared_prefix/grad_norm_off": 0.02})
+    assert "ALARM" not in stream.getvalue()
+    reporter.step(step(2), {"actor/shared_prefix/off": 0.004, "actor/shared_prefix/grad_norm_off": 0.21})
+    assert "ALARM: the actor computed two rows" in stream.getvalue()
+    assert "norm by 21%" in stream.getvalue()
+    reporter.step(step(3), {"critic/shared_prefix/off": float("nan"), "critic/shared_prefix/grad_norm_off": 0.0})
+    assert "ALARM: the critic" in stream.getvalue()
+
+
 def test_records_survive_the_way_through_the_file(tmp_path):
     reporter = Reporter(tmp_path, io.StringIO())
     reporter.step(step(1), {"actor/loss": float("nan"), "text": "not a number", "n": 3})

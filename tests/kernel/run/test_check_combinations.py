@@ -138,7 +138,12 @@ def test_gpus_that_only_train_are_told_what_lending_would_bring():
 
 @pytest.mark.parametrize(
     ("device", "strategy", "story"),
-    [("cuda", "fsdp2", "CPU platform only so far"), ("cpu", "megatron", "works with FSDP only"), ("cpu", "fsdp2", "")],
+    [
+        ("npu", "fsdp2", "knows CPUs and CUDA only"),
+        ("cpu", "megatron", "works with FSDP only"),
+        ("cuda", "fsdp2", ""),
+        ("cpu", "fsdp2", ""),
+    ],
 )
 def test_shared_prefixes_are_refused_before_anything_starts_where_nothing_would_come_of_them(device, strategy, story):
     shape = {"trainer": {"device": device}, "actor_rollout_ref": {"actor": {"strategy": strategy}}}

@@ -1,0 +1,59 @@
+"""Two rows of a run computed both ways now and then: by the engine on tries, and by verl's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import verl.workers.engine.fsdp.transformer_impl as fsdp
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from seamless_verl.token_trie import Rows, in_order
+
+EVERY = 50
+"""Optimizer steps from one comparison to the next; the first one is compared, too."""
+_COMPARED = ("log_probs", "values")
+
+
+def neighbours(rows: Rows) -> list[int]:
+    """The two rows that share the most; or the only row."""
+    ordered = in_order(rows)
+    last = max(range(len(ordered)), key=lambda at: ordered[at][1])
+    return [row for row, _ in ordered[max(0, last - 1) : max(0, last - 1) + 2]]
+
+
+def few(data: TensorDict, rows: Rows) -> TensorDict:
+    """Two rows of ``data`` as a batch of one micro-batch."""
+    part: TensorDict = tu.index_select_tensor_dict(data, neighbours(rows))
+    most = len(part) * max(map(len, rows))
+    tu.assign_non_tensor(part, return_model_output=True, use_dynamic_bsz=True, max_token_len_per_gpu=most)
+    return part
+
+
+def gradient_norm(module: Any) -> float:
+    """Of all ranks' parameters; verl's functions that clip tell it, and clip nothing at infinity."""
+    if isinstance(module, fsdp.FSDP):
+        return float(module.clip_grad_norm_(math.inf))
+    norm = fsdp.fsdp2_clip_grad_norm_(module.parameters(), max_norm=math.inf)
+    return float(norm.full_tensor() if isinstance(norm, fsdp.DTensor) else norm)
+
+
+def differences(ours: Any, theirs: Any, norms: tuple[float, float], part: TensorDict) -> dict[str, list[float]]:
+    """Metrics, as verl gathers them.
+
+    Args:
+        ours, theirs: what `forward_backward_batch` returned for the same rows.
+        norms: of their gradients.
+    """
+    ends = zip(part["prompts"].offsets().diff().tolist(), part["input_ids"].offsets().diff().tolist(), strict=True)
+    spans = [slice(prompt - 1, length - 1) for prompt, length in ends]
+    off = []
+    for key in set(_COMPARED) & ours["model_output"].keys():
+        outputs = (ours["model_output"][key].unbind(), theirs["model_output"][key].unbind(), spans)
+        off += [(mine[span] - other[span]).detach().abs().float() for mine, other, span in zip(*outputs, strict=True)]
+    return {
+        "shared_prefix/off": [float(torch.cat(off).mean())],
+        "shared_prefix/grad_norm_off": [abs(norms[0] - norms[1]) / max(norms[1], 1e-12)],
+    }
