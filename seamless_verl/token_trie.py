@@ -157,6 +157,43 @@ def micro_batches(
     return parts
 
 
+def deal(groups: Sequence[str], shared: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Rows to ranks, equally many to each: groups whole where there is room, ranks even in distinct tokens.
+
+    The largest group goes first, to the rank with the fewest tokens so far among those that have room for all of it.
+
+    Args:
+        groups: of each row; their number is a multiple of ``ranks``.
+        shared: how many tokens each row begins with as all of its group do (its prompt).
+        lengths: tokens of each row.
+
+    Returns:
+        Rows of each rank; those of a group follow each other, the shorter before the longer.
+    """
+    room = len(groups) // ranks
+    members: dict[str, list[int]] = {}
+    for row in sorted(range(len(groups)), key=lambda row: lengths[row]):
+        members.setdefault(groups[row], []).append(row)
+
+    def cost(rows: Sequence[int]) -> int:
+        return max(shared[row] for row in rows) + sum(lengths[row] - shared[row] for row in rows)
+
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    left = sorted(members.values(), key=cost)
+    while left:
+        rows = left.pop()
+        rank = min(range(ranks), key=lambda rank: (len(dealt[rank]) + len(rows) > room, load[rank]))
+        if len(dealt[rank]) + len(rows) > room:  # nobody has: a part of it fills the rank with the most room
+            rank = min(range(ranks), key=lambda rank: len(dealt[rank]))
+            space = room - len(dealt[rank])
+            left.append(rows[space:])
+            rows = rows[:space]
+        dealt[rank] += rows
+        load[rank] += cost(rows)
+    return dealt
+
+
 def _cut(rows: Rows, ordered: Sequence[tuple[int, int]], limit: int) -> list[list[int]]:
     parts: list[list[int]] = []
     used = limit + 1

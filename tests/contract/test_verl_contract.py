@@ -8,6 +8,7 @@ go. ``SEAMLESS_VERL=CHECKOUT pytest tests/contract`` runs these tests against an
 import asyncio
 import importlib
 import inspect
+import itertools
 import types
 
 import pytest
@@ -434,6 +435,7 @@ def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1
     """A trainer that can only balance; prompts have two rollouts each."""
     from omegaconf import OmegaConf
 
+    from seamless_verl.config import SeamlessConfig
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     config = {
@@ -442,7 +444,7 @@ def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1
         "trainer": {"critic_warmup": 0},
     }
     trainer = object.__new__(SeamlessTrainer)
-    trainer.config = OmegaConf.create(config)
+    trainer.config, trainer.seamless = OmegaConf.create(config), SeamlessConfig()
     trainer.global_steps = 1
     trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
     trainer.actor_rollout_wg = types.SimpleNamespace(_dispatch_info={"actor": list(range(ranks))})
@@ -504,6 +506,40 @@ def test_a_critic_with_mini_batches_of_another_size_keeps_its_rows_per_step_too(
     for ranks, mini_batch_rows in [(2, 16), (critic_ranks, 2 * critic_mini_batch)]:
         kept, given = (_lengths_per_optimizer_step(batch, ranks, mini_batch_rows) for batch in (ours, verl))
         assert [[set(step) for step in steps] for steps in kept] == [[set(step) for step in steps] for steps in given]
+
+
+@pytest.mark.parametrize("critic_ranks", [2, 1])
+def test_where_prefixes_are_shared_a_group_lies_on_one_rank_and_every_optimizer_step_keeps_its_rows(critic_ranks):
+    import random
+
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.config import SeamlessConfig
+    from seamless_verl.verl_adapter.trainer.trainer import separate_async
+
+    def batch():
+        rng = random.Random(2)
+        sizes = [(f"group{row // 4}_{row % 4}_0", 100 * (1 + row // 4), rng.randrange(10, 400)) for row in range(32)]
+        rng.shuffle(sizes)
+        tags = [{"seq_len": prompt + response, "response_len": response} for _, prompt, response in sizes]
+        return KVBatchMeta(partition_id="train", keys=[key for key, *_ in sizes], tags=tags, extra_info={})
+
+    trainer = _balancing_trainer(2, 8, 8, critic_ranks)
+    trainer.seamless = SeamlessConfig(shared_prefix="on")
+    ours = trainer._balanced(batch(), {})
+    verl = separate_async.PPOTrainerSeparateAsync._balance_batch(trainer, batch(), {})
+    for ranks in {2, critic_ranks}:
+        steps = [_lengths_per_optimizer_step(each, ranks, 16) for each in (ours, verl)]
+        # One optimizer step is the union of what every rank cuts off next.
+        kept, given = ([sorted(itertools.chain(*parts)) for parts in zip(*cut, strict=True)] for cut in steps)
+        assert kept == given
+    apart = [sum(_parts_of_groups(each.keys, 8)) for each in (ours, verl)]
+    assert apart[0] < apart[1]
+
+
+def _parts_of_groups(keys, size):
+    """Groups in each stretch of so many rows, which one rank computes together."""
+    return [len({key.split("_")[0] for key in keys[first : first + size]}) for first in range(0, len(keys), size)]
 
 
 def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differs():

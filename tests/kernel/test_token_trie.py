@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.token_trie import Trie, in_order, micro_batches
+from seamless_verl.token_trie import Trie, deal, in_order, micro_batches
 
 
 @st.composite
@@ -98,3 +100,38 @@ def test_what_cannot_be_grouped_is_refused_with_figures() -> None:
 def test_neighbours_in_order_share_the_most() -> None:
     rows = [np.array(row) for row in ([1, 2, 3], [5], [1, 2, 4, 4], [1, 2, 3])]
     assert in_order(rows) == [(0, 0), (3, 3), (2, 2), (1, 0)]
+
+
+@st.composite
+def dealings(draw: st.DrawFn) -> tuple[list[str], list[int], list[int], int]:
+    ranks = draw(st.integers(1, 4))
+    count = ranks * draw(st.integers(1, 8))
+    groups = draw(st.lists(st.sampled_from("abcde"), min_size=count, max_size=count))
+    prompts = {group: draw(st.integers(1, 50)) for group in "abcde"}
+    shared = [prompts[group] for group in groups]
+    return groups, shared, [size + draw(st.integers(1, 50)) for size in shared], ranks
+
+
+@given(dealings())
+def test_every_row_is_dealt_once_and_every_rank_gets_equally_many(
+    case: tuple[list[str], list[int], list[int], int],
+) -> None:
+    groups, shared, lengths, ranks = case
+    dealt = deal(groups, shared, lengths, ranks)
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(groups)))
+    assert {len(rows) for rows in dealt} == {len(groups) // ranks}
+    for rows in dealt:
+        changes = sum(groups[a] != groups[b] for a, b in itertools.pairwise(rows))
+        assert changes == len({groups[row] for row in rows}) - 1, "rows of a group follow each other"
+
+
+def test_groups_stay_whole_and_ranks_even_in_distinct_tokens() -> None:
+    groups = list("abcdabcdabcdabcd")
+    shared = [{"a": 400, "b": 300, "c": 200, "d": 100}[group] for group in groups]
+    dealt = deal(groups, shared, [size + 10 for size in shared], 2)
+    assert [{groups[row] for row in rows} for rows in dealt] == [{"a", "d"}, {"b", "c"}]
+
+
+def test_a_group_is_parted_only_where_no_rank_has_room() -> None:
+    dealt = deal(list("aaab"), [9, 9, 9, 1], [10, 11, 12, 2], 2)
+    assert sorted(map(sorted, dealt)) == [[0, 1], [2, 3]]

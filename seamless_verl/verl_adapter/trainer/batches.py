@@ -3,6 +3,7 @@
 * Rows of like length lie side by side within each optimizer step, which saves padding. Every rank cuts its share in
   order into mini-batches, one per optimizer step (``TrainingWorker.train_mini_batch``). Which rows a step gets stays as
   verl has it, or its gradient would depend on their lengths; the order within a step does not change the loss.
+  Where prefixes are shared, rows of a group lie side by side instead, on one rank.
 * Corrections are written to TransferQueue, beside verl's advantages.
 """
 
@@ -19,15 +20,27 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.token_trie import deal
 from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD
 
 
-def lengths_of_cuts(config: DictConfig, rows: int, actor_ranks: int, critic_ranks: int | None) -> list[int]:
-    """Lengths at whose multiples a batch of ``rows`` is cut: into shares of ranks, and each share into mini-batches.
+def in_training_order(
+    batch: KVBatchMeta, config: DictConfig, seamless: SeamlessConfig, actor_ranks: int, critic_ranks: int | None
+) -> KVBatchMeta:
+    """``batch`` as verl dealt it to the actor's ranks, with rows side by side that are computed together.
 
     Args:
         critic_ranks: the critic's are its own (sequence parallelism may differ); None: there is no critic.
     """
+    lengths = _lengths_of_cuts(config, len(batch.keys), actor_ranks, critic_ranks)
+    if seamless.shared_prefix == "off":
+        return side_by_side(batch, lengths)
+    # Other ranks of the critic would cut what lies on one of the actor's: then nothing changes its rank.
+    return kin_together(batch, lengths, actor_ranks if critic_ranks in (None, actor_ranks) else 1)
+
+
+def _lengths_of_cuts(config: DictConfig, rows: int, actor_ranks: int, critic_ranks: int | None) -> list[int]:
+    """Lengths at whose multiples a batch of ``rows`` is cut: into shares of ranks, and each share into mini-batches."""
     n = config.actor_rollout_ref.rollout.n
     lengths = [rows // actor_ranks, config.actor_rollout_ref.actor.ppo_mini_batch_size * n // actor_ranks]
     if critic_ranks is not None:
@@ -43,6 +56,28 @@ def side_by_side(batch: KVBatchMeta, lengths: Sequence[int]) -> KVBatchMeta:
         for first in range(0, rows, together)
         for row in sorted(range(first, first + together), key=lambda row: batch.tags[row]["seq_len"])
     ]
+    batch.reorder(order)
+    return batch
+
+
+def kin_together(batch: KVBatchMeta, lengths: Sequence[int], ranks: int) -> KVBatchMeta:
+    """``batch``, with rows of a group on one rank and side by side, as far as every optimizer step keeps its rows.
+
+    Args:
+        lengths: at whose multiples it is cut.
+        ranks: each gets an equal part, in order.
+    """
+    together, rows = math.gcd(*lengths), len(batch.keys)
+    share = rows // ranks
+    order = [0] * rows
+    for first in range(0, share, together):  # what these parts of all ranks hold is trained in one step
+        step = [rank * share + first + place for rank in range(ranks) for place in range(together)]
+        tags = [batch.tags[row] for row in step]
+        sizes = [tag["seq_len"] for tag in tags]
+        prompts = [tag["seq_len"] - tag["response_len"] for tag in tags]
+        dealt = deal([batch.keys[row].split("_", 1)[0] for row in step], prompts, sizes, ranks)
+        for place, row in zip(step, (row for part in dealt for row in part), strict=True):
+            order[place] = step[row]
     batch.reorder(order)
     return batch
 

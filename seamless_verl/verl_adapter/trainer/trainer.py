@@ -45,7 +45,7 @@ from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
 from seamless_verl.verl_adapter.slices.standing import StandingServers, with_standing
 from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early
-from seamless_verl.verl_adapter.trainer.batches import correct, lengths_of_cuts, side_by_side
+from seamless_verl.verl_adapter.trainer.batches import correct, in_training_order
 from seamless_verl.verl_adapter.trainer.lending import Lending, lending_of
 from seamless_verl.verl_adapter.trainer.step_report import AuditFailed, StepMeter, report_validation
 from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight, run_started, slices_of_verl
@@ -262,7 +262,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     def _balanced(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = self._balance_batch(batch, metrics=metrics)
         critic_ranks = max(self.critic_wg._query_dispatch_info("train")) + 1 if self.use_critic else None
-        return side_by_side(batch, lengths_of_cuts(self.config, len(batch.keys), self._actor_ranks(), critic_ranks))
+        return in_training_order(batch, self.config, self.seamless, self._actor_ranks(), critic_ranks)
 
     def _actor_ranks(self) -> int:
         return int(max(self.actor_rollout_wg._dispatch_info["actor"])) + 1
