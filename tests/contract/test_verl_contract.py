@@ -534,7 +534,7 @@ def test_where_prefixes_are_shared_a_group_lies_on_one_rank_and_every_optimizer_
         kept, given = ([sorted(itertools.chain(*parts)) for parts in zip(*cut, strict=True)] for cut in steps)
         assert kept == given
     apart = [sum(_parts_of_groups(each.keys, 8)) for each in (ours, verl)]
-    assert apart[0] < apart[1]
+    assert apart[0] < apart[1] or critic_ranks == 1  # whose cuts let no row change its rank
 
 
 def _parts_of_groups(keys, size):
