@@ -54,13 +54,9 @@ class TrieAttention(torch.autograd.Function):
             for queries, causal in ((keys, True), (slice(stop, end), False)):
                 if queries.start == queries.stop:
                     continue
-                part_q, part_k, part_v = _flash_backward(
-                    *(each[:, :, queries] for each in (grad.to(q.dtype), q)),
-                    *(each[:, :, keys] for each in (k, v)),
-                    *(each[:, :, queries] for each in (out, lse)),
-                    causal,
-                    ctx.scale,
-                )
+                of_queries = tuple(each[:, :, queries] for each in (grad.to(q.dtype), q, out, lse))
+                block = (*of_queries, *(each[:, :, keys] for each in (k, v)))
+                part_q, part_k, part_v = _flash_backward(block, causal, ctx.scale)
                 dq[:, :, queries] += part_q
                 dk[:, :, keys] += part_k
                 dv[:, :, keys] += part_v
@@ -74,17 +70,13 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scal
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
 
-def _flash_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> Any:
-    """Gradients of the queries, keys and values of one block; ``out`` and ``lse`` are the merged ones."""
+def _flash_backward(block: tuple[torch.Tensor, ...], causal: bool, scale: float) -> Any:
+    """Gradients of the queries, keys and values of one block.
+
+    Args:
+        block: the gradient of the merged output, queries, merged output, merged log-sum-exp; keys, values.
+    """
+    grad, q, out, lse, k, v = block
     lse = lse.contiguous()  # a slice of it is not, and the CUDA kernel reads it as if it were
     if q.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -114,7 +106,8 @@ def check(device: torch.device, dtype: torch.dtype, size: int) -> float:
             seen[node, nodes[: at + 1]] = True
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = torch.randn(4, 1, 2, len(trie), size, generator=generator).to(device, dtype)
-    found, wanted = [], []
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
     for into, exact in ((found, False), (wanted, True)):
         inputs = [each.to(torch.float32 if exact else dtype).requires_grad_() for each in (q, k, v)]
         if exact:

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
-import verl.workers.engine.fsdp.transformer_impl as fsdp
 from tensordict import TensorDict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
 from seamless_verl.token_trie import Rows, in_order
 
@@ -34,10 +36,10 @@ def few(data: TensorDict, rows: Rows) -> TensorDict:
 
 def gradient_norm(module: Any) -> float:
     """Of all ranks' parameters; verl's functions that clip tell it, and clip nothing at infinity."""
-    if isinstance(module, fsdp.FSDP):
+    if isinstance(module, FullyShardedDataParallel):
         return float(module.clip_grad_norm_(math.inf))
-    norm = fsdp.fsdp2_clip_grad_norm_(module.parameters(), max_norm=math.inf)
-    return float(norm.full_tensor() if isinstance(norm, fsdp.DTensor) else norm)
+    norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=math.inf)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def differences(ours: Any, theirs: Any, norms: tuple[float, float], part: TensorDict) -> dict[str, list[float]]:

@@ -80,14 +80,15 @@ class _OnTries(fsdp.FSDPEngine):
             return {}
         part = guard.few(data, rows_of(data["input_ids"]))
         module.eval()  # adapters may have dropout, which differs from pass to pass
-        found, norms = [], []
+        found: list[Any] = []
+        norms: list[float] = []
         for ours in (True, False):
             tu.assign_non_tensor(part, **{_OURS: ours})
             found.append(super().forward_backward_batch(part, loss_function))
             norms.append(guard.gradient_norm(module))
-            self.optimizer_zero_grad()
+            self.optimizer_zero_grad()  # type: ignore[no-untyped-call]
         module.train()
-        return guard.differences(*found, (norms[0], norms[1]), part)
+        return guard.differences(found[0], found[1], (norms[0], norms[1]), part)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         shared = tu.get_non_tensor_data(micro_batch, _OURS, default=False) and not stays_flat(micro_batch)
