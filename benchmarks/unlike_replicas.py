@@ -72,7 +72,7 @@ class World:
         self.began: dict[str, int] = {}  # finished groups -> oldest first token
         self.trained: set[str] = set()
         self.given_up = 0
-        self.broken: Counter[str] = Counter()
+        self.broken = Counter({"capacity was promised and refused": 0, "occupy refused a version": 0})
         self._batch, self._taken, self._eta = batch, 0, eta
         self._weights, self._sync = weights, synchronisation_of(weights)
         self._router, self._versions = router, ServingVersions()
@@ -87,7 +87,7 @@ class World:
         for _ in range(self.protocol.capacity(self.published)):
             self._numbers += 1
             group = f"g{self._numbers}"
-            first = self.published if oldest is None else oldest
+            first = self.published if oldest is None else max(oldest, self.published + 1 - self._weights.max_lag)
             if self.protocol.reserve_between(group, first, self.published) is None:
                 self.broken["capacity was promised and refused"] += 1
                 continue

@@ -27,6 +27,10 @@ def check_weights(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     if seamless.staleness.policy != "reserve":
         problem = "verl's own buffer takes every prompt to begin with the newest weights"
         raise ConfigError("seamless.staleness.policy", seamless.staleness.policy, problem, f"write reserve, {_FIX}")
+    lag, eta = seamless.weights.max_lag, seamless.staleness.eta
+    if lag > max(1, eta):
+        problem = f"no prompt may begin with weights so old (seamless.staleness.eta={eta}), so who lags would idle"
+        raise ConfigError("seamless.weights.max_lag", lag, problem, f"write {max(1, eta)} or less, {_FIX}")
     strangers = (
         (f"{_ROLLOUT}.agent.agent_loop_manager_class", (None, MANAGER), "its workers hand no floors to the router"),
         (f"{_ROLLOUT}.router_config_path", (None,), "it does not know which replica is too old for a prompt"),

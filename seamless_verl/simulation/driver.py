@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from seamless_verl.config import WeightsConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
@@ -20,12 +21,14 @@ from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock, Signal
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.scenario import SwitchCosts
+from seamless_verl.staleness.synchronisation import synchronisation_of
 
 
 class Driver:
     """Args:
     handle: of the scheduler, or of the recorder in front of it.
     cluster: the scheduler's state, to be read.
+    weights: how serving slices take new ones.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Driver:
         fleet: Fleet,
         costs: SwitchCosts,
         rng: random.Random,
+        weights: WeightsConfig,
     ) -> None:
         self.outlasting: frozenset[str] = frozenset()  # sessions that will probably last longer than slices are lent
         self.lends = 0
@@ -55,6 +59,10 @@ class Driver:
         self._varied_at, self._factor = -1.0, 1.0
         self._settling = False
         self._joining: list[str] = []
+        self._rolling = synchronisation_of(weights) if weights.sync == "rolling" else None
+        self._keeps_cache = weights.cache == "keep"
+        self._due: dict[str, int] = {}  # slices that are to take newer weights when their turn comes -> the command
+        self._pulling: set[str] = set()
 
     @property
     def now(self) -> float:
@@ -121,6 +129,8 @@ class Driver:
         command = self._leisurely.pop(name, None)
         if command is not None:
             self._give_back(name, command)
+        else:
+            self.pull()
 
     # ---------------------------------------------------------------- commands
 
@@ -173,8 +183,28 @@ class Driver:
     def _syncing(self) -> list[str]:
         return [status.slice.id for status in self._cluster if status.state is SliceState.SYNCING]
 
+    def pull(self) -> None:
+        """Have slices take newer weights whose turn it is: the rule of a live run says which."""
+        if self._rolling is None or not self._due:
+            return
+        here = [each for each in self._fleet.weights(self._pulling) if each.pulling or each.replica in self._due]
+        for pull in self._rolling.pulls(self._cluster.published or 0, here, self._fleet.wanted()):
+            command = self._due.pop(pull.replica)
+            self._pulling.add(pull.replica)
+            self._fleet.units[pull.replica].pause(keep=self._keeps_cache)
+            self._clock.after(self._vary(self._costs.pull_s), self._pulled, pull.replica, command)
+
+    def _pulled(self, name: str, command: int) -> None:
+        self._pulling.discard(name)
+        self._ready(name, command, self._cluster.published or 0)
+        self.pull()
+
     def _sync(self, command: cmd.SyncWeights) -> None:
         self._number(command.slice, command.command)
+        if self._rolling is not None:
+            self._due[command.slice] = command.command
+            self._clock.after(0.0, self.pull)  # when all slices have been told
+            return
         unit = self._fleet.units[command.slice]
         unit.turn_to(Use.SYNC)
         self._fleet.caches_lost()
@@ -232,10 +262,12 @@ class Driver:
     def _number(self, name: str, command: int) -> None:
         self._current[name] = command
         self._leisurely.pop(name, None)
+        self._due.pop(name, None)
 
     def _void(self, name: str) -> None:
         self._current.pop(name, None)
         self._leisurely.pop(name, None)
+        self._due.pop(name, None)
 
     def _vary(self, seconds: float) -> float:
         """Transitions that begin together are one collective operation and take equally long."""

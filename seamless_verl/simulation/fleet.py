@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from seamless_verl.simulation.books import Account, Use
@@ -10,6 +10,7 @@ from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
 from seamless_verl.staleness.affinity import MovePrice, Newcomers, requests_to_move
 from seamless_verl.staleness.routing import MigrationRule, PendingRequest, ReplicaLoad, Route, RoutingPolicy
+from seamless_verl.staleness.synchronisation import ReplicaWeights
 
 
 class Unit:
@@ -36,6 +37,15 @@ class Unit:
         else:
             self.charge()
         self._use, self._since = use, self._clock.now
+
+    def pause(self, *, keep: bool) -> None:
+        """It stands still to take newer weights, until `serve`; requests that come wait here.
+
+        Args:
+            keep: those that run go on with the cache that they have.
+        """
+        self.replica.close(keep=keep)
+        self._use, self._since = Use.SYNC, self._clock.now
 
     def serve(self, version: int) -> None:
         """From now on the replica generates with weights of ``version``."""
@@ -113,10 +123,10 @@ class Fleet:
         """Place requests now, or hold them until a place is worth taking."""
         homeless = []
         for request in requests:
-            home = self._home.get(request.owner)
-            if home is not None and self.units[home].accepting and not request.done:
+            home, floor = self._home.get(request.owner), self._lowest(request)
+            if home is not None and self._takes(home, floor) and not request.done:
                 if self._newcomers:
-                    home = self._newcomers.place_of(home, request.context, self._requests())
+                    home = self._newcomers.place_of(home, request.context, self._requests(floor))
                 self._place(request, self.units[home])
             else:
                 homeless.append(request)
@@ -186,7 +196,8 @@ class Fleet:
     def even_out(self) -> None:
         """Replicas have come or taken other weights: place what waits, and move what runs if the system does that."""
         self.pump()
-        empty = [name for name, unit in self.units.items() if unit.accepting and not unit.replica.load]
+        newest = max((unit.replica.version for unit in self.units.values() if unit.accepting), default=0)
+        empty = [name for name, unit in self.units.items() if self._takes(name, newest) and not unit.replica.load]
         if self._rebalance and empty:
             loads = [self._load(name) for name, unit in self.units.items() if unit.accepting]
             requests = []
@@ -249,8 +260,35 @@ class Fleet:
         if self._migration is not None:
             self._migrate(self._migration)
 
-    def _requests(self) -> dict[str, int]:
-        return {name: unit.replica.load for name, unit in self.units.items() if unit.accepting}
+    def versions(self) -> list[int]:
+        """Of the slices that serve."""
+        return [unit.replica.version for unit in self.units.values() if unit.accepting]
+
+    def wanted(self) -> int | None:
+        """The highest version that a held request needs and no slice has."""
+        best = max(self.versions(), default=-1)
+        floors = (waiting.version for _, waiting in self._held.values())
+        return max((floor for floor in floors if floor > best), default=None)
+
+    def weights(self, pulling: Container[str]) -> list[ReplicaWeights]:
+        """Slices that serve, for the rule that says who takes newer weights."""
+        return [
+            ReplicaWeights(
+                replica=name,
+                version=unit.replica.version,
+                pulling=name in pulling,
+                running=unit.replica.num_running,
+                waiting=len(unit.replica.waiting),
+            )
+            for name, unit in self.units.items()
+            if unit.accepting
+        ]
+
+    def _takes(self, name: str, floor: int) -> bool:
+        return self.units[name].accepting and self.units[name].replica.version >= floor
+
+    def _requests(self, floor: int) -> dict[str, int]:
+        return {name: unit.replica.load for name, unit in self.units.items() if self._takes(name, floor)}
 
     def _load(self, name: str) -> ReplicaLoad:
         replica = self.units[name].replica

@@ -142,12 +142,12 @@ def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
 
     def paid(step_s: float) -> bool:
         lent_s = max(0.0, (1.0 - idle) * step_s - train_s - push_s - costs.wake - costs.drain) if lent else 0.0
-        always_s = max(0.0, step_s - costs.load)
+        always_s = max(0.0, step_s - scenario.load_s)
         made = rate_standing * always_s + (rate_all - rate_standing) * lent_s
         if made < tokens or step_s < train_s:
             return False
         return any(
-            _fits(scenario, work, engine, window, step_s, trained, load_s=costs.load)
+            _fits(scenario, work, engine, window, step_s, trained, load_s=scenario.load_s)
             for window in _windows(always, lent, step_s, lent_s=lent_s)
         )
 

@@ -67,7 +67,7 @@ class TrainLoop:
         self._rules = rules
         self._update = rules.update(scenario.batch, scenario.mini_batch)
         self._push_s = scenario.push_s(rules)
-        self._awaits_load = rules.awaits_load or scenario.train.awaits_load
+        self._awaits_load = (rules.awaits_load or scenario.train.awaits_load) and not scenario.rolling
         self._clock = clock
         self._driver = driver
         self._fleet = fleet

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from seamless_verl.config import WeightsConfig
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
@@ -55,7 +56,8 @@ _ELSEWHERE = {
     "max_num_seqs": "it is read from a recorded run, start --from one",
 }
 _SIZES = (2, 4, 8)  # of a preset's model, whose weights do not fit into one GPU; a node has eight
-_NESTED = {"costs": SwitchCosts, "noise": Noise}
+_NESTED = {"costs": SwitchCosts, "noise": Noise, "weights": WeightsConfig}
+_KINDS = {"weights.sync": str, "weights.cache": str, "weights.at_once": int, "weights.max_lag": int}
 _SLICE_SIZE = "rollout.tensor_model_parallel_size"
 KEYS = (
     *_SIMPLE,
@@ -126,7 +128,7 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
     elif key in KEYS:
         group, _, field = key.partition(".")
         before = changes.get(group, getattr(base, group))
-        changes[group] = replace(before, **{field: _read(key, text, float)})
+        changes[group] = replace(before, **{field: _read(key, text, _KINDS.get(key, float))})
     else:
         raise ConfigError(key, text, "unknown key", _ELSEWHERE.get(key.rpartition(".")[2]) or meant(key, KEYS))
 

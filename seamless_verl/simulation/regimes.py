@@ -169,6 +169,7 @@ class Bounded(Feed):
 
     def __init__(self, draw: Draw, protocol: StalenessProtocol) -> None:
         self.protocol = protocol
+        self.oldest: Callable[[], int | None] = lambda: None  # version that serves; None: all have the newest
         self._draw = draw
         self._groups: dict[str, Group] = {}
 
@@ -181,17 +182,18 @@ class Bounded(Feed):
         return sum(self.protocol.state_of(name) is EntryState.RESERVED for name in self._groups)
 
     def published(self, version: int) -> list[Group]:
-        groups = []
+        groups, oldest = [], self.oldest()
         for _ in range(self.protocol.capacity(version)):
             group = self._draw(version)
-            if self.protocol.reserve(group.name, version) is None:
+            if self.protocol.reserve_between(group.name, version if oldest is None else oldest, version) is None:
                 raise SeamlessError(f"{group.name}: capacity was promised and refused")
+            group.reserved = self.protocol.reserved_for(group.name) or 0
             self._groups[group.name] = group
             groups.append(group)
         return groups
 
     def finish(self, group: Group) -> None:
-        self.protocol.occupy(group.name, tokens=group.tokens)
+        self.protocol.occupy(group.name, group.version, tokens=group.tokens)
 
     def take(self, count: int) -> tuple[list[Group], list[Group]]:
         consumption = self.protocol.consume(count)
@@ -252,6 +254,11 @@ class Regime:
     router: str = "least_requests"
     rebalances: bool = False
     oldest_first: bool = False
+
+    @property
+    def rolls(self) -> bool:
+        """Whether replicas may take new weights one after the other: the trainer hands them over first."""
+        return self.reserves and not self.stop_the_world
 
     @property
     def reserves(self) -> bool:

@@ -135,14 +135,18 @@ class Replica:
         self._admit()
         self._set_timer()
 
-    def close(self) -> None:
-        """Stop serving. Running requests stay where they are; all is prefilled again later."""
+    def close(self, *, keep: bool = False) -> None:
+        """Stop serving. Running requests stay where they are; all is prefilled again later, unless their cache is kept.
+
+        What nobody runs is lost in either case: to a new request the cache of older weights is of no use.
+        """
         self.advance()
         self._serving = False
         self._timer += 1
         self._parked.clear()
         self._parked_tokens = 0
-        self._prefill, self._prefill_again = 0.0, self.kv * self.physics.prefill_s_per_token
+        if not keep:
+            self._prefill, self._prefill_again = 0.0, self.kv * self.physics.prefill_s_per_token
 
     def set_slowdown(self, factor: float) -> None:
         """From now on decode steps take ``factor`` times as long; the past must have been charged."""

@@ -27,6 +27,8 @@ from seamless_verl.simulation.scenario import Scenario
 from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule, RoutingPolicy
 
+_FOR_EVER = 1e6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -100,13 +102,14 @@ class Simulation:
             self.fleet,
             scenario.costs,
             random.Random(rng.random()),
+            scenario.weights,
         )
         self.agents = Agents(
             self.clock,
             copy(scenario.workload),  # a replay keeps its place in the recording; each run begins at the start
             random.Random(rng.random()),
             attempts=scenario.attempts,
-            submit=self.fleet.submit,
+            submit=self._submit,
             withdraw=self.fleet.withdraw,
             on_session=self._session_ended,
             on_group=lambda group: self.loop.group_finished(group),
@@ -114,6 +117,8 @@ class Simulation:
         self.feed = rules.feed(self.agents.draw, scenario.batch, scenario.eta)
         if isinstance(self.feed, Bounded):
             self.feed.protocol.in_flight = scenario.in_flight
+            if scenario.rolling:
+                self.feed.oldest = self._oldest_start
         self.loop = self._make_loop()
 
     def _make_fleet(self) -> Fleet:
@@ -224,6 +229,15 @@ class Simulation:
 
     # ---------------------------------------------------------------- what the scheduler is told of requests
 
+    def _oldest_start(self) -> int | None:
+        """The oldest weights that a prompt may begin with: a slice serves them, and may go on to."""
+        lagging = min(self.fleet.versions(), default=None)
+        return None if lagging is None else max(lagging, self.loop.version + 1 - self._scenario.weights.max_lag)
+
+    def _submit(self, requests: list[Request]) -> None:
+        self.fleet.submit(requests)
+        self.driver.pull()  # somebody may need newer weights than anybody has
+
     def _is_long(self, request: Request) -> bool:
         attempt = request.owner
         assert isinstance(attempt, Attempt)
@@ -315,9 +329,10 @@ def _lowest_version(request: Request) -> int:
 def _patience(scenario: Scenario) -> Patience:
     """That of a live run, but never so short that a transition as dear as the scenario's would count as a failure."""
     usual, costs, longest = Patience(), scenario.costs, 1.0 + 10.0 * scenario.costs.spread
+    turns = _FOR_EVER if scenario.rolling else 1.0  # a slice that lags may serve for as long as its rule lets it
     return replace(
         usual,
-        wake_s=max(usual.wake_s, 2.0 * longest * max(costs.wake, costs.load)),
+        wake_s=turns * max(usual.wake_s, 2.0 * longest * max(costs.wake, costs.load)),
         interrupt_s=max(usual.interrupt_s, 2.0 * longest * costs.drain),
         restart_s=max(usual.restart_s, 2.0 * costs.repair),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from seamless_verl.checked import check_bound
+from seamless_verl.config import WeightsConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.agents import Workload
 from seamless_verl.simulation.regimes import Regime, regime
@@ -57,6 +58,7 @@ class SwitchCosts:
         wake: the trainer's state leaves the device, the engine wakes up, weights go in, the router learns of it.
         drain: requests are interrupted, the engine sleeps, the trainer's state comes back.
         load: a serving replica takes newer weights.
+        pull: the same where replicas take them one after the other: how long it stands still. None: as ``load``.
         push: the trainer hands its weights to whoever distributes them (the gang is busy).
         repair: from a failure to the return of the slice.
         spread: relative standard deviation of the first three.
@@ -68,6 +70,11 @@ class SwitchCosts:
     push: float
     repair: float = 300.0
     spread: float = 0.0
+    pull: float | None = None
+
+    @property
+    def pull_s(self) -> float:
+        return self.load if self.pull is None else self.pull
 
 
 def divisor(whole: int, wanted: int) -> int:
@@ -97,6 +104,7 @@ class Scenario:
     in_flight: batches under way, 1 to eta + 1 (`StalenessProtocol`); None: eta + 1.
     warm: first steps that the figures leave out (the pipeline fills).
     oldest_first: engines serve waiting requests of the oldest session first; None: as the system does by itself.
+    weights: how replicas take new weights (``seamless.weights``).
     """
 
     system: str
@@ -114,6 +122,7 @@ class Scenario:
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
     oldest_first: bool | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def __post_init__(self) -> None:
         self._check_tags()
@@ -121,6 +130,9 @@ class Scenario:
         if self.in_flight is not None and not regime(self.system).reserves:
             problem = f"{self.system} admits by its own rule"
             raise ConfigError("staleness.in_flight", self.in_flight, problem, "leave it out, or choose another policy")
+        if self.rolling and not regime(self.system).rolls:
+            problem = f"{self.system} gives new weights to all replicas together, or reserves nothing by version"
+            raise ConfigError("weights.sync", "rolling", problem, "write together, or choose another policy")
         if self.batch % self.mini_batch:
             problem = f"does not divide data.train_batch_size={self.batch}"
             fix = f"write {divisor(self.batch, self.mini_batch)}"
@@ -146,6 +158,15 @@ class Scenario:
         if not self.standing and not (both and (rules.lends or rules.colocated) and not rules.needs_standing):
             fix = "add a pool with capabilities: [rollout]"
             raise ConfigError("scheduler.policy", self.system, "needs slices that only generate", fix)
+
+    @property
+    def rolling(self) -> bool:
+        return self.weights.sync == "rolling"
+
+    @property
+    def load_s(self) -> float:
+        """Seconds in which a serving replica stands still for new weights."""
+        return self.costs.pull_s if self.rolling else self.costs.load
 
     @property
     def gpus(self) -> int:

@@ -101,13 +101,27 @@ class RoutingPolicy(Protocol):
 
 
 class LeastRequests:
-    """verl's own rule: the replica with the fewest requests, whatever they weigh; never holds back.
+    """verl's own rule: the replica with the fewest requests, whatever they weigh.
 
     Among equals a long request takes one that stays, any other one that is lent. Only among equals: giving up level
     loads for it gained nothing in the simulator (docs/scheduling.md).
+
+    It holds back only while replicas have unlike versions, what is too new for some of them: those that are new enough
+    take their share of all requests, the others get theirs when they have taken newer weights. Else whoever is first to
+    have a version would be given every prompt that needs it, and have them to the end.
+
+    Args:
+        others: requests that wait beside those that `route` is asked about.
     """
 
+    def __init__(self, others: int = 0) -> None:
+        self._others = others
+
     def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
+        requests = list(requests)
+        oldest = min((load.version for load in replicas), default=0)
+        total = sum(load.running + load.waiting for load in replicas) + len(requests) + self._others
+        share = -(-total // max(1, len(replicas)))
         staying = _Fewest([load for load in replicas if not load.lent])
         lent = _Fewest([load for load in replicas if load.lent])
         decisions: list[Route | Hold] = []
@@ -119,8 +133,12 @@ class LeastRequests:
             if mine is None:
                 decisions.append(Hold(request=request.request, reason=f"no replica has version {request.version}"))
                 continue
-            here.add_to(mine)
             fewest, chosen = mine
+            if fewest >= share and request.version > oldest:
+                reason = f"replicas of version {request.version} have their share of {share}"
+                decisions.append(Hold(request=request.request, reason=reason))
+                continue
+            here.add_to(mine)
             decisions.append(Route(request=request.request, replica=chosen, reason=f"fewest requests: {fewest}"))
         return decisions
 

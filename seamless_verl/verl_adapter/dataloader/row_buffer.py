@@ -56,15 +56,16 @@ def row_buffer(
     )
 
 
-def follow_versions(rows: RowBuffer, manager: Any, router: Any) -> None:
+def follow_versions(rows: RowBuffer, manager: Any, router: Any, max_lag: int) -> None:
     """Replicas take new weights one after the other: reserve by what they serve, and tell rollout workers the floors.
 
     Args:
         manager: our own, of the rollout workers.
         router: the actor of our own load balancer.
+        max_lag: of ``seamless.weights``.
     """
     assert isinstance(rows, StreamingReplayBuffer)  # `run.check_weights`
-    rows.follow_versions(lambda: ray.get(router.oldest_version.remote()))
+    rows.follow_versions(lambda: ray.get(router.oldest_version.remote()), max_lag)
     manager.floor_of = rows.floor_of
 
 

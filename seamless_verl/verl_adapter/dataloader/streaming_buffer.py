@@ -104,6 +104,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._source: PromptSource | None = None
         self._on_progress = on_progress
         self._oldest: Callable[[], int | None] = lambda: None
+        self._max_lag = 1
         self._abandoned: set[str] = set()  # surplus groups that are still generated
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
@@ -120,9 +121,9 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         """A curriculum chooses the prompts: tell it what becomes of them."""
         self._source = source
 
-    def follow_versions(self, oldest: Callable[[], int | None]) -> None:
-        """Replicas take new weights one after the other; ``oldest``: the oldest version that one of them serves."""
-        self._oldest = oldest
+    def follow_versions(self, oldest: Callable[[], int | None], max_lag: int) -> None:
+        """Replicas may lag; ``oldest``: the oldest version that one of them serves."""
+        self._oldest, self._max_lag = oldest, max_lag
 
     def floor_of(self, uid: str) -> int:
         """The oldest weights that may begin a prompt's rollouts: those of its reservation. The newest for validation,
@@ -165,14 +166,16 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def reserve(self, uids: Sequence[str], global_steps: int) -> None:
         """Called by the trainer before prompts are submitted.
 
-        Each for the oldest version that a replica serves, where the bound has room for one so old.
+        Each for the oldest version that a replica serves and may go on to serve, where the bound has room for one so
+        old; what is to be replaced at once (``max_lag`` 1) would make every sample a version older and gain seconds.
 
         Raises:
             SeamlessError: more prompts are submitted than there is room for.
         """
-        newest, oldest = global_steps - 1, self._oldest()
+        newest, oldest = global_steps - 1, self._oldest() if self._max_lag > 1 else None
+        first = newest if oldest is None else max(oldest, newest + 1 - self._max_lag)
         for uid in uids:
-            if self.protocol.reserve_between(uid, newest if oldest is None else oldest, newest) is None:
+            if self.protocol.reserve_between(uid, first, newest) is None:
                 raise SeamlessError(
                     f"prompt {uid} was submitted in step {global_steps} beyond the bound: "
                     f"{self.protocol.num_in_flight} groups are in flight, eta is {self.protocol.eta}"

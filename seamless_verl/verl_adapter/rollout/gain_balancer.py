@@ -99,6 +99,9 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         super().set_version(server_ids, version)
         self._route()
 
+    def _has_place(self, floor: int) -> bool:
+        return bool(self._able(floor))  # who is refused waits outside, who is new enough for a replica is held here
+
     def wanted(self) -> int | None:
         return self._versions.wanted(self._inflight_requests, (held.floor for held in self._held.values()))
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+from cachetools import LRUCache
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
@@ -31,8 +32,9 @@ from seamless_verl.staleness.routing import (
 )
 from seamless_verl.verl_adapter.rollout.replica_seconds import ReplicaSeconds
 
-NONE_NEW_ENOUGH = "No replica has weights of version"
-"""How the refusal of a request begins whose floor nobody serves: it is to wait by `someone_serves` and ask again."""
+NONE_NEW_ENOUGH = "No replica takes requests for version"
+"""How a request is refused whose floor nobody serves, or nobody who has not got his share of requests: it is to wait by
+`someone_serves` and ask again."""
 
 _UNBOUNDED = 1 << 30
 
@@ -70,15 +72,18 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._outlasting: frozenset[str] = frozenset()
         self._newcomers = Newcomers()
         self._versions = ServingVersions()
+        # Conversations that wait to ask again; one that was given up counts until it is forgotten, which costs little.
+        self._refused: LRUCache[str, None] = LRUCache(maxsize=self._request_id_to_server.maxsize)
         self._seconds = ReplicaSeconds()
         self._seconds.joined(self._inflight_requests)
         self._more = asyncio.Event()  # somebody joined, or has newer weights
 
     async def someone_serves(self, floor: int = 0) -> None:
-        """Returns when there is a replica to ask: all may be with the trainer, dead, or older than ``floor``."""
+        """Returns when there is a replica to ask: all may be with the trainer, dead, older than ``floor``, or of that
+        version and ahead of their share of requests."""
         self._versions.waits(floor)
         try:
-            while not self._able(floor):
+            while not self._has_place(floor):
                 await self._more.wait()
         finally:
             self._versions.waits_no_more(floor)
@@ -101,7 +106,13 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         """Requests in flight of each replica that may begin one with this floor."""
         return self._versions.able(floor, self._inflight_requests)
 
+    def _has_place(self, floor: int) -> bool:
+        waits = PendingRequest(request="", version=floor, tokens=0)
+        others = max(0, len(self._refused) - 1)
+        return any(isinstance(found, Route) for found in LeastRequests(others).route([waits], self._loads()))
+
     def _wake(self) -> None:
+        """Those that were refused may ask again."""
         more, self._more = self._more, asyncio.Event()
         more.set()
 
@@ -136,21 +147,29 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     def _choose(self, request_id: str, context_tokens: int | None, floor: int) -> None:
         able = self._able(floor)
         if self._inflight_requests and not able:
-            raise RuntimeError(f"{NONE_NEW_ENOUGH} {floor} yet")
+            self._refuse(request_id, floor)
         home = self._request_id_to_server.get(request_id)
         if home is not None and home in able:
             place = self._newcomers.place_of(home, context_tokens, able)
             self._request_id_to_server[request_id] = place
         elif (self._lent or len(able) < len(self._inflight_requests)) and not self._full_determinism:
             request = PendingRequest(request=request_id, version=floor, tokens=0, long=request_id in self._outlasting)
-            for decision in LeastRequests().route([request], self._loads()):
+            others = len(self._refused) - (request_id in self._refused)
+            for decision in LeastRequests(others).route([request], self._loads()):
                 if isinstance(decision, Route):
                     self._request_id_to_server[request_id] = decision.replica
+                elif able:
+                    self._refuse(request_id, floor)
+
+    def _refuse(self, request_id: str, floor: int) -> NoReturn:
+        self._refused[request_id] = None
+        raise RuntimeError(f"{NONE_NEW_ENOUGH} {floor} yet")
 
     def _seat(self, request_id: str, attempt: Attempt) -> tuple[str, Any]:
         if attempt.worker in self._dead:  # it asked before it died
             raise RuntimeError(f"rollout worker {attempt.worker} is dead")
         server_id, handle = super().acquire_server(request_id)
+        self._refused.pop(request_id, None)
         self._newcomers.placed(request_id, server_id)
         self._running.setdefault((server_id, request_id), []).append(attempt)
         self._kv[server_id] = self._kv.get(server_id, 0) + attempt.tokens
@@ -169,6 +188,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
                 del self._running[server_id, request_id or ""]
         if self._inflight_requests.get(server_id) == 0:
             self._seconds.idle(server_id)
+        if self._refused:
+            self._wake()
 
     def worker_died(self, worker: str) -> None:
         """Nobody waits for the requests of this rollout worker any more: they end, and give their places back."""
@@ -248,6 +269,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._lent.difference_update(server_ids)
         self._versions.forget(server_ids)
         self._seconds.left(server_ids)
+        self._wake()
 
     def books(self) -> tuple[SliceSeconds, ...]:
         """Seconds of every replica, by address, while it was registered: busy and idle."""

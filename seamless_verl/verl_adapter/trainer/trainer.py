@@ -157,7 +157,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         workers = getattr(agent_loop_manager, "agent_loop_workers", [])
         self.rows.listen(workers, getattr(agent_loop_manager, "replace", None), self.reporter.say)
         if self.seamless.weights.sync == "rolling":
-            follow_versions(self.rows, agent_loop_manager, self.standalone_server_manager.global_load_balancer)
+            router, lag = self.standalone_server_manager.global_load_balancer, self.seamless.weights.max_lag
+            follow_versions(self.rows, agent_loop_manager, router, lag)
         self.declare_slices(workers)
         with self.flight.whole_run():
             super().fit(agent_loop_manager)

@@ -131,7 +131,7 @@ def test_prompts_are_reserved_for_the_oldest_version_that_serves_where_a_step_ha
     rollout.sample(4)
     rollout.end_step()
     serving = [0, 1]
-    buffer.follow_versions(lambda: min(serving, default=None))
+    buffer.follow_versions(lambda: min(serving, default=None), max_lag=2)
     rollout.fail("u4")
     buffer.take_stock(2)
     new = rollout.submitted[8:]

@@ -26,13 +26,45 @@ async def acquire(balancer, name, **fields):
 @POLICIES
 async def test_a_floor_leaves_out_who_is_too_old_also_where_the_prefix_lies(policy):
     balancer = two(policy)
-    assert [await acquire(balancer, f"r{n}", floor=4) for n in range(5)] == ["new"] * 5
-    assert Counter([await acquire(balancer, f"s{n}", floor=3) for n in range(3)])["old"] == 3, "it has the fewest"
-    balancer.release_server("old", "s0")
-    assert await acquire(balancer, "s0", floor=3) == "old"
-    balancer.release_server("old", "s0")
-    assert await acquire(balancer, "s0", floor=4) == "new", "its prefix does not count"
+    balancer.set_version(["new"], 3)
+    places = {name: await acquire(balancer, name, floor=3) for name in "abcdef"}
+    assert Counter(places.values()) == {"old": 3, "new": 3}
+    balancer.set_version(["new"], 4)
+    assert await acquire(balancer, "floor 4", floor=4) == "new"
+    there, here = (next(name for name in places if places[name] == where) for where in ("old", "new"))
+    balancer.release_server("old", there)
+    assert await acquire(balancer, there, floor=3) == "old"
+    balancer.release_server("old", there)
+    balancer.release_server("new", "floor 4")
+    balancer.release_server("new", here)
+    assert await acquire(balancer, there, floor=4) == "new", "its prefix does not count"
     assert balancer.wanted() is None
+
+
+async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_theirs():
+    """Six prompts need version 4, which one of two replicas has; the other one has as many requests to begin with."""
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+    balancer = two("least_requests")
+    places = {name: await acquire(balancer, name, floor=3) for name in "abcd"}
+    client = client_of(Awaitable(balancer))
+    request_log.reserve({"g": 4})
+    calls = [asyncio.ensure_future(_in_session(client, "g", index)) for index in range(6)]
+    for _ in range(100):
+        await turn()
+    assert [call.result() for call in calls if call.done()] == ["new"] * 3
+    assert balancer.wanted() is None, "somebody has it"
+    balancer.release_server("new", next(name for name in places if places[name] == "new"))
+    while sum(call.done() for call in calls) < 4:  # two and four, and three that wait: one of them may come
+        await turn()
+    for _ in range(100):
+        await turn()
+    assert balancer.get_status()["servers"] == {"old": 2, "new": 5}
+    balancer.set_version(["old"], 4)
+    await asyncio.wait_for(asyncio.gather(*calls), 10)
+    assert balancer.get_status()["servers"] == {"old": 4, "new": 5}
+    assert not balancer._refused
+    request_log.release("g")
 
 
 @POLICIES

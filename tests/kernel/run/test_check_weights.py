@@ -18,7 +18,7 @@ def refusal(rollout: dict[str, Any] | None = None, **seamless: Any) -> ConfigErr
         "trainer": {"v1": {"sampler": {"custom_sampler": {"path": None}}}},
     }
     with pytest.raises(ConfigError) as refused:
-        check_weights(config, SeamlessConfig.from_mapping({"weights": {"sync": "rolling"}, **seamless}))
+        check_weights(config, SeamlessConfig.from_mapping({"weights": {"sync": "rolling"}} | seamless))
     return refused.value
 
 
@@ -30,6 +30,7 @@ def test_together_asks_for_nothing() -> None:
     ("rollout", "seamless", "key"),
     [
         ({}, {"staleness": {"policy": "verl"}}, "seamless.staleness.policy"),
+        ({}, {"weights": {"sync": "rolling", "max_lag": 2}}, "seamless.weights.max_lag"),
         (
             {"agent": {"agent_loop_manager_class": "mine.Manager"}},
             {},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from seamless_verl.config import WeightsConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
@@ -42,7 +43,7 @@ class Cluster:
 class Stage:
     """Two slices under a driver; ``events`` with the times at which the scheduler was told of them."""
 
-    def __init__(self, costs: SwitchCosts = COSTS) -> None:
+    def __init__(self, costs: SwitchCosts = COSTS, weights: WeightsConfig | None = None) -> None:
         self.clock = Clock()
         self.cluster = Cluster()
         self.events: list[ev.Event] = []
@@ -51,7 +52,8 @@ class Stage:
         for name in (A, B):
             self.fleet.add(name, gpus=1, trainable=True, physics=ENGINE)
         cluster: Any = self.cluster
-        self.driver = Driver(self.clock, self.handle, cluster, self.fleet, costs, random.Random(1))
+        rng, weights = random.Random(1), weights or WeightsConfig()
+        self.driver = Driver(self.clock, self.handle, cluster, self.fleet, costs, rng, weights)
 
     def handle(self, event: ev.Event) -> tuple[cmd.Command, ...]:
         self.events.append(event)

@@ -82,7 +82,7 @@ def test_no_replica_is_given_more_than_it_decodes_at_a_time() -> None:
 
 
 def test_least_requests_knows_only_versions_and_numbers() -> None:
-    decisions = LeastRequests().route([request("r", 2)], [load("old", version=1), load("new", version=2, running=9)])
+    decisions = LeastRequests().route([request("r", 2)], [load("old", version=1), load("new", version=2)])
     assert [type(d) for d in decisions] == [Route]
     (held,) = LeastRequests().route([request("r", 3)], [load("old", version=1)])
     assert isinstance(held, Hold)
@@ -102,6 +102,19 @@ def test_among_equals_a_long_request_stays_and_others_go_to_what_is_lent() -> No
     assert placed(False, False, True, False) == ["lent", "stays", "busy", "lent"]
 
 
+def test_whoever_is_first_to_have_a_version_gets_no_more_than_its_share() -> None:
+    old, new = [load("a", 3, running=4), load("b", 3, running=4)], load("c", 4, running=4)
+    pending = [request(f"r{i}", 4) for i in range(6)]
+    decisions = LeastRequests().route(pending, [*old, new])
+    assert [type(decision) for decision in decisions] == [Route, Route, Hold, Hold, Hold, Hold]
+    assert "share of 6" in decisions[-1].reason
+    (one,) = LeastRequests(others=5).route(pending[:1], [*old, replace(new, running=5)])
+    assert isinstance(one, Route), "the five that wait elsewhere count"
+    assert isinstance(LeastRequests().route(pending[:1], [*old, replace(new, running=5)])[0], Hold)
+    assert all(isinstance(d, Route) for d in LeastRequests().route([request("r", 3)] * 6, [*old, new]))
+    assert all(isinstance(d, Route) for d in LeastRequests().route(pending, [replace(one, version=4) for one in old]))
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1), st.booleans()), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=20),
@@ -116,7 +129,9 @@ def test_what_is_lent_never_makes_loads_less_level(
     pending = [replace(request(f"r{i}", version), long=long) for i, (version, long) in enumerate(requests)]
     for asked, decision in zip(pending, LeastRequests().route(pending, loads), strict=True):
         able = [load.replica for load in loads if load.version >= asked.version]
-        assert isinstance(decision, Route if able else Hold)
+        share = -(-(sum(load.running for load in loads) + len(pending)) // len(loads))
+        has_room = able and (min(counts[name] for name in able) < share or len(able) == len(loads))
+        assert isinstance(decision, Route if has_room else Hold)
         if isinstance(decision, Route):
             assert counts[decision.replica] == min(counts[name] for name in able)
             assert decision.replica in able
