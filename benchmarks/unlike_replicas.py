@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from seamless_verl.config import WeightsConfig
-from seamless_verl.staleness.floors import ServingVersions
+from seamless_verl.staleness.floors import ServingVersions, reserve_between
 from seamless_verl.staleness.protocol import ProtocolError, StalenessProtocol
 from seamless_verl.staleness.routing import PendingRequest, ReplicaLoad, Route, RoutingPolicy
 from seamless_verl.staleness.synchronisation import ReplicaWeights, synchronisation_of
@@ -88,7 +88,7 @@ class World:
             self._numbers += 1
             group = f"g{self._numbers}"
             first = self.published if oldest is None else max(oldest, self.published + 1 - self._weights.max_lag)
-            if self.protocol.reserve_between(group, first, self.published) is None:
+            if reserve_between(self.protocol, group, first, self.published) is None:
                 self.broken["capacity was promised and refused"] += 1
                 continue
             self.floors[group] = self.protocol.reserved_for(group) or 0

@@ -17,6 +17,7 @@ from seamless_verl.errors import ConfigError, SeamlessError, meant
 from seamless_verl.scheduling.declaration import policy_of
 from seamless_verl.scheduling.policies import Policy
 from seamless_verl.simulation.agents import Group
+from seamless_verl.staleness.floors import reserve_between
 from seamless_verl.staleness.protocol import EntryState, StalenessProtocol
 
 Draw = Callable[[int], Group]  # a new group for the given weight version
@@ -185,7 +186,7 @@ class Bounded(Feed):
         groups, oldest = [], self.oldest()
         for _ in range(self.protocol.capacity(version)):
             group = self._draw(version)
-            if self.protocol.reserve_between(group.name, version if oldest is None else oldest, version) is None:
+            if reserve_between(self.protocol, group.name, version if oldest is None else oldest, version) is None:
                 raise SeamlessError(f"{group.name}: capacity was promised and refused")
             group.reserved = self.protocol.reserved_for(group.name) or 0
             self._groups[group.name] = group

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from seamless_verl.staleness.protocol import StalenessProtocol
+
 UNTOLD = 1 << 30
 """Version of a replica of which nobody told one."""
 
@@ -62,3 +64,17 @@ class ServingVersions:
         """The highest floor that is waited for, or among ``held``, and that none of ``replicas`` serves."""
         best = max((self.of(replica) for replica in replicas), default=-1)
         return max((floor for floor in (*self._waiting, *held) if floor > best), default=None)
+
+
+def reserve_between(protocol: StalenessProtocol, group: str, oldest: int, newest: int) -> int | None:
+    """Reserve for ``oldest``, so that any replica may begin the group; where no step has room for one so old, for the
+    next version, up to ``newest``, and replicas that are older must leave it alone.
+
+    Returns:
+        As `StalenessProtocol.reserve`.
+    """
+    for version in range(min(newest, max(oldest, newest - protocol.eta)), newest + 1):
+        buffer = protocol.reserve(group, version)
+        if buffer is not None:
+            return buffer
+    return None

@@ -16,8 +16,13 @@ a generation takes, so it holds for any lengths, interrupts, migrations and abor
 so at most (eta+1) * slots groups are in flight; ``in_flight`` admits fewer, and then groups are younger on average than
 the bound allows: by Little's law their mean age is the number of batches in flight less one.
 
+Replicas of unlike versions change nothing in this as long as no rollout of a group begins with weights older than its
+reservation names: then the V_traj found at ``occupy``, the lowest of the group, is the reserved one or newer. Floors
+see to that (`staleness.floors`), and ``occupy`` compares.
+
 Liveness: when nothing is in flight and every reservation was granted, buffer v has room or is READY, because a free
-slot in it pulls finished groups out of later buffers.
+slot in it pulls finished groups out of later buffers. A floor is never newer than what is published, and replicas
+only advance, so a group that nobody may begin yet can be begun once one has pulled (`staleness.synchronisation`).
 """
 
 from __future__ import annotations
@@ -208,15 +213,6 @@ class StalenessProtocol:
                 self._entries[group] = _GroupEntry(version=version, buffer=buffer.version, state=EntryState.RESERVED)
                 buffer.add_reserved(group, version)
                 return buffer.version
-        return None
-
-    def reserve_between(self, group: str, oldest: int, newest: int) -> int | None:
-        """`reserve` for ``oldest``, so that every replica may begin it; where no step has room for one so old, for the
-        next version up to ``newest``, and replicas that are older must leave it alone."""
-        for version in range(min(newest, max(oldest, newest - self.eta)), newest + 1):
-            buffer = self.reserve(group, version)
-            if buffer is not None:
-                return buffer
         return None
 
     def occupy(self, group: str, version: int | None = None, *, tokens: int = 0) -> int:

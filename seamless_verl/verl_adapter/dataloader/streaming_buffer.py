@@ -22,6 +22,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.skip import SkipManager
 
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.staleness.floors import reserve_between
 from seamless_verl.staleness.groups import StuckPolicy
 from seamless_verl.staleness.protocol import ConsumedGroup, EntryState, StalenessProtocol
 from seamless_verl.verl_adapter.dataloader.woken_buffer import (
@@ -175,7 +176,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         newest, oldest = global_steps - 1, self._oldest() if self._max_lag > 1 else None
         first = newest if oldest is None else max(oldest, newest + 1 - self._max_lag)
         for uid in uids:
-            if self.protocol.reserve_between(uid, first, newest) is None:
+            if reserve_between(self.protocol, uid, first, newest) is None:
                 raise SeamlessError(
                     f"prompt {uid} was submitted in step {global_steps} beyond the bound: "
                     f"{self.protocol.num_in_flight} groups are in flight, eta is {self.protocol.eta}"

@@ -100,7 +100,8 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         self._route()
 
     def _has_place(self, floor: int) -> bool:
-        return bool(self._able(floor))  # who is refused waits outside, who is new enough for a replica is held here
+        may_hold = len(self._held) < _MOST_HELD  # then whoever finds somebody new enough is held here, not refused
+        return bool(self._able(floor)) and (may_hold or super()._has_place(floor))
 
     def wanted(self) -> int | None:
         return self._versions.wanted(self._inflight_requests, (held.floor for held in self._held.values()))

@@ -43,6 +43,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._asked: dict[int, asyncio.Future[None]] = {}  # floor -> tells when a replica serves it
+        self._versions_differ = OmegaConf.select(self.config, "seamless.weights.sync") == "rolling"
 
     async def generate(
         self,
@@ -132,7 +133,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             call.engine_name = super()._vllm_request_id(request_id)
             extra["attempt"] = call.engine_name
             extra["worker"] = this_worker()
-        floor = request_log.floor(request_id)
+        floor = request_log.floor(request_id) if self._versions_differ else 0
         if floor:
             extra["floor"] = floor
         while True:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.contract.rollout.test_router import Awaitable, Remote, Replica, balancer_of, client_of, turn
+from tests.contract.rollout.test_router import Awaitable, Remote, Replica, balancer_of, turn
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 POLICIES = pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
@@ -17,6 +17,16 @@ def two(policy, **settings):
     made.set_version(["old"], 3)
     made.set_version(["new"], 4)
     return made
+
+
+def client_of(balancer, sync="rolling"):
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
+
+    rollout = {"response_length": 400, "name": "vllm"}
+    config = {"actor_rollout_ref": {"rollout": rollout}, "seamless": {"weights": {"sync": sync}}}
+    return VersionedLLMClient(OmegaConf.create(config), balancer)
 
 
 async def acquire(balancer, name, **fields):
@@ -97,6 +107,23 @@ async def _in_session(client, group, index):
         return (await client._acquire_server(f"{group}{index}", prompt_ids=[1]))[0]
 
 
+async def test_where_no_more_are_held_who_is_refused_does_not_ask_again_at_once(monkeypatch):
+    from seamless_verl.verl_adapter.rollout import gain_balancer
+
+    monkeypatch.setattr(gain_balancer, "_MOST_HELD", 0)
+    balancer = two("marginal_gain")
+    assert await acquire(balancer, "first", floor=4) == "new"
+    with pytest.raises(RuntimeError, match="No replica takes requests for version 4"):
+        await acquire(balancer, "second", floor=4)  # of two requests the new one has its share
+    waits = asyncio.ensure_future(balancer.someone_serves(4))
+    for _ in range(20):
+        await turn()
+    assert not waits.done()
+    balancer.set_version(["old"], 4)
+    await asyncio.wait_for(waits, 5)
+    assert await acquire(balancer, "second", floor=4) == "old"
+
+
 async def test_a_request_that_is_held_back_is_told_of_newer_weights():
     balancer = two("marginal_gain", max_running=1)
     assert await acquire(balancer, "first", floor=4) == "new"
@@ -148,7 +175,8 @@ async def test_nor_does_migration_move_them_there():
     assert full.aborted
 
 
-async def test_what_a_session_has_begun_with_is_its_floor_from_then_on():
+@pytest.mark.parametrize(("sync", "floors"), [("rolling", [2, 3, 2, 3]), ("together", [None] * 4)])
+async def test_what_a_session_has_begun_with_is_its_floor_from_then_on(sync, floors):
     """Reserved for 2, begun with 3 (what `Replica` tells): later turns go to 3 or newer, a restart may begin with 2."""
     from seamless_verl.verl_adapter.rollout.request_log import request_log
 
@@ -161,18 +189,18 @@ async def test_what_a_session_has_begun_with_is_its_floor_from_then_on():
             class Method:
                 @staticmethod
                 async def remote(**fields):
-                    asked.append(fields["floor"])
+                    asked.append(fields.get("floor"))
                     return balancer.acquire_server(**fields)
 
             return Method
 
-    client = client_of(Watched(balancer))
+    client = client_of(Watched(balancer), sync)
     request_log.reserve({"u": 2})
     for _ in range(2):
         with request_log.session("u", 0):
             for _ in range(2):
                 output = await client.generate("c", prompt_ids=[1], sampling_params={"max_tokens": 3})
-    assert asked == [2, 3, 2, 3]
+    assert asked == floors
     request_log.release("u")
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 3)
 
