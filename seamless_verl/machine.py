@@ -27,6 +27,8 @@ _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 JOURNAL_DIR = "seamless.proxy.journal_dir"
 APART = "seamless-journal-"
 """How a folder of journals is called that is not in the run's."""
+WEIGHTS = Path("/dev/shm/seamless-weights-")
+"""How the folder begins in which a run publishes weights; its id follows."""
 _MOUNTS = Path("/proc/self/mounts")
 _OF_CLUSTERS = ("beegfs", "ceph", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs")
 _SHARED = frozenset((*_OF_CLUSTERS, "9p", "afs", "cifs", "nfs", "nfs4", "smb3", "smbfs", "vboxsf"))

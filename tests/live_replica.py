@@ -71,10 +71,10 @@ class LiveReplica:
         url: of the server's HTTP side.
     """
 
-    def __init__(self, model: Path, *overrides: str) -> None:
+    def __init__(self, model: Path, *overrides: str, replica_class: type[Any] = InterruptibleReplica) -> None:
         config = _config(model, overrides)
         rollout = config.actor_rollout_ref.rollout
-        self._replica = InterruptibleReplica(
+        self._replica = replica_class(
             replica_rank=0, config=rollout, model_config=config.actor_rollout_ref.model, gpus_per_node=1
         )
         self._weights = ray.remote(num_gpus=1)(Weights).remote(self._replica.config, str(model))
@@ -162,12 +162,14 @@ def _config(model: Path, overrides: tuple[str, ...]) -> Any:
 
 
 @contextmanager
-def live_replica(model: Path, *overrides: str) -> Iterator[LiveReplica]:
+def live_replica(
+    model: Path, *overrides: str, replica_class: type[Any] = InterruptibleReplica
+) -> Iterator[LiveReplica]:
     """``overrides`` are of the composed configuration."""
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
     environment = {"env_vars": of_workers}
     ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:
-        yield LiveReplica(model, *overrides)
+        yield LiveReplica(model, *overrides, replica_class=replica_class)
     finally:
         ray.shutdown()

@@ -186,6 +186,33 @@ class WeightsPublished(FlightEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PullBegan(FlightEvent):
+    """A replica begins to take new weights, of ``at_least`` this version; ``slice`` is the address of its server."""
+
+    slice: str
+    at_least: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullEnded(FlightEvent):
+    """Attributes:
+    before, version: of its weights, before and now; ``None``: it had, or has, none.
+    seconds: by stage (prefetch, gate, pause, load, resume).
+    running, waiting: requests that were held up.
+    failure: what went wrong; empty: nothing.
+    """
+
+    slice: str
+    before: int | None
+    version: int | None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    running: int = 0
+    waiting: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowsTrained(FlightEvent):
     """The batch of a step; one entry per row.
 

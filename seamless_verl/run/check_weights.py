@@ -41,4 +41,30 @@ def check_weights(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
         value = value_of(config, key, None)
         if value not in ours:
             raise ConfigError(key, value, problem, f"leave it out, {_FIX}")
-    raise ConfigError(_KEY, seamless.weights.sync, "is not built into the replicas yet", "write together")
+    _check_replicas(config)
+
+
+def _check_replicas(config: Mapping[str, Any]) -> None:
+    """What the replicas must be like to take weights by themselves, under the requests that they run."""
+    engine_kwargs = f"{_ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
+    one_node = "weights are published in the shared memory of the trainer's node, and other nodes cannot read them"
+    needed = (
+        (f"{_ROLLOUT}.name", ("vllm",), "only our vLLM server changes weights under its requests"),
+        (f"{_ROLLOUT}.disaggregation.enabled", (None, False), "verl starts servers of its own for such replicas"),
+        (f"{_ROLLOUT}.data_parallel_size", (None, 1), "replicas of several engine cores are untried"),
+        (engine_kwargs, (None, 1), "replicas of several engine cores are untried"),
+        (f"{_ROLLOUT}.quantization", (None,), "what a quantised engine has cannot be compared with what is published"),
+        (f"{_ROLLOUT}.mtp.enable_rollout", (None, False), "speculative drafters are untried"),
+        (f"{_ROLLOUT}.nnodes", (1,), f"it takes one node of standing replicas: {one_node}"),
+        ("trainer.nnodes", (1,), one_node),
+        (f"{_ROLLOUT}.checkpoint_engine.backend", (None, "naive", "seamless_shared"), "rolling brings one of its own"),
+    )
+    for key, able, problem in needed:
+        value = value_of(config, key, None)
+        if value not in able:
+            raise ConfigError(key, value, problem, f"write {_told(able)}, {_FIX}")
+
+
+def _told(able: tuple[Any, ...]) -> str:
+    value = able[1] if len(able) > 1 and able[0] is None else able[0]
+    return "null" if value is None else str(value).lower()

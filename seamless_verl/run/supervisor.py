@@ -27,7 +27,7 @@ import psutil
 
 from seamless_verl import nursery
 from seamless_verl.agents.confinement import adopt_orphans, die_with_parent
-from seamless_verl.machine import APART
+from seamless_verl.machine import APART, WEIGHTS
 
 RUN_ID = "SEAMLESS_RUN_ID"
 # Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and
@@ -97,7 +97,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         code = _wait(trainer, interrupts)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
-        _tidy_up(swept, ray_dir, run_dir, started)
+        _tidy_up(swept, run_id, ray_dir, run_dir, started)
         if joined := environment.get(_CLUSTER):
             _sweep_other_nodes(run_id, started, joined, interrupts)
         (run_dir / "pid").unlink(missing_ok=True)
@@ -106,12 +106,13 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
     return _LEFT_BEHIND if swept.survivors else code
 
 
-def _tidy_up(swept: Swept, ray_dir: Path, run_dir: Path, since: float) -> None:
+def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: float) -> None:
     if swept.survivors:
         _say(f"could not be ended and still run: {_named(swept.survivors)}")
     _collect_logs(ray_dir, run_dir / "logs")
     shutil.rmtree(ray_dir, ignore_errors=True)
     _remove_shared_memory(swept.shared, since)
+    shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
 
 
 def identity(pid: int) -> str:
@@ -250,6 +251,7 @@ def sweep_node(run_id: str, since: float) -> str:
     """
     swept = sweep(run_id, limit_s=_SWEEP_S)
     _remove_shared_memory(swept.shared, since)
+    shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
     shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
     return f"could not be ended and still run: {_named(swept.survivors)}" if swept.survivors else ""
 

@@ -181,6 +181,12 @@ VERL = (
         mends="an engine cannot be asked for a checksum of the weights that it holds",
         until="verl's worker extension has such a call",
     ),
+    Workaround(
+        module=f"{_VLLM_ROLLOUT}.utils",
+        install=f"{_ROOM}.weights.engine_loads:install",
+        mends="an engine takes weights from a socket only, and one that they do not fill does not notice",
+        until="verl's worker extension takes tensors, and tells which parameters they filled",
+    ),
 )
 
 

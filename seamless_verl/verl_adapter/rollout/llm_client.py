@@ -234,10 +234,12 @@ def _generation(output: TokenOutput) -> Generation:
     is_interrupted = output.stop_reason in _INTERRUPTED
     num_tokens = len(output.token_ids)
     version: Any = output.extra_fields.get("global_steps")
+    # A server that takes weights under its requests tells them itself; verl's tells the version at the end only.
+    spans = output.extra_fields.get("version_spans") or ([(version, num_tokens)] if num_tokens else [])
     return Generation(
         token_ids=output.token_ids,
         log_probs=output.log_probs or [],
-        version_spans=(VersionSpan(version=version, num_tokens=num_tokens),) if num_tokens else (),
+        version_spans=tuple(VersionSpan(version=made_by, num_tokens=count) for made_by, count in spans),
         # verl reports "stop" and "length" alike as "completed".
         finish_reason=FinishReason.ABORTED if is_interrupted else FinishReason.STOP,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +20,21 @@ from seamless_verl.verl_adapter.slices.deaths import start_workers
 from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager
 
 _COLOCATED = 2  # workers per GPU that verl's `init_standalone` makes room for
+
+
+def replica_loader(sync: str) -> Callable[[], type[RolloutReplica]]:
+    """Gives verl our class of vLLM's replicas; ``sync`` is ``seamless.weights.sync``."""
+
+    def load() -> type[RolloutReplica]:  # brings vLLM in
+        if sync == "rolling":
+            from seamless_verl.verl_adapter.vllm.pulling_server import PullingReplica
+
+            return PullingReplica
+        from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica
+
+        return InterruptibleReplica
+
+    return load
 
 
 class StandingServers:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import uuid
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
-from seamless_verl.machine import survey
+from seamless_verl.machine import WEIGHTS, survey
 from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
 from seamless_verl.run.check_weights import check_weights
+from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.scheduling.declaration import with_policy
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.trainer.a3po import LOSS_MODE
+from seamless_verl.verl_adapter.weights.weight_store import SHARED
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +34,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     * `with_policy`: GPUs that do both, where rollout is given none of its own.
     * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
     * `_correct_lag`: what is done about log-probs of older weights.
-    * a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
+    * with ``seamless.weights.sync=rolling`` the checkpoint engine that publishes into shared memory; else
+      a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
     """
     section = OmegaConf.select(config, "seamless")
     seamless = with_policy(SeamlessConfig.from_mapping(plain(section) if section else None), config)
@@ -51,7 +56,12 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         check_weights(config, seamless)
         if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
-        if engine.backend == "naive":
+        if seamless.weights.sync == "rolling":
+            run = os.environ.get(RUN_ID) or uuid.uuid4().hex
+            engine.backend = SHARED
+            engine.custom_backend_module = "seamless_verl.verl_adapter.weights.shared_engine"
+            engine.engine_kwargs = {SHARED: {"folder": f"{WEIGHTS}{run}"}}
+        elif engine.backend == "naive":
             if config.trainer.device == "cpu":
                 engine.backend = "cpu_zmq"
                 engine.custom_backend_module = "seamless_verl.verl_adapter.cpu.cpu_weights"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.utils import update_prometheus_config
 
 from seamless_verl.observe.flight import Phase
@@ -43,19 +42,14 @@ from seamless_verl.verl_adapter.dataloader.woken_buffer import PolledBuffer, Row
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
-from seamless_verl.verl_adapter.slices.standing import StandingServers, with_standing
+from seamless_verl.verl_adapter.slices.standing import StandingServers, replica_loader, with_standing
 from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early
 from seamless_verl.verl_adapter.trainer.batches import correct, in_training_order
 from seamless_verl.verl_adapter.trainer.lending import Lending, lending_of
 from seamless_verl.verl_adapter.trainer.step_report import AuditFailed, StepMeter, report_validation
 from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight, run_started, slices_of_verl
+from seamless_verl.verl_adapter.weights.rolling_weights import standing_weights
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager
-
-
-def _interruptible_replica() -> type[RolloutReplica]:
-    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica  # brings vLLM in
-
-    return InterruptibleReplica
 
 
 @register_trainer(TRAINER_MODE)
@@ -66,7 +60,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.seamless = adopt_config(config)
         self.slices = adopt_resources(config, self.seamless)  # empty: verl decides everything, as without us
         refuse_early(config, self.seamless)
-        RolloutReplicaRegistry.register("vllm", _interruptible_replica)
+        RolloutReplicaRegistry.register("vllm", replica_loader(self.seamless.weights.sync))
         self.flight = TrainerFlight(self.seamless.run_dir)
         super().__init__(with_standing(config))
         self.config = config
@@ -139,10 +133,9 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             addresses = self.llm_server_manager.server_addresses + self.standalone_server_manager.server_addresses
             update_prometheus_config(rollout.prometheus, addresses, rollout.name)
         self.checkpoint_manager = GuardedCheckpointManager.in_place_of(self.checkpoint_manager)
-        self.standalone_checkpoint_manager = GuardedCheckpointManager(
-            config=omega_conf_to_dataclass(rollout.checkpoint_engine),
-            actor_wg=self.actor_rollout_wg,
-            replicas=self.standalone_server_manager.get_replicas(),
+        servers, recorder = self.standalone_server_manager, self.flight.recorder
+        self.standalone_checkpoint_manager = standing_weights(
+            rollout, self.seamless.weights, self.actor_rollout_wg, servers, recorder
         )
         if self._enable_hybrid_replicas:
             self.current_mode = separate_async.HybridEngineMode.ROLLOUT
@@ -160,7 +153,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             router, lag = self.standalone_server_manager.global_load_balancer, self.seamless.weights.max_lag
             follow_versions(self.rows, agent_loop_manager, router, lag)
         self.declare_slices(workers)
-        with self.flight.whole_run():
+        with self.flight.whole_run(), closing(self.standalone_checkpoint_manager):
             super().fit(agent_loop_manager)
 
     @property
@@ -286,7 +279,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
 
     def on_step_end(self) -> None:
         if self.lending is None:
-            with self.flight.publishing(self.global_steps, lent=self._rolls_out()):
+            stops = self.seamless.weights.sync == "together"
+            with self.flight.publishing(self.global_steps, lent=self._rolls_out(), stops=stops):
                 super().on_step_end()
         else:
             if self.prev_step_profile:

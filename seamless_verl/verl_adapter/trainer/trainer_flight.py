@@ -171,9 +171,13 @@ class TrainerFlight:
         self.recorder.record(WeightsChecked(at=at, slice=slice_id, version=version, published=published, held=held))
 
     @contextmanager
-    def publishing(self, version: int, *, lent: bool) -> Iterator[None]:
-        """Weights go to the rollout slices (and to lent trainers), which generate nothing meanwhile."""
-        receivers = [*self._rollouts, *(self._trainers if lent else [])]
+    def publishing(self, version: int, *, lent: bool, stops: bool = True) -> Iterator[None]:
+        """Weights go to the rollout slices (and to lent trainers), which generate nothing meanwhile.
+
+        Args:
+            stops: standing ones, too; else they take what is published later, and tell so themselves.
+        """
+        receivers = [*(self._rollouts if stops else []), *(self._trainers if lent else [])]
         self._move(receivers, SliceState.SYNCING)
         with self.phase(Phase.SYNC_WEIGHTS):
             yield

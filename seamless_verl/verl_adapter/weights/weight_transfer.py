@@ -73,6 +73,9 @@ class GuardedCheckpointManager(CheckpointEngineManager):
     def in_place_of(cls, manager: CheckpointEngineManager) -> GuardedCheckpointManager:
         return cls(config=manager.config, actor_wg=manager.actor_wg, replicas=manager.replicas)
 
+    def close(self) -> None:
+        """Between transfers there is nothing to end."""
+
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """As verl's, step by step; it is written out because verl's waits for each step itself.
 

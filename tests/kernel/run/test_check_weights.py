@@ -15,7 +15,7 @@ from seamless_verl.run.check_weights import check_weights
 def refusal(rollout: dict[str, Any] | None = None, **seamless: Any) -> ConfigError:
     config = {
         "actor_rollout_ref": {"rollout": {"agent": {"agent_loop_manager_class": MANAGER}, **(rollout or {})}},
-        "trainer": {"v1": {"sampler": {"custom_sampler": {"path": None}}}},
+        "trainer": {"nnodes": 1, "v1": {"sampler": {"custom_sampler": {"path": None}}}},
     }
     with pytest.raises(ConfigError) as refused:
         check_weights(config, SeamlessConfig.from_mapping({"weights": {"sync": "rolling"}} | seamless))
@@ -46,5 +46,25 @@ def test_what_does_not_know_floors_is_refused(rollout: dict[str, Any], seamless:
     assert "seamless.weights.sync=together" in str(error)
 
 
-def test_until_replicas_can_pull_rolling_is_refused() -> None:
-    assert refusal().key == "seamless.weights.sync"
+@pytest.mark.parametrize(
+    ("rollout", "key"),
+    [
+        ({"name": "sglang"}, "name"),
+        ({"disaggregation": {"enabled": True}}, "disaggregation.enabled"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"nnodes": 2}, "nnodes"),
+        ({"nnodes": 0}, "nnodes"),
+        ({"checkpoint_engine": {"backend": "nccl"}}, "checkpoint_engine.backend"),
+    ],
+)
+def test_replicas_that_cannot_pull_are_refused(rollout: dict[str, Any], key: str) -> None:
+    error = refusal({"name": "vllm", "nnodes": 1, **rollout})
+    assert error.key == f"actor_rollout_ref.rollout.{key}"
+    assert "seamless.weights.sync=together" in str(error)
+
+
+def test_one_node_of_vllm_replicas_may_roll() -> None:
+    rollout = {"name": "vllm", "nnodes": 1, "agent": {"agent_loop_manager_class": MANAGER}}
+    config = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"nnodes": 1}}
+    check_weights(config, SeamlessConfig.from_mapping({"weights": {"sync": "rolling"}}))

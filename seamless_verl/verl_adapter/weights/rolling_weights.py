@@ -1,0 +1,294 @@
+"""The trainer publishes once and trains on; each standing replica pulls in its turn (`staleness.synchronisation`).
+
+update_weights(7) ─► into shared memory ─► returns             a thread: who is behind ─► pull ─► done, refused, dead
+                      └ waits only for replicas that have no weights at all, which serve nobody yet
+
+refused    nothing was loaded: it goes on with its version, and is asked again a little later
+broken     its load failed half-way: one more try, then its server is killed, and its death is handled as any other
+silent     a pull that takes longer than its limit: the same
+dead       told to whoever publishes next (`TransferBroken`), unless the replica's requests told before
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from ray.exceptions import RayError, RayTaskError
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica
+
+from seamless_verl.config import WeightsConfig
+from seamless_verl.observe.flight import FlightEvent, PullBegan, PullEnded
+from seamless_verl.observe.recording import FlightRecorder
+from seamless_verl.staleness.synchronisation import Pull, ReplicaWeights, synchronisation_of
+from seamless_verl.verl_adapter.rollout.llm_client import replica_died
+from seamless_verl.verl_adapter.weights import weight_store
+from seamless_verl.verl_adapter.weights.weight_store import SHARED
+from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
+
+_PULL_S = 120.0
+_LOOK_S = 0.25
+_ANSWER_S = 0.2  # of a replica that is asked what it has to do
+_AGAIN_S = 2.0  # after a pull that was refused
+_TRIES = 2  # of a replica whose load failed half-way
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of a replica.
+
+    Attributes:
+        version: of its weights; None: it has none, or broke.
+        call: the pull under way, and since when.
+        failed: pulls that failed since the last one that did not.
+        load: requests that run and wait, as of the last answer.
+        lost: why it will not come back by itself; empty: it has not died.
+    """
+
+    version: int | None = None
+    call: Any = None
+    since: float = 0.0
+    again_at: float = 0.0
+    failed: int = 0
+    load: tuple[int, int] = (0, 0)
+    lost: str = ""
+
+
+class RollingWeights:
+    """In the place of verl's `CheckpointEngineManager` of the standing replicas.
+
+    Args:
+        actor_wg: the trainer's workers, whose checkpoint engine is ``seamless_shared``.
+        folder: where they publish.
+        router: ours; told versions by the servers, and asked what requests wait for.
+        record: into the flight recorder.
+        clock: of the recorder.
+    """
+
+    def __init__(
+        self,
+        actor_wg: Any,
+        replicas: Sequence[RolloutReplica],
+        *,
+        folder: Path,
+        config: WeightsConfig,
+        router: Any,
+        record: Callable[[FlightEvent], None],
+        clock: Callable[[], float],
+        limit_s: float = _PULL_S,
+    ) -> None:
+        self._actor_wg = actor_wg
+        self._folder = folder
+        self._keep = config.cache == "keep"
+        self._sync = synchronisation_of(config)
+        self._router = router
+        self._record = record
+        self._clock = clock
+        self._limit_s = limit_s
+        self._newest: int | None = None
+        self._states = {replica: _State() for replica in replicas}
+        self._news = threading.Condition()
+        self._open = True
+        self._broke: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
+        weight_store.remove(folder)  # of an earlier life of this run: its versions may be higher
+        self._thread.start()
+
+    @property
+    def replicas(self) -> list[RolloutReplica]:
+        return list(self._states)
+
+    def add_replicas(self, replicas: Sequence[RolloutReplica]) -> None:
+        """They have no weights: the next `update_weights` waits for their first pull."""
+        with self._news:
+            self._states |= {replica: _State() for replica in replicas}
+            self._news.notify_all()
+
+    def remove_replicas(self, replicas: Sequence[RolloutReplica]) -> None:
+        with self._news:
+            for replica in replicas:
+                self._states.pop(replica, None)
+
+    def update_weights(self, global_steps: int) -> dict[str, Any]:
+        """Publish what the trainer's workers hold, unless that version is published already.
+
+        Raises:
+            TransferBroken: replicas died, or one without weights cannot get any.
+        """
+        began = time.perf_counter()
+        metrics: dict[str, Any] = {}
+        if self._newest != global_steps:
+            told = ray.get(self._actor_wg.update_weights(global_steps=global_steps, mode=SHARED))
+            metrics = {key: value for each in told if isinstance(each, dict) for key, value in each.items()}
+        with self._news:
+            self._newest = global_steps
+            self._news.notify_all()
+            while any(state.version is None and not state.lost for state in self._states.values()):
+                if self._broke is not None:
+                    raise self._broke
+                self._news.wait(_LOOK_S)
+            lost = {replica: state.lost for replica, state in self._states.items() if state.lost}
+        if lost:
+            raise TransferBroken(global_steps, lost, "")
+        return metrics | {"weights/wait_s": time.perf_counter() - began}
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until every replica that lives has the newest version; False: it took longer."""
+        with self._news:
+            return self._news.wait_for(
+                lambda: all(state.lost or state.version == self._newest for state in self._states.values()), timeout_s
+            )
+
+    def close(self) -> None:
+        """No pull begins any more, and what is published goes."""
+        with self._news:
+            self._open = False
+            self._news.notify_all()
+        self._thread.join(timeout=2 * _LOOK_S + _ANSWER_S)
+        weight_store.remove(self._folder)
+
+    # ---------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        try:
+            while self._open:
+                seen = self._newest
+                self._finish()
+                self._begin()
+                calls = [state.call for state in self._living().values() if state.call is not None]
+                if calls:
+                    ray.wait(calls, timeout=_LOOK_S)
+                    continue
+                with self._news:
+                    if self._open and self._newest == seen:
+                        self._news.wait(_LOOK_S)
+        except BaseException as error:
+            with self._news:
+                self._broke = error
+                self._news.notify_all()
+            if self._open:
+                raise
+
+    def _living(self) -> dict[RolloutReplica, _State]:
+        with self._news:
+            return {replica: state for replica, state in self._states.items() if not state.lost}
+
+    def _begin(self) -> None:
+        states, newest = self._living(), self._newest
+        if newest is None or all(state.version == newest for state in states.values()):
+            return
+        now = time.monotonic()
+        self._ask_loads(states)
+        named = {name_of(replica): replica for replica in states}
+        told = [
+            ReplicaWeights(
+                replica=name,
+                version=states[replica].version,
+                pulling=states[replica].call is not None,
+                running=states[replica].load[0],
+                waiting=states[replica].load[1],
+                failed=states[replica].failed,
+            )
+            for name, replica in named.items()
+            if states[replica].again_at <= now
+        ]
+        wanted = ray.get(self._router.wanted.remote(), timeout=self._limit_s)
+        for pull in self._sync.pulls(newest, told, wanted):
+            replica = named[pull.replica]
+            self._pull(replica, states[replica], pull)
+
+    def _ask_loads(self, states: dict[RolloutReplica, _State]) -> None:
+        """Whoever does not answer in time is taken to have as much to do as before."""
+        calls = {replica.servers[0].requests.remote(): state for replica, state in states.items()}
+        for call in ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)[0]:
+            try:
+                calls[call].load = ray.get(call)
+            except RayError:  # its pull will tell
+                continue
+
+    def _pull(self, replica: RolloutReplica, state: _State, pull: Pull) -> None:
+        address = replica.server_address
+        self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
+        server = replica.servers[0]
+        state.since = time.monotonic()
+        state.call = server.pull.remote(str(self._folder), pull.at_least, self._keep, self._router, address)
+
+    def _finish(self) -> None:
+        for replica, state in self._living().items():
+            if state.call is None:
+                continue
+            is_over = bool(ray.wait([state.call], timeout=0)[0])
+            if not is_over and time.monotonic() - state.since < self._limit_s:
+                continue
+            call, state.call = state.call, None
+            try:
+                if not is_over:
+                    raise TimeoutError(f"its pull has not ended for {self._limit_s:.0f} s")
+                done = ray.get(call)
+            except (RayError, TimeoutError) as error:
+                self._failed(replica, state, error)
+                continue
+            with self._news:
+                state.version, state.failed = done.version, 0
+                self._news.notify_all()
+            self._record(
+                PullEnded(
+                    at=self._clock(),
+                    slice=replica.server_address,
+                    before=done.before,
+                    version=done.version,
+                    seconds=done.seconds,
+                    running=done.running,
+                    waiting=done.waiting,
+                )
+            )
+
+    def _failed(self, replica: RolloutReplica, state: _State, error: Exception) -> None:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        story = f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}"
+        is_refused = type(cause).__name__ == "WeightsRefused"
+        before = state.version
+        with self._news:
+            state.failed += 1
+            state.again_at = time.monotonic() + (_AGAIN_S if is_refused else 0.0)
+            if not is_refused:
+                state.version = None
+            is_dead = not isinstance(error, RayError) or replica_died(error)
+            gives_up = is_dead or (state.failed >= _TRIES and state.version is None)
+            if gives_up:
+                state.lost = story
+            self._news.notify_all()
+        self._record(
+            PullEnded(
+                at=self._clock(), slice=replica.server_address, before=before, version=state.version, failure=story
+            )
+        )
+        if gives_up:  # what it holds is nobody's version, or it does not answer
+            for server in replica.servers:
+                ray.kill(server)
+
+
+def standing_weights(
+    rollout: DictConfig, config: WeightsConfig, actor_wg: Any, servers: LLMServerManager, recorder: FlightRecorder
+) -> GuardedCheckpointManager | RollingWeights:
+    """What gives weights to a run's standing replicas; ``rollout`` is verl's section, as `adopt_config` left it."""
+    engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
+    if config.sync == "together":
+        return GuardedCheckpointManager(config=engine, actor_wg=actor_wg, replicas=servers.get_replicas())
+    return RollingWeights(
+        actor_wg,
+        servers.get_replicas(),
+        folder=Path(engine.engine_kwargs[SHARED]["folder"]),
+        config=config,
+        router=servers.global_load_balancer,
+        record=recorder.record,
+        clock=recorder.now,
+    )

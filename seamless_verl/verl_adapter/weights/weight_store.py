@@ -1,0 +1,191 @@
+"""Published weights in the shared memory of their node: written once by the trainer, mapped by whoever pulls them.
+
+    publish(7)   7.weights.part ─► 7.weights,   7.json.part ─► 7.json,   then 6.json and 6.weights are unlinked
+    newest()     the manifest with the highest number; there is one only when all of its weights are there
+
+Who has mapped a version keeps it: the kernel frees the memory when the last mapping is gone. So the store holds one
+version, two while one is published, and one more for each pull that is under way with an older one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seamless_verl.errors import SeamlessError
+
+SHARED = "seamless_shared"
+"""Name of the checkpoint engine that publishes."""
+_ALIGNED = 64  # bytes; every tensor can be viewed in its own type
+_PART = ".part"
+_AT_A_TIME = 1 << 26
+
+
+class WeightsRefused(SeamlessError):
+    """What is published is not whole, or is not what the replica has: nothing was loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor; ``offset`` in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a version consists of.
+
+    Attributes:
+        file: with the bytes of all tensors.
+        checksum: CRC-32 of that file.
+    """
+
+    version: int
+    file: str
+    nbytes: int
+    checksum: int
+    tensors: tuple[TensorSpec, ...]
+
+    def check(self, known: tuple[TensorSpec, ...] | None) -> None:
+        """Compare with the file that is there, and with the tensors that a replica has (None: none yet).
+
+        Raises:
+            WeightsRefused: naming what differs.
+            FileNotFoundError: the version was superseded meanwhile.
+        """
+        found = os.stat(self.file).st_size
+        end = max((spec.offset + spec.nbytes for spec in self.tensors), default=0)
+        if not found == self.nbytes >= end:
+            raise WeightsRefused(f"version {self.version} has {found} of {max(self.nbytes, end)} bytes")
+        if known is None:
+            return
+        old, new = ({spec.name: (spec.dtype, spec.shape) for spec in specs} for specs in (known, self.tensors))
+        problems = {
+            "lacks": sorted(old.keys() - new.keys()),
+            "has unknown": sorted(new.keys() - old.keys()),
+            "has another shape or type of": sorted(name for name in old.keys() & new.keys() if old[name] != new[name]),
+        }
+        told = [f"{what} {len(names)} tensors ({names[0]}, …)" for what, names in problems.items() if names]
+        if told:
+            raise WeightsRefused(f"version {self.version} {' and '.join(told)}; the replica has {len(old)}")
+
+    def verify(self) -> None:
+        """Compare the checksum, which reads all of it.
+
+        Raises:
+            WeightsRefused: the bytes are not those that were published.
+        """
+        found = 0
+        with open(self.file, "rb", buffering=0) as stream:
+            while part := stream.read(_AT_A_TIME):
+                found = zlib.crc32(part, found)
+        if found != self.checksum:
+            raise WeightsRefused(f"version {self.version} has checksum {found:08x}, published was {self.checksum:08x}")
+
+    def tensors_of(self, memory: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values, which lie in ``memory``."""
+        whole = torch.frombuffer(memory, dtype=torch.uint8) if self.nbytes else torch.empty(0, dtype=torch.uint8)
+        for spec in self.tensors:
+            part = whole[spec.offset : spec.offset + spec.nbytes]
+            yield spec.name, part.view(dtype_of(spec.dtype)).view(spec.shape)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def map_file(file: str) -> mmap.mmap:
+    """The bytes of a published file; private, so that nobody can change them for the others."""
+    with open(file, "rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def encode(manifest: Manifest) -> str:
+    return json.dumps(asdict(manifest))
+
+
+def decode(text: str) -> Manifest:
+    told: dict[str, Any] = json.loads(text)
+    specs = tuple(TensorSpec(**{**each, "shape": tuple(each["shape"])}) for each in told.pop("tensors"))
+    return Manifest(**told, tensors=specs)
+
+
+def newest(folder: Path) -> Manifest | None:
+    """The newest version in ``folder``; None: there is none."""
+    while True:
+        numbers = [int(path.stem) for path in folder.glob("*.json")]
+        if not numbers:
+            return None
+        with contextlib.suppress(FileNotFoundError):  # superseded meanwhile
+            return decode((folder / f"{max(numbers)}.json").read_text())
+
+
+def publish(folder: Path, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+    """Write a version; whoever asks for the newest gets it from the return on, and older ones are unlinked.
+
+    Raises:
+        OSError: the shared memory is full; what was published before stands.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = folder / f"{version}.weights"
+    specs: list[TensorSpec] = []
+    checksum = offset = 0
+    try:
+        with open(f"{file}{_PART}", "wb", buffering=0) as stream:
+            for name, value in weights:
+                value = value.detach().cpu().contiguous()
+                dtype = str(value.dtype).removeprefix("torch.")
+                specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(value.shape), offset=offset))
+                padding = bytes(-value.nbytes % _ALIGNED)
+                values: Any = value.view(-1).view(torch.uint8).numpy()
+                for part in (memoryview(values), memoryview(padding)):
+                    checksum = zlib.crc32(part, checksum)
+                    offset += _write(stream, part)
+    except BaseException:
+        Path(f"{file}{_PART}").unlink(missing_ok=True)
+        raise
+    manifest = Manifest(version=version, file=str(file), nbytes=offset, checksum=checksum, tensors=tuple(specs))
+    os.replace(f"{file}{_PART}", file)
+    told = folder / f"{version}.json"
+    Path(f"{told}{_PART}").write_text(encode(manifest))
+    os.replace(f"{told}{_PART}", told)
+    for old in sorted(folder.iterdir(), key=lambda path: path.suffix != ".json"):  # manifests first
+        if old.stem != str(version):
+            old.unlink(missing_ok=True)
+    return manifest
+
+
+def _write(stream: Any, part: memoryview) -> int:
+    """All of it: a single write stops at 2 GiB."""
+    written = 0
+    while written < len(part):
+        written += stream.write(part[written:])
+    return written
+
+
+def remove(folder: Path) -> None:
+    """Whatever is there, of a run that ends or begins."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)

@@ -1,0 +1,154 @@
+"""A real replica takes new weights under a request that runs: verl's server, vLLM's engine, weights of two versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+PROMPT = list(range(5, 37))
+LONG = {"max_tokens": 600, "ignore_eos": True, "logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from seamless_verl.verl_adapter.vllm.pulling_server import PullingReplica
+    from tests.live_replica import live_replica, tiny_model  # bring vLLM in, which warns at import
+
+    model = tiny_model(tmp_path_factory.mktemp("model"))
+    length = "actor_rollout_ref.rollout.max_model_len=1024"
+    with live_replica(model, length, replica_class=PullingReplica) as started:
+        yield SimpleNamespace(live=started, model=model, folder=tmp_path_factory.mktemp("published"))
+
+
+def weights(model: Path, version: int) -> dict[str, Any]:
+    """Of unlike versions, so that a token made by one is unlikely under the other."""
+    import torch
+    from safetensors.torch import load_file
+
+    noise = torch.Generator().manual_seed(version)
+    state = load_file(model / "model.safetensors")
+    return {
+        name: value + 0.3 * torch.randn(value.shape, generator=noise) if value.dim() > 1 else value
+        for name, value in state.items()
+    }
+
+
+def publish(replica: Any, version: int, *, leave_out: str = "") -> None:
+    from seamless_verl.verl_adapter.weights import weight_store
+
+    tensors = weights(replica.model, version)
+    tensors.pop(leave_out, None)
+    weight_store.publish(replica.folder, version, tensors.items())
+
+
+async def pull(replica: Any, version: int, *, keep: bool = False) -> Any:
+    live = replica.live
+    return await live.server.pull.remote(str(replica.folder), version, keep, live.router, "here")
+
+
+def ask(replica: Any, name: str) -> asyncio.Future[Any]:
+    async def answer() -> Any:
+        return await replica.live.server.generate.remote(PROMPT, dict(LONG), name)
+
+    return asyncio.ensure_future(answer())
+
+
+async def until_it_runs(replica: Any) -> None:
+    for _ in range(2000):
+        if (await replica.live.server.requests.remote())[0]:
+            return
+    raise AssertionError("no request has a token")
+
+
+def log_probs(model: Path, version: int, tokens: list[int]) -> list[float]:
+    """Of each token of an answer, all of it under one version, computed in fp32 beside the engine."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made.load_state_dict(weights(model, version))
+    with torch.no_grad():
+        logits = made(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    found: list[float] = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+    return found
+
+
+def test_a_load_that_is_not_whole_serves_nobody_until_one_is(replica: Any) -> None:
+    """vLLM takes weights that lack tensors without a word."""
+    from ray.exceptions import RayTaskError
+
+    async def run() -> None:
+        publish(replica, 1, leave_out="model.layers.1.mlp.down_proj.weight")
+        with pytest.raises(RayTaskError, match="leaves 1 parameters unset"):
+            await pull(replica, 1)
+        waiting = ask(replica, "early")
+        publish(replica, 2)
+        done = await pull(replica, 2)
+        assert (done.before, done.version) == (None, 2)
+        assert (await waiting).extra_fields["version_spans"] == [(2, 600)]
+
+    asyncio.run(run())
+
+
+def test_each_token_is_of_the_version_that_made_it(replica: Any) -> None:
+    """``refill``: before the seam the engine's log-probs are those of the old version, after it those of the new."""
+
+    async def run() -> Any:
+        publish(replica, 3)
+        await pull(replica, 3)
+        asked = ask(replica, "crossing")
+        await until_it_runs(replica)
+        publish(replica, 4)
+        done = await pull(replica, 4)
+        assert (done.before, done.version, done.running) == (3, 4, 1)
+        return await asked
+
+    output = asyncio.run(run())
+    (old, before), (new, after) = output.extra_fields["version_spans"]
+    assert (old, new, before + after) == (3, 4, 600)
+    assert before
+    assert after
+    expected = log_probs(replica.model, 3, output.token_ids)[:before]
+    expected += log_probs(replica.model, 4, output.token_ids)[before:]
+    assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
+
+
+def test_keep_goes_on_with_the_cache_and_gives_it_to_nobody_else(replica: Any) -> None:
+    async def run() -> Any:
+        publish(replica, 5)
+        await pull(replica, 5, keep=True)
+        asked = ask(replica, "kept")
+        await until_it_runs(replica)
+        publish(replica, 6)
+        await pull(replica, 6, keep=True)
+        return await asked, await ask(replica, "fresh")
+
+    kept, fresh = asyncio.run(run())
+    assert [version for version, _ in kept.extra_fields["version_spans"]] == [5, 6]
+    assert fresh.extra_fields["version_spans"] == [(6, 600)]
+    assert not fresh.extra_fields["num_cached_tokens"]  # the same prompt lies there, of version 5
+    expected = log_probs(replica.model, 6, fresh.token_ids)
+    assert max(abs(a - b) for a, b in zip(fresh.log_probs, expected, strict=True)) <= 1e-4
+
+
+def test_what_is_refused_leaves_the_replica_as_it_was(replica: Any) -> None:
+    from ray.exceptions import RayTaskError
+
+    async def run() -> Any:
+        publish(replica, 7)
+        await pull(replica, 7)
+        publish(replica, 8, leave_out="lm_head.weight")
+        with pytest.raises(RayTaskError, match="lacks 1 tensors"):
+            await pull(replica, 8)
+        return await ask(replica, "after")
+
+    output = asyncio.run(run())
+    assert output.extra_fields["version_spans"] == [(7, 600)]
+    expected = log_probs(replica.model, 7, output.token_ids)
+    assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4

@@ -1,0 +1,212 @@
+"""The trainer waits for nobody who serves; a pull that fails leaves a replica as it was, or out.
+
+At Ray's boundary: calls are futures that the tests complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+
+
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class FakeRay:
+    """Attributes:
+    killed: servers, in order.
+    """
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def get(self, call: Any, timeout: float | None = None) -> Any:
+        return [self.get(each) for each in call] if isinstance(call, list) else call.result(timeout)
+
+    def wait(self, calls: list[Future[Any]], num_returns: int = 1, timeout: float | None = None) -> Any:
+        ready = [call for call in calls if call.done()]
+        if len(ready) < num_returns and timeout:
+            wait(calls, timeout, FIRST_COMPLETED)
+            ready = [call for call in calls if call.done()]
+        return ready, [call for call in calls if not call.done()]
+
+    def kill(self, server: Any) -> None:
+        self.killed.append(server)
+
+
+class Replica:
+    """A replica whose pulls end when the test says so, and the first one at once.
+
+    Attributes:
+        answers: how the next pulls end; none left: they do not.
+        asked: set when a pull has begun that does not end.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.replica_rank, self.server_address = rank, f"replica-{rank}"
+        self.answers: list[Any] = []
+        self.pulls: list[int] = []
+        self.asked = threading.Event()
+        self.open: Future[Any] = Future()
+        self.version: int | None = None
+        self.servers = [
+            SimpleNamespace(
+                pull=SimpleNamespace(remote=self._pull), requests=SimpleNamespace(remote=lambda: done((1, 0)))
+            )
+        ]
+
+    def _pull(self, folder: str, at_least: int, keep: bool, router: Any, address: str) -> Future[Any]:
+        self.pulls.append(at_least)
+        if not self.answers:
+            self.open = Future()
+            self.asked.set()
+            return self.open
+        answer = self.answers.pop(0)
+        future: Future[Any] = Future()
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(self.pulled(at_least))
+        return future
+
+    def pulled(self, version: int) -> Any:
+        before, self.version = self.version, version
+        return SimpleNamespace(before=before, version=version, seconds={}, running=1, waiting=0)
+
+
+def failure(name: str) -> BaseException:
+    """As Ray raises what a server raised."""
+    from ray.exceptions import RayTaskError
+
+    return RayTaskError("pull", "remote traceback", type(name, (Exception,), {})("it failed"))
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    from seamless_verl.verl_adapter.weights import rolling_weights
+
+    made = FakeRay()
+    monkeypatch.setattr(rolling_weights, "ray", made)
+    monkeypatch.setattr(rolling_weights, "_AGAIN_S", 0.05)
+    return made
+
+
+@pytest.fixture
+def start(fake_ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    from seamless_verl.config import WeightsConfig
+    from seamless_verl.verl_adapter.weights.rolling_weights import RollingWeights
+
+    made: list[Any] = []
+
+    def begin(*replicas: Replica, limit_s: float = 60.0) -> Any:
+        trainers: Any = SimpleNamespace(update_weights=lambda **_: [done({"weights/bytes": 1.0})])
+        router: Any = SimpleNamespace(wanted=SimpleNamespace(remote=lambda: done(None)))
+        some: Any = replicas
+        config = WeightsConfig(sync="rolling")
+        events: list[Any] = []
+        weights = RollingWeights(
+            trainers,
+            some,
+            folder=tmp_path / "published",
+            config=config,
+            router=router,
+            record=events.append,
+            clock=lambda: 0.0,
+            limit_s=limit_s,
+        )
+        made.append(weights)
+        for replica in replicas:
+            replica.answers.append("whole")
+        weights.update_weights(1)
+        return weights, events
+
+    yield begin
+    for weights in made:
+        weights.close()
+
+
+def test_the_trainer_waits_for_nobody_who_serves(start: Callable[..., Any]) -> None:
+    first, second = Replica(0), Replica(1)
+    weights, events = start(first, second)
+    assert (first.version, second.version) == (1, 1)
+    weights.update_weights(2)  # returns, though nobody has it
+    assert first.asked.wait(10) or second.asked.wait(10)
+    weights.update_weights(3)
+    assert not (first.asked.is_set() and second.asked.is_set()), "both pull at once"
+    slow, other = (first, second) if first.asked.is_set() else (second, first)
+    other.answers.append("whole")
+    slow.answers.append("whole")  # it pulled 2, and 3 is there by now
+    slow.open.set_result(slow.pulled(2))
+    assert weights.settle(10)
+    assert (first.version, second.version) == (3, 3)
+    assert [event.version for event in events if type(event).__name__ == "PullEnded"][:2] == [1, 1]
+
+
+def test_who_joins_has_weights_before_the_call_returns(start: Callable[..., Any]) -> None:
+    first, late = Replica(0), Replica(1)
+    weights, _ = start(first)
+    late.answers.append("whole")
+    weights.add_replicas([late])
+    weights.update_weights(1)
+    assert late.version == 1
+
+
+def test_what_is_refused_keeps_its_version_and_is_asked_again(start: Callable[..., Any], fake_ray: FakeRay) -> None:
+    replica = Replica(0)
+    weights, events = start(replica)
+    replica.answers += [failure("WeightsRefused"), failure("WeightsRefused"), failure("WeightsRefused"), "whole"]
+    weights.update_weights(2)
+    assert weights.settle(20)
+    assert replica.pulls == [1, 2, 2, 2, 2]
+    assert not fake_ray.killed
+    assert [event.version for event in events if getattr(event, "failure", "")] == [1, 1, 1]
+
+
+def test_a_whole_load_cures_what_broke(start: Callable[..., Any], fake_ray: FakeRay) -> None:
+    replica = Replica(0)
+    weights, _ = start(replica)
+    replica.answers += [failure("ReplicaBroken"), "whole"]
+    weights.update_weights(2)
+    assert weights.settle(20)
+    assert replica.version == 2
+    assert not fake_ray.killed
+
+
+@pytest.mark.parametrize("how", ["broken twice", "dead", "silent"])
+def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ray: FakeRay, how: str) -> None:
+    from ray.exceptions import RayActorError
+
+    from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
+
+    lost, other = Replica(0), Replica(1)
+    weights, _ = start(lost, other, limit_s=0.3 if how == "silent" else 60.0)
+    lost.answers += {
+        "broken twice": [failure("ReplicaBroken"), failure("ReplicaBroken")],
+        "dead": [RayActorError()],
+        "silent": [],
+    }[how]
+    other.answers.append("whole")
+    with contextlib.suppress(TransferBroken):  # it may be known before the call returns, or later
+        weights.update_weights(2)
+    assert weights.settle(20)
+    assert fake_ray.killed == lost.servers
+    with pytest.raises(TransferBroken, match="rollout replica 0") as raised:
+        weights.update_weights(2)
+    assert list(raised.value.dead) == [lost]
+    weights.remove_replicas([lost])
+    assert other.version == 2
+    other.answers.append("whole")
+    weights.update_weights(3)
+    assert weights.settle(20)
