@@ -140,9 +140,9 @@ class PullingServer(InterruptibleServer):
                 raise WeightsRefused(f"{address} is interrupted: whoever did that gives it weights")
             stages = _Stages()
             before = self._version if self._tensors is not None else None
-            manifest = await asyncio.to_thread(self._checked, Path(folder), at_least, before)
-            if manifest is None or not await self._opened(manifest):
-                return Pulled(before=before, version=int(before or 0), seconds=stages.seconds)
+            manifest = await self._opened(Path(folder), at_least, before)
+            if manifest is None:
+                return Pulled(before=before, version=self._version)
             stages.end("prefetch")
             self._keeps_cache = keep
             running, waiting = (0, 0) if self._is_broken else await self._hold_up(keep, stages)
@@ -156,6 +156,16 @@ class PullingServer(InterruptibleServer):
             stages.end("resume")
             seconds = {name: round(spent, 6) for name, spent in stages.seconds.items()}
             return Pulled(before=before, version=manifest.version, seconds=seconds, running=running, waiting=waiting)
+
+    async def _opened(self, folder: Path, at_least: int, before: int | None) -> Manifest | None:
+        """The newest version, which from now on cannot go away; None: the engine has it."""
+        while True:
+            manifest = await asyncio.to_thread(self._checked, folder, at_least, before)
+            if manifest is None:
+                return None
+            told = weight_store.encode(manifest)
+            if all(await self.engine.collective_rpc("open_published", args=(told,))):
+                return manifest
 
     def _checked(self, folder: Path, at_least: int, before: int | None) -> Manifest | None:
         """The newest version, whole and of the shapes that the engine has; None: it has it already."""
@@ -174,10 +184,6 @@ class PullingServer(InterruptibleServer):
         except FileNotFoundError:
             return self._checked(folder, at_least, before)
         return manifest
-
-    async def _opened(self, manifest: Manifest) -> bool:
-        """False: it was superseded; whoever published something newer has it pulled."""
-        return all(await self.engine.collective_rpc("open_published", args=(weight_store.encode(manifest),)))
 
     async def _hold_up(self, keep: bool, stages: _Stages) -> tuple[int, int]:
         """Nothing generates from the return on; every request's tokens so far are of the version up to now."""

@@ -131,21 +131,14 @@ class RollingWeights:
         with self._news:
             self._newest = global_steps
             self._news.notify_all()
-            while any(state.version is None and not state.lost for state in self._states.values()):
-                if self._broke is not None:
-                    raise self._broke
+            while self._broke is None and any(each.version is None and not each.lost for each in self._states.values()):
                 self._news.wait(_LOOK_S)
+            if self._broke is not None:
+                raise self._broke
             lost = {replica: state.lost for replica, state in self._states.items() if state.lost}
         if lost:
             raise TransferBroken(global_steps, lost, "")
         return metrics | {"weights/wait_s": time.perf_counter() - began}
-
-    def settle(self, timeout_s: float) -> bool:
-        """Wait until every replica that lives has the newest version; False: it took longer."""
-        with self._news:
-            return self._news.wait_for(
-                lambda: all(state.lost or state.version == self._newest for state in self._states.values()), timeout_s
-            )
 
     def close(self) -> None:
         """No pull begins any more, and what is published goes."""

@@ -31,6 +31,7 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.killed: list[Any] = []
+        self.has_killed = threading.Event()
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
         return [self.get(each) for each in call] if isinstance(call, list) else call.result(timeout)
@@ -44,6 +45,7 @@ class FakeRay:
 
     def kill(self, server: Any) -> None:
         self.killed.append(server)
+        self.has_killed.set()
 
 
 class Replica:
@@ -61,6 +63,7 @@ class Replica:
         self.asked = threading.Event()
         self.open: Future[Any] = Future()
         self.version: int | None = None
+        self._news = threading.Condition()
         self.servers = [
             SimpleNamespace(
                 pull=SimpleNamespace(remote=self._pull), requests=SimpleNamespace(remote=lambda: done((1, 0)))
@@ -82,8 +85,15 @@ class Replica:
         return future
 
     def pulled(self, version: int) -> Any:
-        before, self.version = self.version, version
+        with self._news:
+            before, self.version = self.version, version
+            self._news.notify_all()
         return SimpleNamespace(before=before, version=version, seconds={}, running=1, waiting=0)
+
+    def has(self, version: int) -> bool:
+        """Wait for it."""
+        with self._news:
+            return self._news.wait_for(lambda: self.version == version, 20)
 
 
 def failure(name: str) -> BaseException:
@@ -149,8 +159,8 @@ def test_the_trainer_waits_for_nobody_who_serves(start: Callable[..., Any]) -> N
     other.answers.append("whole")
     slow.answers.append("whole")  # it pulled 2, and 3 is there by now
     slow.open.set_result(slow.pulled(2))
-    assert weights.settle(10)
-    assert (first.version, second.version) == (3, 3)
+    assert first.has(3)
+    assert second.has(3)
     assert [event.version for event in events if type(event).__name__ == "PullEnded"][:2] == [1, 1]
 
 
@@ -168,7 +178,7 @@ def test_what_is_refused_keeps_its_version_and_is_asked_again(start: Callable[..
     weights, events = start(replica)
     replica.answers += [failure("WeightsRefused"), failure("WeightsRefused"), failure("WeightsRefused"), "whole"]
     weights.update_weights(2)
-    assert weights.settle(20)
+    assert replica.has(2)
     assert replica.pulls == [1, 2, 2, 2, 2]
     assert not fake_ray.killed
     assert [event.version for event in events if getattr(event, "failure", "")] == [1, 1, 1]
@@ -179,8 +189,7 @@ def test_a_whole_load_cures_what_broke(start: Callable[..., Any], fake_ray: Fake
     weights, _ = start(replica)
     replica.answers += [failure("ReplicaBroken"), "whole"]
     weights.update_weights(2)
-    assert weights.settle(20)
-    assert replica.version == 2
+    assert replica.has(2)
     assert not fake_ray.killed
 
 
@@ -200,13 +209,13 @@ def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ra
     other.answers.append("whole")
     with contextlib.suppress(TransferBroken):  # it may be known before the call returns, or later
         weights.update_weights(2)
-    assert weights.settle(20)
+    assert fake_ray.has_killed.wait(20)
     assert fake_ray.killed == lost.servers
     with pytest.raises(TransferBroken, match="rollout replica 0") as raised:
         weights.update_weights(2)
     assert list(raised.value.dead) == [lost]
     weights.remove_replicas([lost])
-    assert other.version == 2
+    assert other.has(2)
     other.answers.append("whole")
     weights.update_weights(3)
-    assert weights.settle(20)
+    assert other.has(3)
