@@ -103,7 +103,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsConfig:
-    """How new weights reach the rollout replicas (docs/staleness.md).
+    """How new weights reach the rollout replicas (docs/weights.md).
 
     Attributes:
         sync: ``together`` stops all replicas, gives the new weights to all, and goes on; the trainer waits meanwhile.
