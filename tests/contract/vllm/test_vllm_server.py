@@ -194,20 +194,21 @@ def test_a_request_that_is_ended_half_way_into_the_engine_is_ended_there(monkeyp
     asyncio.run(scenario())
 
 
-def test_our_trainer_starts_such_servers():
+@pytest.mark.parametrize("sync", ["together", "rolling"])
+def test_our_trainer_starts_such_servers(sync):
     from verl.workers.rollout.replica import RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-    from seamless_verl.verl_adapter.trainer.trainer import _interruptible_replica
+    from seamless_verl.verl_adapter.slices.standing import replica_loader
 
     before = RolloutReplicaRegistry._registry["vllm"]
     try:
-        RolloutReplicaRegistry.register("vllm", _interruptible_replica)
+        RolloutReplicaRegistry.register("vllm", replica_loader(sync))
         replica = RolloutReplicaRegistry.get("vllm")
     finally:
         RolloutReplicaRegistry._registry["vllm"] = before
     assert issubclass(replica, vLLMReplica)
-    assert replica is not vLLMReplica
+    assert replica.__name__ == {"together": "InterruptibleReplica", "rolling": "PullingReplica"}[sync]
 
 
 def test_every_engines_servers_have_more_slots_than_anything_fills():
