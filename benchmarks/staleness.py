@@ -166,9 +166,9 @@ def unlike_replicas(operations: int) -> list[Record]:
         broken.update(world.broken)
         trained += len(world.trained)
         seed += 1
-    told = ", ".join(f"{count} {name}" for name, count in done.most_common())
     return [
-        Record(name=f"operations on replicas of unlike versions ({told})", value=done.total(), unit="ops"),
+        Record(name="operations on replicas of unlike versions", value=done.total(), unit="ops"),
+        *(Record(name=f"  of them: {name}", value=count, unit="ops") for name, count in done.most_common()),
         Record(name="groups trained meanwhile, every reservation answered", value=trained, unit="groups"),
         *(
             Record(name=f"unlike versions: {name}", value=count, unit="times", bar="0", holds=count == 0)
