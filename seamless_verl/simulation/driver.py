@@ -62,7 +62,7 @@ class Driver:
         self._rolling = synchronisation_of(weights) if weights.sync == "rolling" else None
         self._keeps_cache = weights.cache == "keep"
         self._due: dict[str, int] = {}  # slices that are to take newer weights when their turn comes -> the command
-        self._pulling: set[str] = set()
+        self._pulling: dict[str, int] = {}  # the same for those whose turn it is
 
     @property
     def now(self) -> float:
@@ -190,12 +190,13 @@ class Driver:
         here = [each for each in self._fleet.weights(self._pulling) if each.pulling or each.replica in self._due]
         for pull in self._rolling.pulls(self._cluster.published or 0, here, self._fleet.wanted()):
             command = self._due.pop(pull.replica)
-            self._pulling.add(pull.replica)
+            self._pulling[pull.replica] = command
             self._fleet.units[pull.replica].pause(keep=self._keeps_cache)
             self._clock.after(self._vary(self._costs.pull_s), self._pulled, pull.replica, command)
 
     def _pulled(self, name: str, command: int) -> None:
-        self._pulling.discard(name)
+        if self._pulling.get(name) == command:
+            del self._pulling[name]
         self._ready(name, command, self._cluster.published or 0)
         self.pull()
 
