@@ -21,6 +21,7 @@ from seamless_verl.machine import bind_error, survey, told_of_journal
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.proxy.deploy import proxy_command as proxy
+from seamless_verl.run import new_command, try_command
 from seamless_verl.run.check_machine import (
     CPU_MEMORY,
     DISK,
@@ -232,6 +233,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="check the installation and this machine before anything is burnt")
     command.set_defaults(run=doctor)
+    new_command.add_arguments(
+        commands.add_parser("new", help="write a folder with a small task of your own, to start from")
+    )
+    command = commands.add_parser("try", help="one attempt of an agent without a trainer: conversation, reward, tokens")
+    try_command.add_arguments(command, vllm_parser=_vllm_parser)
     command = commands.add_parser("report", help="one HTML page of what a run did, also while it is going on")
     command.add_argument(
         "run_folder",

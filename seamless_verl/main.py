@@ -6,14 +6,12 @@ The composition root of the user's process. It stays light: verl, torch and Ray 
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,8 @@ from seamless_verl.machine import Machine, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, read_records
 from seamless_verl.run import capacity, check_combinations, check_machine, compose, preflight
-from seamless_verl.run.check_references import check_files
 from seamless_verl.run.environment import IMPORTED, cpu_environment, trainer_environment
+from seamless_verl.run.recipe_assets import find_or_build
 from seamless_verl.run.restarts import End, Restarts, obstacle, visible
 from seamless_verl.run.supervisor import run_trainer
 from seamless_verl.scheduling.declaration import verl_keys, with_policy
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hydra_arguments = compose.hydra_arguments(arguments, platform=platform, runs=runs, now=started, pid=os.getpid())
         _run_hydra(hydra_arguments, machine, started, codes)
     except (SeamlessError, HydraException, OmegaConfBaseException) as error:
-        keys = _known_keys() if isinstance(error, HydraException) else []
+        keys = compose.known_keys() if isinstance(error, HydraException) else []
         _say(f"error: {compose.explain(error, keys)}", sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -104,7 +102,7 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
     _check(config, seamless, machine, run_dir)
-    _find_or_build(config, seamless)
+    find_or_build(config, seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     resumed = (run_dir / "checkpoints" / _LATEST).exists()
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
@@ -185,36 +183,12 @@ def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_d
     check_machine.check_platform(chosen, device, check_machine.installed_vllm())
 
 
-def _find_or_build(config: DictConfig, seamless: SeamlessConfig) -> None:
-    """Check what the configuration names; a recipe's model and data are built where they are missing."""
-    pending = None
-    if seamless.assets.module is not None and seamless.assets.dir is None:
-        folder: Path = importlib.import_module(seamless.assets.module).folder(seamless.assets.cache)
-        config.seamless.assets.dir = str(folder)
-        pending = None if folder.is_dir() else folder
-    check_files(_plain(config), seamless, pending)
-    if pending is not None:
-        _build_assets(str(seamless.assets.module), seamless.assets.cache, pending)
-        check_files(_plain(config), seamless)
-
-
 def _cluster(config: DictConfig) -> str | None:
     return check_machine.cluster_address(OmegaConf.select(config, check_machine.ADDRESS))
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
     return dict(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-
-
-def _build_assets(module: str, cache: str | None, folder: Path) -> None:
-    """Build a recipe's model and data in a process of its own; it says how far it is."""
-    _say("model and data of this recipe are not built yet; building them once:")
-    command = [sys.executable, "-m", module, *(["--cache", cache] if cache else [])]
-    # Threads that spin while they wait would starve whatever else runs on a small machine.
-    with tempfile.TemporaryDirectory(prefix="sv-build-") as temporary:
-        code = subprocess.call(command, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TMPDIR": temporary})
-    if code or not folder.is_dir():
-        raise ConfigError("seamless.assets.module", module, f"building ended with exit code {code}", "see above")
 
 
 def _explain_end(code: int, run_dir: Path) -> None:
@@ -227,23 +201,6 @@ def _explain_end(code: int, run_dir: Path) -> None:
         _say(f"failed with exit code {code}; logs: {run_dir / 'logs'}; {resume}", sys.stderr)
     if (run_dir / FLIGHT).is_dir():
         _say(f"what it did until then: seamless-verl report {run_dir} --open", sys.stderr)
-
-
-def _known_keys() -> list[str]:
-    """Dotted keys of the values in the plain configuration, to suggest the nearest one for a typo."""
-    with hydra.initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
-        config = hydra.compose("ppo_trainer", overrides=["+seamless=default"])
-    return list(_flatten(OmegaConf.to_container(config, resolve=False), ""))  # type: ignore[arg-type]
-
-
-def _flatten(section: Mapping[str, Any], prefix: str) -> list[str]:
-    keys: list[str] = []
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            keys += _flatten(value, f"{prefix}{key}.")
-        else:
-            keys.append(prefix + str(key))
-    return keys
 
 
 def _say(line: str, stream: Any = None) -> None:

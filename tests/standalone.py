@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.mock_engine import Connection, PreparedAnswers
 from seamless_verl.proxy.client import ProxyAdmin
 
 KEY = "an-admin-key-for-tests"
@@ -25,6 +27,27 @@ def save_tokenizer(folder: Path, tokenizer: Any) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
     (folder / "chat_template.jinja").write_text(tokenizer.chat_template)
     return folder
+
+
+class Mock:
+    """A server at vLLM's wire; ``latency_s`` may be changed while it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.latency_s = 0.0
+        self._answers = PreparedAnswers(folder)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> str:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self._answers, lambda: self.latency_s), "127.0.0.1", 0
+        )
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
 
 class Standalone:

@@ -1,7 +1,8 @@
 """A warm pool of worker processes for agents written in Python: JSON lines in, JSON lines out.
 
 A worker runs many jobs at once in threads and lives until the pool closes. A worker that dies takes only its own jobs
-with it, each of which fails with ``WorkerDied``, and is replaced. Workers get a new session and a short list of
+with it, each of which fails with ``WorkerDied``, and is replaced; so is one in which all threads hang in jobs that were
+given up. Workers get a new session and a short list of
 environment variables, and they end with the process that owns the pool, even when that is killed.
 
 This file holds both sides: ``AgentPool`` for the owner, ``serve`` for the worker's script. Standard library only.
@@ -32,6 +33,7 @@ _MAX_LINE_BYTES = 64 << 20
 _STDERR_LINES = 20
 _START_ATTEMPTS = 3
 _WHERE_S = 1.0  # for a worker to say where a job stands
+_FORGET_S = 10.0  # for a job to end that nobody waits for any more
 _OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
 
 # What a worker's script gives to `serve`: the job's payload and an event that is set when nobody waits any more.
@@ -61,6 +63,7 @@ class _Worker:
         self.process = process
         self.jobs: dict[int, asyncio.Future[Any]] = {}
         self.asked: dict[int, asyncio.Future[str]] = {}  # where a job stands
+        self.given_up: set[int] = set()  # told to end, and have not yet
         self.ready = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=_STDERR_LINES)
         self.unreadable = ""  # what was wrong with what it answered
@@ -166,6 +169,8 @@ class AgentPool:
                 sent.append((worker, job))
                 return await future
             except asyncio.CancelledError:
+                worker.given_up.add(job)
+                asyncio.get_running_loop().call_later(_FORGET_S, self._end_if_stuck, worker, frozenset(worker.given_up))
                 with contextlib.suppress(OSError, RuntimeError):
                     worker.send({"forget": job})
                 raise
@@ -173,6 +178,11 @@ class AgentPool:
                 worker.jobs.pop(job, None)
         finally:
             self._load[slot] -= 1
+
+    def _end_if_stuck(self, worker: _Worker, given_up: frozenset[int]) -> None:
+        """End a worker all of whose threads still hang in jobs that were given up: it would never begin another."""
+        if len(worker.given_up & given_up) >= self._threads:
+            _kill(worker)
 
     async def _started(self, slot: int) -> _Worker:
         """The slot's worker, started now if it has none; a worker that never gets ready is an error with its story."""
@@ -253,6 +263,7 @@ def _take(worker: _Worker, message: dict[str, Any]) -> None:
         if asked is not None and not asked.done():
             asked.set_result(message["where"])
         return
+    worker.given_up.discard(message["job"])
     future = worker.jobs.get(message["job"])
     if future is None or future.done():
         return

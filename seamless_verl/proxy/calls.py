@@ -152,13 +152,19 @@ class Call:
         return blake2b(said + repr(wishes).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token as clients see it; ``alternatives`` are texts with log-probs, best first."""
+class Token(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One generated token as clients see it.
+
+    Attributes:
+        alternatives: texts with log-probs, best first.
+        raws: bytes of the token and of its alternatives, where one of them is part of a character, of which its text
+            says nothing; empty where the texts say all.
+    """
 
     text: str
     logprob: float
     alternatives: tuple[tuple[str, float], ...] = ()
+    raws: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,13 @@ from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_repla
 from seamless_verl.run.check_machine import ADDRESS, cluster_address
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# verl 0.9.1: `AdvantageEstimator` of trainer/ppo/core_algos.py (a contract test compares).
+ESTIMATORS = (
+    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
+    "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
+)  # fmt: skip
 _RUNNER, _KWARGS = "seamless.agent.runner", "seamless.agent.kwargs"
+_DEFAULT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
 
 def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None = None) -> None:
@@ -32,16 +38,31 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
 
     Whatever lies in ``pending`` is about to be built and is not looked at.
     """
+    _check_estimator(str(config["algorithm"]["adv_estimator"]))
     _check_paths(config, pending)
     _check_reward(config)
+    _check_columns(config, seamless, pending)
     _check_agent(config, seamless, pending)
     _check_curriculum(config, seamless, pending)
-    rows = _files(config, "train_files") + _files(config, "val_files")
-    check_rows(config, [Path(file).expanduser() for file in rows if _is_table_here(file, pending)])
+    check_rows(config, [Path(file).expanduser() for file in _tables(config, pending)])
+    _check_amount(config, pending)
+
+
+def _tables(config: Mapping[str, Any], pending: Path | None) -> list[str]:
+    """The parquet files of the data that are here to be looked at."""
+    files = _files(config, "train_files") + _files(config, "val_files")
+    return [file for file in files if _is_table_here(file, pending)]
 
 
 def _is_table_here(file: str, pending: Path | None) -> bool:
     return file.endswith(".parquet") and "://" not in file and not _is_below(file, pending)
+
+
+def _check_estimator(name: str) -> None:
+    """verl looks it up after the first rollouts; others than its own may come from a plug-in of the user's."""
+    near = difflib.get_close_matches(name, ESTIMATORS, n=1, cutoff=0.75)
+    if near and name not in ESTIMATORS:
+        raise ConfigError("algorithm.adv_estimator", name, "is none of verl's", f"did you mean {near[0]}?")
 
 
 def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
@@ -62,6 +83,9 @@ def _check_model(key: str, path: str | None, pending: Path | None) -> None:
     if path is None:
         raise ConfigError(key, "null", "is not set", "give a folder with a Hugging Face model, or a hub name")
     local = Path(path).expanduser()
+    if local.is_dir() and not (local / "config.json").is_file() and not _is_below(path, pending):
+        fix = "give the folder that holds the model's config.json, weights and tokenizer"
+        raise ConfigError(key, path, "holds no config.json", fix)
     if local.exists() or "://" in path or _is_below(path, pending):
         return
     if local.is_absolute() or path.startswith((".", "~")) or not _HUB_NAME.fullmatch(path):
@@ -113,6 +137,46 @@ def _top_level_names(file: Path) -> list[str]:
     return names
 
 
+def _check_columns(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
+    """verl would miss a column minutes after the start; and rows that ask for no agent never reach the runner."""
+    import pyarrow.parquet as parquet
+
+    needed = {"data.prompt_key": str(value_of(config, "data.prompt_key", "prompt"))}
+    if seamless.agent.runner is not None:
+        needed["data.*_files"] = "extra_info"
+    tables = _tables(config, pending)
+    for file in tables:
+        try:
+            columns = parquet.read_schema(Path(file).expanduser()).names
+        except (OSError, ValueError) as error:
+            raise ConfigError("data.*_files", file, f"cannot be read as parquet ({error})", "make it anew") from error
+        for key, column in needed.items():
+            if column not in columns:
+                raise ConfigError(key, column, f"{file} has no such column", meant(column, columns))
+    if seamless.agent.runner is None or not tables or value_of(config, _DEFAULT_LOOP, None) == AGENT_LOOP:
+        return
+    if not any(_asks_for_agents(Path(file).expanduser()) for file in tables):
+        problem = f"is never called: no row of {', '.join(tables)} has agent_name={AGENT_LOOP}"
+        fix = f"add that column to the data, or write {_DEFAULT_LOOP}={AGENT_LOOP}"
+        raise ConfigError(_RUNNER, seamless.agent.runner, problem, fix)
+
+
+def _check_amount(config: Mapping[str, Any], pending: Path | None) -> None:
+    """verl drops a last batch that is not whole, and asserts when nothing is left."""
+    import pyarrow.parquet as parquet
+
+    files, batch = _files(config, "train_files"), config["data"]["train_batch_size"]
+    if not files or not all(_is_table_here(file, pending) for file in files):
+        return
+    rows = sum(parquet.read_metadata(Path(file).expanduser()).num_rows for file in files)
+    most = value_of(config, "data.train_max_samples", -1)
+    if most > 0 and most < rows:
+        rows = most
+    if rows < batch:
+        problem = f"{', '.join(files)}: {rows} rows, fewer than one batch"
+        raise ConfigError("data.train_batch_size", batch, problem, f"write {rows} or less, or give more data")
+
+
 def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     if seamless.agent.runner is None:
         return
@@ -120,9 +184,7 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
     check_task = getattr(check_runner(seamless.agent, here=here), "check_task", None)
     if check_task is None:
         return
-    for file in _files(config, "train_files") + _files(config, "val_files"):
-        if not _is_table_here(file, pending):
-            continue
+    for file in _tables(config, pending):
         for task in _tasks_of(file):
             check_task(task)
 
@@ -203,13 +265,43 @@ def _tasks_of(file: str, most: int = 1000) -> Iterable[Mapping[str, Any]]:
 
     for batch in parquet.ParquetFile(Path(file).expanduser()).iter_batches(batch_size=most, columns=["extra_info"]):
         for row in batch.to_pylist():
-            task = (row["extra_info"] or {}).get("task")
-            if task is None:
-                raise ConfigError(
-                    "data.*_files", file, "has a row without extra_info.task", "prepare the data with the recipe's tool"
-                )
-            yield json.loads(task) if isinstance(task, str) else task
+            yield _task_of(row, file)
         return
+
+
+def _task_of(row: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    task = (row["extra_info"] or {}).get("task")
+    if task is None:
+        raise ConfigError(
+            "data.*_files", file, "has a row without extra_info.task", "prepare the data with the recipe's tool"
+        )
+    try:
+        return dict(json.loads(task) if isinstance(task, str) else task)
+    except (TypeError, ValueError) as error:
+        problem = f"has a row whose extra_info.task is no mapping, and no JSON of one: {str(task)[:80]!r}"
+        raise ConfigError("data.*_files", file, problem, "write json.dumps({…})") from error
+
+
+def task_at(config: Mapping[str, Any], number: int, *, validation: bool) -> tuple[str, Mapping[str, Any]]:
+    """Name and task of row ``number`` of the data, counted over all files.
+
+    Raises:
+        ConfigError: there is no such row, or it asks for another agent loop, or has no task.
+    """
+    import pyarrow.parquet as parquet
+
+    files, before = _files(config, "val_files" if validation else "train_files"), 0
+    for file in files:
+        table = parquet.read_table(Path(file).expanduser())
+        if 0 <= number - before < table.num_rows:
+            row = table.slice(number - before, 1).to_pylist()[0]
+            loop = row.get("agent_name") or value_of(config, _DEFAULT_LOOP, None)
+            if loop != AGENT_LOOP:
+                raise ConfigError("--task", number, f"its agent_name is {loop}", f"try rows of {AGENT_LOOP}")
+            extra = row["extra_info"] or {}
+            return f"{extra.get('split', '')}/{extra.get('index', number)}", _task_of(row, file)
+        before += table.num_rows
+    raise ConfigError("--task", number, f"{', '.join(files)}: {before} rows", f"write 0 to {before - 1}")
 
 
 def check_rows(config: Mapping[str, Any], files: Iterable[Path]) -> None:

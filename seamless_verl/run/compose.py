@@ -13,7 +13,9 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException
@@ -196,6 +198,23 @@ def folder_refused(arguments: Sequence[str], error: OSError) -> ConfigError:
     key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
     folder = [argument.partition("=")[2] for argument in arguments if argument.lstrip("+").startswith(f"{key}=")][-1]
     return ConfigError(key, folder, f"cannot be made a folder ({error})", "name one that you may write to")
+
+
+def known_keys() -> list[str]:
+    """Dotted keys of the values in the plain configuration, to suggest the nearest one for a typo."""
+    with hydra.initialize_config_dir(str(verl_config_dir()), version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=["+seamless=default"])
+    return list(_flatten(OmegaConf.to_container(config, resolve=False), ""))  # type: ignore[arg-type]
+
+
+def _flatten(section: Mapping[str, Any], prefix: str) -> list[str]:
+    keys: list[str] = []
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            keys += _flatten(value, f"{prefix}{key}.")
+        else:
+            keys.append(prefix + str(key))
+    return keys
 
 
 def _group_choice(arguments: Sequence[str], group: str) -> str | None:

@@ -118,7 +118,10 @@ TASK = SweTask(
 def data(tmp_path, monkeypatch):
     """What the recipes on real data find there: rows of SRPO's sources, each with a task for agents."""
     sources = ["math_dapo"] * 300 + ["codecontests"] * 20 + ["apps"] * 20 + ["codeforces"] * 20 + ["taco"] * 20
-    rows = [{"data_source": source, "extra_info": {"task": TASK.to_json()}} for source in sources]
+    rows = [
+        {"data_source": source, "prompt": "", "agent_name": "seamless_agent", "extra_info": {"task": TASK.to_json()}}
+        for source in sources
+    ]
     for name in ("train", "val"):
         parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     monkeypatch.setenv("SRPO_DATA", str(tmp_path))
@@ -157,6 +160,7 @@ def test_what_its_sandboxes_need_is_missed_on_this_machine_and_not_where_it_join
 
 def test_srpo_on_real_data_is_checked_down_to_the_sources_of_its_stages(data):
     check_references.check_files(*composed("srpo_qwen2_5_32b"))
-    parquet.write_table(pa.Table.from_pylist([{"data_source": "math_dapo"}] * 300), Path(data) / "train.parquet")
+    file = Path(data) / "train.parquet"
+    parquet.write_table(parquet.read_table(file).slice(0, 300), file)  # math_dapo only
     with pytest.raises(ConfigError, match=r"stages\[1\]\.sources=codecontests.*math_dapo"):
         check_references.check_files(*composed("srpo_qwen2_5_32b"))

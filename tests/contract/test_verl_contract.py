@@ -13,6 +13,7 @@ import types
 
 import pytest
 
+from seamless_verl.run.check_references import ESTIMATORS
 from tests.contract.moved import users
 
 pytestmark = [
@@ -248,6 +249,12 @@ def test_the_plug_in_registers_trainer_agent_loop_and_platform():
     module, _, name = target.rpartition(".")
     assert inspect.isclass(getattr(importlib.import_module(module), name))
     assert get_platform().device_name == "cpu"
+
+
+def test_the_estimators_are_verls():
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+
+    assert set(ESTIMATORS) == {estimator.value for estimator in AdvantageEstimator}
 
 
 def test_our_platform_implements_everything_that_verl_declares():

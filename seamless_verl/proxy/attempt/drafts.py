@@ -9,7 +9,7 @@ from seamless_verl.proxy.engine import Generation, TokenChunk
 from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import Settler, StopCutter
-from seamless_verl.proxy.text.tokenizer import TextDecoder
+from seamless_verl.proxy.text.tokenizer import UNDECODED, TextDecoder
 from seamless_verl.trajectory.messages import Message
 
 
@@ -80,6 +80,10 @@ def tokens_of(chunk: TokenChunk | Generation, places: Sequence[int], renderer: T
     shown = []
     for at in places:
         others = chunk.alternatives[at] if chunk.alternatives else ()
-        alternatives = tuple((renderer.decode([token]), float(value)) for token, value in others)
-        shown.append(Token(renderer.decode([chunk.token_ids[at]]), float(chunk.log_probs[at]), alternatives))
+        ids = (chunk.token_ids[at], *(token for token, _ in others))
+        text, *texts = (renderer.decode([token]) for token in ids)
+        alternatives = tuple((other, float(value)) for other, (_, value) in zip(texts, others, strict=True))
+        partial = any(UNDECODED in one for one in (text, *texts))
+        raws = tuple(renderer.bytes_of(token) for token in ids) if partial else ()
+        shown.append(Token(text, float(chunk.log_probs[at]), alternatives, raws))
     return shown

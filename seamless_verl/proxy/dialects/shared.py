@@ -154,14 +154,16 @@ def sampling_of(request: Strict, max_tokens: int | None, stop: list[str] | None 
 
 def chances(tokens: Sequence[Token]) -> list[dict[str, Any]]:
     """Log-probs of tokens as chat completions and responses write them."""
-    return [
-        {**_chance(token.text, token.logprob), "top_logprobs": [_chance(*other) for other in token.alternatives]}
-        for token in tokens
-    ]
-
-
-def _chance(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+    found = []
+    for token in tokens:
+        texts = ((token.text, token.logprob), *token.alternatives)
+        raws = token.raws or tuple(text.encode("utf-8", "replace") for text, _ in texts)
+        own, *others = (
+            {"token": text, "logprob": logprob, "bytes": list(raw)}
+            for (text, logprob), raw in zip(texts, raws, strict=True)
+        )
+        found.append({**own, "top_logprobs": others})
+    return found
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:

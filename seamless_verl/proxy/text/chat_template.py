@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from cachetools import LRUCache
 
-from seamless_verl.proxy.text.tokenizer import WordCache, open_ids_of
+from seamless_verl.proxy.text.tokenizer import UNDECODED, WordCache, bytes_of, open_ids_of
 from seamless_verl.trajectory.matching import ExtensionRefused, Rendering
 from seamless_verl.trajectory.messages import Image, Message, Role
 
@@ -136,6 +136,13 @@ class TokenizerRenderer:
             return plain
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
         return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """The token's own bytes, also where they are part of a character only."""
+        text = self.decode([token])
+        piece = self._backend.id_to_token(token) if self._backend is not None and UNDECODED in text else None
+        own = bytes_of(piece) if piece is not None else None
+        return text.encode("utf-8", "replace") if own is None else own
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _MAX_WORDS = 1 << 16
 _PIECES = ("a", "B", "7", " ", "\n", "\r", "\t", "'", "'s", "'LL", "_", "<", "://", "  ", "\n\n")
 _CORE = ("ab", " ", "\n", "'s", "12", "-")
-_UNDECODED = "�"  # what a decoder writes for bytes that are no character yet
+UNDECODED = "�"
+"""What a decoder writes for bytes that are no character yet."""
 _MAX_UNDECODED = 64
 
 
@@ -349,7 +350,7 @@ class TextDecoder:
             return ""
         known = self._decode(self._ids[self._start : self._read])
         text = self._decode(self._ids[self._start :])
-        if len(text) <= len(known) or text.endswith(_UNDECODED):
+        if len(text) <= len(known) or text.endswith(UNDECODED):
             self._num_undecoded += len(token_ids)
             return ""
         # The window starts with what was read last: some decoders treat the first token of a text in a special way.
@@ -368,3 +369,27 @@ def open_ids_of(backend: Tokenizer, *, skips_special: bool) -> frozenset[int]:
     if not singles or not skips_special:
         return singles
     return singles | {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+
+
+def bytes_of(piece: str) -> bytes | None:
+    """What a token of a byte-level vocabulary stands for, or one of those that fall back to bytes (``<0xE2>``).
+
+    Args:
+        piece: the vocabulary's own spelling of it.
+    """
+    if len(piece) == 6 and piece.startswith("<0x"):
+        return bytes.fromhex(piece[3:5])
+    try:
+        return bytes(_BYTE_LEVEL[letter] for letter in piece)
+    except KeyError:
+        return None
+
+
+def _byte_level() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others for what follows Latin-1."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level()

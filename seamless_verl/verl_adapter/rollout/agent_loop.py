@@ -66,9 +66,10 @@ class ProxyAgentLoop(AgentLoopBase):
             if row.num_trained
         ]
         if not outputs:
+            fix = ". Fix: it must send its requests to AgentJob.base_url with AgentJob.api_key as its key"
             raise NothingToTrain(
-                f"the agent {_ending(report)} without an answer of the model, so there is nothing to train. "
-                "Fix: it must send its requests to AgentJob.base_url with AgentJob.api_key as its key"
+                f"the agent {_ending(report)} without an answer of the model, so there is nothing to train"
+                + (fix if report.status is AgentStatus.FINISHED else "")
             )
         if report.status is not AgentStatus.FINISHED:
             late = "timed out: " if report.status is AgentStatus.TIMED_OUT else ""

@@ -13,6 +13,7 @@ import pytest
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.text.parsing import TagParser
+from seamless_verl.proxy.text.tokenizer import bytes_of
 from tests.fakes import serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -165,6 +166,29 @@ async def test_sampling_reaches_the_engine_and_overrides_are_announced() -> None
         plain = await proxy.open()
         await proxy.post(plain, {"model": "m", "messages": HI, "seed": 5, "max_completion_tokens": 2})
         assert proxy.engine.requests[-1].sampling == {"seed": 5, "max_tokens": 2}
+
+
+async def test_the_bytes_of_a_token_are_its_own_also_where_they_are_part_of_a_character() -> None:
+    for streams in (False, True):
+        async with serving(lambda prompt: "grü€n", streams=streams) as proxy, proxy.sdk(await proxy.open()) as sdk:
+            if streams:
+                chunks = await sdk.chat.completions.create(model="m", messages=HI, logprobs=True, stream=True)
+                told = [chunk.choices[0].logprobs async for chunk in chunks if chunk.choices]
+                tokens = [token for found in told if found for token in found.content or []]
+            else:
+                answer = await sdk.chat.completions.create(model="m", messages=HI, logprobs=True)
+                assert answer.choices[0].logprobs is not None
+                tokens = answer.choices[0].logprobs.content or []
+            assert bytes(byte for token in tokens for byte in token.bytes or []).decode() == "grü€n"
+            assert len(tokens) > len("grü€n"), "some of them are parts of a character"
+
+
+@pytest.mark.parametrize(
+    ("piece", "own"),
+    [("\u00e2", b"\xe2"), ("\u0120a", b" a"), ("<0xE2>", b"\xe2"), ("\u0143", b"\xad"), ("\u4e2d", None)],
+)
+def test_how_vocabularies_spell_bytes(piece: str, own: bytes | None) -> None:
+    assert bytes_of(piece) == own
 
 
 async def test_length_and_logprobs() -> None:

@@ -12,38 +12,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.mock_engine import Connection, PreparedAnswers
 from benchmarks.traffic import model_folder
 from seamless_verl.proxy.client import ProxyRefused
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from tests.fakes import CHATML, small_tokenizer
-from tests.standalone import KEY, Standalone, chat, refused, save_tokenizer
+from tests.standalone import KEY, Mock, Standalone, chat, refused, save_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 ADMIN = {"authorization": f"Bearer {KEY}"}
 pytestmark = pytest.mark.timeout(120)
-
-
-class Mock:
-    """A server at vLLM's wire; ``latency_s`` may be changed while it runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.latency_s = 0.0
-        self._answers = PreparedAnswers(folder)
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> str:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: Connection(self._answers, lambda: self.latency_s), "127.0.0.1", 0
-        )
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,12 @@ import pyarrow.parquet as parquet
 import pytest
 
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.run.check_references import task_at
 from tests.kernel.run.test_preflight import check, config
 
 NO_CLASS = 7
+AGENT = {"runner": f"{__name__}.Runner", "kwargs": {"address": "a"}}
+ROW = {"prompt": "p", "agent_name": "seamless_agent", "extra_info": {"index": 5, "split": "train", "task": '{"n": 1}'}}
 
 
 def test_a_reward_function_that_its_file_does_not_define_is_refused_without_running_the_file(tmp_path):
@@ -98,7 +101,7 @@ def test_a_task_without_a_test_command_is_refused_before_anything_starts(tmp_pat
 
     task = json.loads(next(generate("train", 0)).to_json())
     del task["test_command"]
-    rows = [{"extra_info": {"index": 0, "split": "train", "task": json.dumps(task)}}]
+    rows = [{**ROW, "extra_info": {"index": 0, "split": "train", "task": json.dumps(task)}}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     with pytest.raises(ConfigError) as refused:
         check(
@@ -110,7 +113,7 @@ def test_a_task_without_a_test_command_is_refused_before_anything_starts(tmp_pat
 
 def test_a_stage_over_a_source_that_the_data_does_not_have_is_refused_before_anything_starts(tmp_path):
     file = tmp_path / "train.parquet"
-    parquet.write_table(pa.Table.from_pylist([{"data_source": "math"}, {"data_source": "code"}]), file)
+    parquet.write_table(pa.Table.from_pylist([{**ROW, "data_source": source} for source in ("math", "code")]), file)
     stages = [{"name": "first", "sources": ["maths"]}]
     with pytest.raises(ConfigError, match=r"stages\[0\]\.sources=maths.*did you mean math\?"):
         check(config(data__train_files=str(file)), curriculum={"accuracy_key": "acc", "stages": stages})
@@ -120,3 +123,77 @@ def test_a_stage_over_a_source_that_the_data_does_not_have_is_refused_before_any
     parquet.write_table(pa.Table.from_pylist([{"prompt": "x"}]), file)
     with pytest.raises(ConfigError, match="no column data_source"):
         check(config(data__train_files=str(file)), curriculum={"accuracy_key": "acc", "stages": stages})
+
+
+def data(folder, *rows, times=16):
+    file = folder / "train.parquet"
+    parquet.write_table(pa.Table.from_pylist([*rows] * times), file)
+    return config(data__train_files=str(file))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "key"),
+    [("promt", "prompt", "data.prompt_key"), ("extra_inof", "extra_info", "data.*_files")],
+)
+def test_a_misspelt_column_is_refused_with_the_right_one(tmp_path, wrong, right, key):
+    check(data(tmp_path, ROW), agent=AGENT)
+    misspelt = {wrong if column == right else column: value for column, value in ROW.items()}
+    with pytest.raises(ConfigError, match=f"{right}: .*no such column. Fix: write {wrong}") as refused:
+        check(data(tmp_path, misspelt), agent=AGENT)
+    assert refused.value.key == key
+
+
+def test_a_runner_that_no_row_asks_for_is_refused(tmp_path):
+    other = {**ROW, "agent_name": "single_turn_agent"}
+    check(data(tmp_path, ROW, other), agent=AGENT)
+    unnamed = {column: value for column, value in ROW.items() if column != "agent_name"}
+    for row in (other, unnamed):
+        with pytest.raises(ConfigError, match="never called: no row of .*agent_name=seamless_agent"):
+            check(data(tmp_path, row), agent=AGENT)
+    default = data(tmp_path, unnamed)
+    default["actor_rollout_ref"]["rollout"]["agent"] = {"default_agent_loop": "seamless_agent"}
+    check(default, agent=AGENT)
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    (tmp_path / "train.parquet").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"train\.parquet: cannot be read as parquet"):
+        check(config(data__train_files=str(tmp_path / "train.parquet")))
+
+
+def test_a_task_is_found_by_its_number(tmp_path):
+    other = {**ROW, "agent_name": "single_turn_agent"}
+    bad = {**ROW, "extra_info": {**ROW["extra_info"], "task": "[1]"}}
+    found = data(tmp_path, ROW, other, bad, times=1)
+    assert task_at(found, 0, validation=False) == ("train/5", {"n": 1})
+    for number, words in (
+        (1, "agent_name is single_turn_agent"),
+        (2, "no mapping"),
+        (3, "write 0 to 2"),
+        (-1, "0 to 2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            task_at(found, number, validation=False)
+
+
+def test_data_that_fills_no_batch_are_refused(tmp_path):
+    check(data(tmp_path, ROW))
+    for few in (data(tmp_path, ROW, times=15), data(tmp_path, ROW)):
+        few["data"]["train_max_samples"] = 15
+        with pytest.raises(ConfigError, match=r"train_batch_size=16: .*15 rows, fewer than one batch.*write 15"):
+            check(few)
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path):
+    changed = config()
+    changed["actor_rollout_ref"]["model"]["path"] = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path=.*holds no config\.json"):
+        check(changed)
+    (tmp_path / "config.json").write_text("{}")
+    check(changed)
+
+
+def test_an_estimator_that_is_nearly_one_of_verls_is_refused():
+    check(config(algorithm__adv_estimator="my_own"))
+    with pytest.raises(ConfigError, match=r"adv_estimator=grop: .*did you mean grpo\?"):
+        check(config(algorithm__adv_estimator="grop"))

@@ -1,0 +1,321 @@
+"""The mistakes and mishaps that `benchmarks.mishaps` tries."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+_RUN = (
+    sys.executable,
+    "-m",
+    "seamless_verl.main",
+    "--config-dir",
+    "my_task",
+    "+recipe=my_task",
+    "hydra.run.dir={folder}/run",
+    "seamless.assets.dir={assets}",
+)
+_CLI = (sys.executable, "-m", "seamless_verl.cli")
+
+
+def nothing(folder: Path) -> None:
+    """No preparation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mishap:
+    """One mistake.
+
+    Attributes:
+        command: ``{folder}``, ``{assets}`` and ``{port}`` (one that is taken) are filled in.
+        words: what it must say: the cause, the fix.
+        prepare: makes the folder wrong.
+        after: lines at which `act` is called, one after the other; such a mishap happens while a run is going on.
+        cannot: why it cannot be tried here; None: it can.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    words: tuple[str, ...]
+    codes: tuple[int, ...] = (2,)
+    prepare: Callable[[Path], None] = nothing
+    environment: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    act: Callable[[int, Path], None] = lambda pid, folder: None
+    whole: bool = False
+    cannot: Callable[[], str | None] = lambda: None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a run is started for it."""
+        return self.whole or bool(self.after)
+
+
+def _key(name: str, *overrides: str, says: tuple[str, ...], prepare: Callable[[Path], None] = nothing) -> Mishap:
+    """A run that is refused for its settings."""
+    return Mishap(name=name, command=(*_RUN, *overrides), words=says, prepare=prepare)
+
+
+def _tool(name: str, *options: str, says: tuple[str, ...], prepare: Callable[[Path], None] = nothing) -> Mishap:
+    """Another command that is refused."""
+    return Mishap(name=name, command=(*_CLI, *options), words=says, prepare=prepare)
+
+
+def _rewritten(file: str, old: str, new: str) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        path = folder / "my_task" / file
+        text = path.read_text(encoding="utf-8")
+        assert old in text, (file, old)
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+    return rewrite
+
+
+def _table(change: Callable[[pd.DataFrame], pd.DataFrame]) -> Callable[[Path], None]:
+    """Changes the copy of the training data, which ``_OWN_DATA`` names."""
+
+    def rewrite(folder: Path) -> None:
+        change(pd.read_parquet(folder / "train.parquet")).to_parquet(folder / "train.parquet")
+
+    return rewrite
+
+
+_OWN_DATA = "data.train_files={folder}/train.parquet"
+
+
+def _no_parquet(folder: Path) -> None:
+    (folder / "train.parquet").write_text("question,answer\n1+1,2\n")
+
+
+def _living_run(folder: Path) -> None:
+    from seamless_verl.run.supervisor import identity
+
+    (folder / "run").mkdir()
+    (folder / "run" / "pid").write_text(identity(os.getpid()))
+
+
+def _empty_model(folder: Path) -> None:
+    (folder / "model").mkdir()
+
+
+_KEYS = (
+    _key("key misspelt", "data.train_batch_sise=8", says=("no such key", "did you mean data.train_batch_size?")),
+    _key("key of ours misspelt", "seamless.staleness.etta=1", says=("no such key", "seamless.staleness.eta")),
+    _key("key of ours added", "+seamless.agent.dedline_s=3", says=("dedline_s", "deadline_s")),
+    _key("recipe misspelt", "+recipe=my_tsk", says=("my_tsk",)),
+    _key("platform misspelt", "+platform=gup", says=("+platform=gup", "write +platform=gpu")),
+    _key("flags that exclude each other", "--cfg", "job", "-m", says=("exclude each other", "Fix: give one")),
+    _key("text for a number", "data.train_batch_size=many", says=("data.train_batch_size=many", "Fix:")),
+    _key("trainer mode misspelt", "trainer.v1.trainer_mode=seamles", says=("did you mean seamless?",)),
+    _key("policy misspelt", "seamless.scheduler.policy=gredy", says=("seamless.scheduler.policy", "greedy")),
+    _key("estimator misspelt", "algorithm.adv_estimator=grop", says=("algorithm.adv_estimator=grop", "grpo")),
+    _key("deadline of nothing", "seamless.agent.deadline_s=0", says=("seamless.agent.deadline_s=0", "Fix:")),
+    _key("no rollouts", "actor_rollout_ref.rollout.n=0", says=("actor_rollout_ref.rollout.n=0", "Fix:")),
+    _key(
+        "mini-batch does not divide",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        says=("does not divide data.train_batch_size=8", "write 2"),
+    ),
+    _key(
+        "micro-batch does not divide",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24",
+        says=("ppo_micro_batch_size_per_gpu=24", "write 16"),
+    ),
+    _key(
+        "lengths do not fit",
+        "actor_rollout_ref.rollout.max_model_len=100",
+        says=("is less than data.max_prompt_length + data.max_response_length = 128", "write 128"),
+    ),
+    _key("more GPUs than there are", "trainer.device=cuda", says=("trainer.device", "Fix:")),
+    _key(
+        "cluster that is not there",
+        "ray_kwargs.ray_init.address=127.0.0.1:1",
+        "trainer.device=cuda",
+        says=("127.0.0.1:1", "Fix:"),
+    ),
+    _key(
+        "port in use",
+        "seamless.proxy.port={port}",
+        says=("seamless.proxy.port=", "0 to take any"),
+    ),
+)
+_FILES = (
+    _key("model path misspelt", "actor_rollout_ref.model.path=/models/qwen", says=("/models/qwen", "does not exist")),
+    _key(
+        "model folder without a model",
+        "actor_rollout_ref.model.path={folder}/model",
+        says=("holds no config.json", "Fix:"),
+        prepare=_empty_model,
+    ),
+    _key("data path misspelt", "data.train_files=/data/trian.parquet", says=("/data/trian.parquet", "does not exist")),
+    _key("data is no parquet", _OWN_DATA, says=("cannot be read as parquet", "Fix:"), prepare=_no_parquet),
+    _key(
+        "column misspelt",
+        _OWN_DATA,
+        says=("data.prompt_key=prompt", "no such column", "write promt"),
+        prepare=_table(lambda rows: rows.rename(columns={"prompt": "promt"})),
+    ),
+    _key(
+        "no row asks for agents",
+        _OWN_DATA,
+        "data.val_files={folder}/train.parquet",
+        says=("is never called", "agent_name=seamless_agent"),
+        prepare=_table(lambda rows: rows.assign(agent_name="single_turn_agent")),
+    ),
+    _key(
+        "fewer rows than a batch",
+        _OWN_DATA,
+        says=("data.train_batch_size=8", "5 rows", "write 5 or less"),
+        prepare=_table(lambda rows: rows.head(5)),
+    ),
+    _key(
+        "reward file missing",
+        "reward.custom_reward_function.path={folder}/rewards.py",
+        says=("rewards.py", "does not exist", "Fix:"),
+    ),
+    _key(
+        "module of assets misspelt",
+        "seamless.assets.dir=null",
+        "seamless.assets.module=my_task.dat",
+        says=("my_task.dat", "Fix:"),
+    ),
+    _key(
+        "run folder of a living run",
+        says=("belongs to a run that is still going", "another folder"),
+        prepare=_living_run,
+    ),
+    _key("run folder is a file", "hydra.run.dir={folder}/train.parquet", says=("cannot be made a folder", "Fix:")),
+    _key(
+        "run folder cannot be written",
+        "hydra.run.dir=/proc/runs/mine",
+        says=("cannot be made a folder", "may write to"),
+    ),
+)
+_AGENTS = (
+    _key("runner misspelt", "seamless.agent.runner=my_task.agent.Runer", says=("cannot be imported", "Fix:")),
+    _key("runner's argument misspelt", "+seamless.agent.kwargs.thread=4", says=("is no argument of", "write threads")),
+    _key(
+        "agent misspelt", "seamless.agent.kwargs.agent=my_task.agent.atempt", says=("no such function", "write attempt")
+    ),
+    _key(
+        "agent with a syntax error",
+        says=("its module raises SyntaxError", "agent.py", "mend it there"),
+        prepare=_rewritten("agent.py", "MOST_TURNS = 2", "MOST_TURNS = ="),
+    ),
+    _key(
+        "agent imports what is not there",
+        says=("its module raises ModuleNotFoundError", "agent.py:", "import opennai"),
+        prepare=_rewritten("agent.py", "from openai import", "import opennai\nfrom openai import"),
+    ),
+    _key(
+        "reward with other arguments",
+        says=("cannot be called", "write def score(task, outcome)"),
+        prepare=_rewritten("reward.py", "outcome: dict[str, Any] | None)", "result: dict[str, Any] | None)"),
+    ),
+)
+_TOOLS = (
+    _tool("new with a bad name", "new", "my-task-2", says=("no name of a Python package", "my_task_2")),
+    _tool("new over a folder", "new", "my_task", says=("exists", "another name")),
+    _tool("try without such a recipe", "try", "my_tsk", says=("+recipe=my_tsk", "Fix:")),
+    _tool("try a recipe without agents", "try", "arithmetic", says=("seamless.agent.runner", "Fix:")),
+    _tool(
+        "try a task that is not there", "try", "my_task", "seamless.assets.dir={assets}", "--task", "9999",
+        says=("--task=9999", "write 0 to 319"),
+    ),
+    _tool(
+        "try with no server", "try", "my_task", "seamless.assets.dir={assets}", "--engine", "http://127.0.0.1:9",
+        says=("http://127.0.0.1:9", "start it first"),
+    ),
+    _tool("report of nothing", "report", "{folder}/nowhere", says=("nowhere",)),
+    _tool("watch of nothing", "watch", "{folder}/nowhere", says=("does not exist", "Fix:")),
+    _tool("simulate from nothing", "simulate", "--from", "{folder}/nowhere", says=("nowhere",)),
+    _tool(
+        "proxy without a server", "proxy", "--engine", "http://127.0.0.1:9", "--model", "{assets}/model", "--port", "0",
+        says=("http://127.0.0.1:9", "start it first"),
+    ),
+)  # fmt: skip
+
+
+def _namespaces() -> str | None:
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
+    return None if tried.returncode == 0 else "no mount namespaces for this user"
+
+
+def _mounted(script: str) -> tuple[str, ...]:
+    """Runs a command where the mounts of a shell script are."""
+    return ("unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh")
+
+
+def _interrupt(pid: int, folder: Path) -> None:
+    os.kill(pid, signal.SIGINT)
+
+
+_BEGUN, _TRAINING = "run folder: ", "step 1/"
+_MACHINE = (
+    Mishap(
+        name="disk too small for the run folder",
+        command=(*_mounted("mkdir {folder}/run && mount -t tmpfs -o size=64k none {folder}/run"), *_RUN),
+        words=("disk", "Fix:"),
+        cannot=_namespaces,
+    ),
+    Mishap(
+        name="no /dev/shm",
+        command=(*_mounted("umount -l /dev/shm"), *_RUN),
+        words=("shared memory", "--shm-size", "Fix:"),
+        cannot=_namespaces,
+    ),
+    Mishap(
+        name="small /dev/shm",
+        command=(*_mounted("mount -t tmpfs -o size=8m none /dev/shm"), *_RUN),
+        words=("shared memory", "--shm-size", "Fix:"),
+        cannot=_namespaces,
+    ),
+    Mishap(
+        name="Ctrl-C while it starts",
+        command=_RUN,
+        words=("interrupted (signal 2)", "nothing is left running", "to continue"),
+        codes=(130,),
+        after=(_BEGUN,),
+        act=_interrupt,
+    ),
+    Mishap(
+        name="Ctrl-C while it trains",
+        command=(*_RUN, "trainer.val_before_train=false"),
+        words=("interrupted (signal 2)", "nothing is left running", "to continue"),
+        codes=(130,),
+        after=(_TRAINING,),
+        act=_interrupt,
+    ),
+    Mishap(
+        name="engine that cannot start",
+        command=(*_RUN, "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=no_such_thing"),
+        words=("no_such_thing",),
+        codes=(1, 2),
+        after=(_BEGUN,),
+    ),
+    Mishap(
+        name="agent that always raises",
+        command=(*_RUN, "trainer.test_freq=-1"),
+        words=("attempts failed", "KeyError: 'no such key' in ", "agent.py:"),
+        codes=(1,),
+        prepare=_rewritten("agent.py", "    with OpenAI(", '    task["no such key"]\n    with OpenAI('),
+        after=("an attempt of validation failed",),
+    ),
+    Mishap(
+        name="reward that is no number",
+        command=(*_RUN, "trainer.test_freq=-1"),
+        words=("the reward is nan, no finite number", "Fix: return a float"),
+        codes=(1,),
+        prepare=_rewritten("reward.py", "    if outcome is None", '    return float("nan")\n    if outcome is None'),
+        after=("an attempt of validation failed",),
+    ),
+)
+
+MISHAPS: tuple[Mishap, ...] = (*_KEYS, *_FILES, *_AGENTS, *_TOOLS, *_MACHINE)

@@ -1,0 +1,75 @@
+"""Agents that are functions, in real worker processes: each way in which one may end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from seamless_verl.agents import agent_pool
+from seamless_verl.agents.agent_pool import JobFailed
+from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused
+from seamless_verl.agents.function_runner import FunctionRunner
+
+TASK = """
+import os, threading
+
+def attempt(task, base_url, api_key, model):
+    if task["way"] == "returns":
+        return [base_url, api_key, model]
+    if task["way"] == "raises":
+        raise LookupError("no such thing")
+    if task["way"] == "blocks":
+        threading.Event().wait()
+    if task["way"] == "dies":
+        os._exit(7)
+
+def score(task, outcome):
+    if task["way"] == "no reward":
+        return float("nan")
+    if task["way"] == "no grade":
+        return outcome["passed"]
+    return {"reward": 0.0 if outcome is None else 1.0, "length": len(outcome or "")}
+"""
+
+
+@pytest.fixture
+async def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FunctionRunner]:
+    (tmp_path / "their_task.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    runner = FunctionRunner(agent="their_task.attempt", reward="their_task.score", threads=1)
+    yield runner
+    pids = runner._pool.pids
+    await runner.close()
+    assert not any(map(psutil.pid_exists, pids))
+
+
+async def run(runner: FunctionRunner, way: str, deadline_s: float = 60.0) -> AgentReport:
+    job = AgentJob(task={"way": way}, base_url="http://a/v1", api_key="k", model="m", deadline_s=deadline_s)
+    return await runner.run(job)
+
+
+async def test_every_end_of_an_attempt_is_graded_or_refused(
+    runner: FunctionRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_pool, "_FORGET_S", 0.2)
+    good = await run(runner, "returns")
+    assert (good.status, good.reward, good.rewards) == (AgentStatus.FINISHED, 1.0, {"length": 3.0})
+    raised = await run(runner, "raises")
+    assert (raised.status, raised.reward, raised.rewards) == (AgentStatus.FAILED, 0.0, {"length": 0.0})
+    assert "LookupError: no such thing in /" in raised.detail
+    assert "their_task.py:8 in attempt" in raised.detail
+    died = await run(runner, "dies")
+    assert (died.status, died.reward) == (AgentStatus.FAILED, 0.0)
+    assert "status 7" in died.detail
+    # The only thread hangs for good: the worker is replaced, which the grade after it waits for.
+    blocked = await run(runner, "blocks", deadline_s=1.0)
+    assert (blocked.status, blocked.reward) == (AgentStatus.TIMED_OUT, 0.0)
+    assert "their_task.py:10 in attempt: threading.Event().wait()" in blocked.detail
+    with pytest.raises(RewardRefused, match="the reward is nan"):
+        await run(runner, "no reward")
+    with pytest.raises(JobFailed, match=r"TypeError: .*their_task.py:\d+ in score"):
+        await run(runner, "no grade")
+    assert (await run(runner, "returns")).reward == 1.0

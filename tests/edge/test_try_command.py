@@ -1,0 +1,76 @@
+"""``seamless-verl try`` on the folder that ``new`` writes; the vLLM server is the only part that is not real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from benchmarks.traffic import model_folder
+from examples.my_task.data import rows
+from seamless_verl.run.new_command import write
+from tests.standalone import ROOT, Mock
+
+# Its answers have 256 tokens, whatever they are asked for.
+LONG = ["data.max_response_length=2048", "seamless.agent.max_tokens_per_turn=null"]
+FEW = ["data.train_batch_size=2"]
+
+
+@pytest.fixture
+async def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Path, list[str]]]:
+    """A folder with ``my_task``, and the options that try it."""
+    write("my_task", tmp_path)
+    assets = tmp_path / "assets"
+    mock = Mock(model_folder(assets / "model"))
+    parquet.write_table(pa.Table.from_pylist(rows([(7, 5), (1, 2)], "train")), assets / "train.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows([(7, 5)], "val")), assets / "val.parquet")
+    url = await mock.start()
+    yield tmp_path, ["my_task", "--engine", url, "--served-model", "mock", f"seamless.assets.dir={assets}", *LONG, *FEW]
+    mock.stop()
+
+
+async def command(folder: Path, *options: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "seamless_verl.cli",
+        "try",
+        *options,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, said.decode()
+
+
+async def test_it_shows_the_conversation_the_reward_and_the_rows(tried: tuple[Path, list[str]]) -> None:
+    folder, options = tried
+    code, said = await command(folder, *options, "--task", "1")
+    assert code == 0, said
+    assert 'task train/1: {"question": " 1+ 2", "remainder": 0, "answer": "3"}' in said
+    assert "turn 2: " in said
+    assert said.count("  <  1+ 2<|im_end|>") == 2
+    assert "reward 0  passed 0  (the agent finished after " in said
+    assert "row 1 of 1: " in said
+    assert " 512 of them trained (mask 1)" in said
+    assert "    1 x 256 " in said
+
+
+async def test_an_agent_that_raises_is_told_with_its_line(tried: tuple[Path, list[str]]) -> None:
+    folder, options = tried
+    agent = folder / "my_task" / "agent.py"
+    agent.write_text(agent.read_text().replace("turns += 1\n", "turns += task['size']\n"))
+    code, said = await command(folder, *options)
+    assert code == 1, said
+    line = agent.read_text().splitlines().index("        turns += task['size']") + 1
+    assert "(the agent failed after " in said
+    assert f"KeyError: 'size' in {agent}:{line} in converse: turns += task['size']" in said
+    assert "Traceback" not in said
