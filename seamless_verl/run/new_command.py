@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.places import is_own
 from seamless_verl.run.compose import known
 
 _TEMPLATE, _SUFFIX = Path(__file__).with_name("template"), ".template"
@@ -90,6 +91,7 @@ def _check_name(name: str) -> None:
         raise ConfigError("NAME", name, problem, f"letters, digits and _ only, for example {good}")
     if name in known("recipe"):
         raise ConfigError("NAME", name, "is a recipe of ours, which would hide yours", f"for example my_{name}")
-    if importlib.util.find_spec(name) is not None and not Path(name).exists():
+    spec = importlib.util.find_spec(name)
+    if name in sys.stdlib_module_names or (spec is not None and spec.origin and not is_own(spec.origin)):
         problem = "is an installed module, which would be imported instead of yours"
         raise ConfigError("NAME", name, problem, f"for example my_{name}")

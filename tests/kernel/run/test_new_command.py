@@ -38,6 +38,7 @@ def test_another_name_stands_wherever_the_first_one_stood(tmp_path):
         ("class", ["no name of a Python package"]),
         ("swe", ["a recipe of ours", "my_swe"]),
         ("json", ["installed module", "my_json"]),
+        ("yaml", ["installed module", "my_yaml"]),
     ],
 )
 def test_a_name_that_would_not_do_is_refused_with_one_that_would(tmp_path, name, words):
