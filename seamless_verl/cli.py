@@ -255,7 +255,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     proxy.add_arguments(command, ray_launcher=_ray_launcher, vllm_parser=_vllm_parser)
     simulation.add_arguments(commands.add_parser("simulate", help="what other tags, splits and policies would bring"))
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parsed = parser.parse_args(given)
+    parsed, others = parser.parse_known_args(given)
+    # argparse takes overrides only where they follow RECIPE at once.
+    unknown = others if not hasattr(parsed, "overrides") else [word for word in others if word.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if others:
+        parsed.overrides += others
     parsed.command_line = given
     try:
         code = int(parsed.run(parsed))

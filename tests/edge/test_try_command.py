@@ -28,6 +28,7 @@ async def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     write("my_task", tmp_path)
     assets = tmp_path / "assets"
     mock = Mock(model_folder(assets / "model"))
+    (assets / "model" / "config.json").write_text("{}")
     parquet.write_table(pa.Table.from_pylist(rows([(7, 5), (1, 2)], "train")), assets / "train.parquet")
     parquet.write_table(pa.Table.from_pylist(rows([(7, 5)], "val")), assets / "val.parquet")
     url = await mock.start()
