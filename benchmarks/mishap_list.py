@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -37,25 +36,14 @@ class Mishap:
         command: ``{folder}``, ``{assets}`` and ``{port}`` (one that is taken) are filled in.
         words: what it must say: the cause, the fix.
         prepare: makes the folder wrong.
-        after: lines at which `act` is called, one after the other; such a mishap happens while a run is going on.
         cannot: why it cannot be tried here; None: it can.
     """
 
     name: str
     command: tuple[str, ...]
     words: tuple[str, ...]
-    codes: tuple[int, ...] = (2,)
     prepare: Callable[[Path], None] = nothing
-    environment: Mapping[str, str] = field(default_factory=dict)
-    after: tuple[str, ...] = ()
-    act: Callable[[int, Path], None] = lambda pid, folder: None
-    whole: bool = False
     cannot: Callable[[], str | None] = lambda: None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a run is started for it."""
-        return self.whole or bool(self.after)
 
 
 def _key(name: str, *overrides: str, says: tuple[str, ...], prepare: Callable[[Path], None] = nothing) -> Mishap:
@@ -143,7 +131,7 @@ _KEYS = (
     _key(
         "port in use",
         "seamless.proxy.port={port}",
-        says=("seamless.proxy.port=", "0 to take any"),
+        says=("seamless.proxy.port=", "write 0"),
     ),
 )
 _FILES = (
@@ -253,68 +241,12 @@ def _mounted(script: str) -> tuple[str, ...]:
     return ("unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh")
 
 
-def _interrupt(pid: int, folder: Path) -> None:
-    os.kill(pid, signal.SIGINT)
-
-
-_BEGUN, _TRAINING = "run folder: ", "step 1/"
 _MACHINE = (
     Mishap(
         name="disk too small for the run folder",
         command=(*_mounted("mkdir {folder}/run && mount -t tmpfs -o size=64k none {folder}/run"), *_RUN),
         words=("disk", "Fix:"),
         cannot=_namespaces,
-    ),
-    Mishap(
-        name="no /dev/shm",
-        command=(*_mounted("umount -l /dev/shm"), *_RUN),
-        words=("shared memory", "--shm-size", "Fix:"),
-        cannot=_namespaces,
-    ),
-    Mishap(
-        name="small /dev/shm",
-        command=(*_mounted("mount -t tmpfs -o size=8m none /dev/shm"), *_RUN),
-        words=("shared memory", "--shm-size", "Fix:"),
-        cannot=_namespaces,
-    ),
-    Mishap(
-        name="Ctrl-C while it starts",
-        command=_RUN,
-        words=("interrupted (signal 2)", "nothing is left running", "to continue"),
-        codes=(130,),
-        after=(_BEGUN,),
-        act=_interrupt,
-    ),
-    Mishap(
-        name="Ctrl-C while it trains",
-        command=(*_RUN, "trainer.val_before_train=false"),
-        words=("interrupted (signal 2)", "nothing is left running", "to continue"),
-        codes=(130,),
-        after=(_TRAINING,),
-        act=_interrupt,
-    ),
-    Mishap(
-        name="engine that cannot start",
-        command=(*_RUN, "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=no_such_thing"),
-        words=("no_such_thing",),
-        codes=(1, 2),
-        after=(_BEGUN,),
-    ),
-    Mishap(
-        name="agent that always raises",
-        command=(*_RUN, "trainer.test_freq=-1"),
-        words=("attempts failed", "KeyError: 'no such key' in ", "agent.py:"),
-        codes=(1,),
-        prepare=_rewritten("agent.py", "    with OpenAI(", '    task["no such key"]\n    with OpenAI('),
-        after=("an attempt of validation failed",),
-    ),
-    Mishap(
-        name="reward that is no number",
-        command=(*_RUN, "trainer.test_freq=-1"),
-        words=("the reward is nan, no finite number", "Fix: return a float"),
-        codes=(1,),
-        prepare=_rewritten("reward.py", "    if outcome is None", '    return float("nan")\n    if outcome is None'),
-        after=("an attempt of validation failed",),
     ),
 )
 

@@ -7,12 +7,14 @@ The composition root of the user's process. It stays light: verl, torch and Ray 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,8 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     run_dir = Path(seamless.run_dir or hydra_runtime.output_dir).absolute()
     if compose.run_is_alive(run_dir):
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
+    if run_dir.is_dir():  # as Hydra makes it; it may be on another disk than runs/
+        machine = replace(machine, disk_free=shutil.disk_usage(run_dir).free)
     _check(config, seamless, machine, run_dir)
     find_or_build(config, seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)

@@ -72,13 +72,14 @@ class FunctionRunner:
             RewardRefused: the reward is no finite number.
             JobFailed: the reward's function raised; the message names its lines.
         """
-        payload = {"task": dict(job.task), "base_url": job.base_url, "api_key": job.api_key, "model": job.model}
+        task = dict(job.task)
+        payload = {"task": task, "base_url": job.base_url, "api_key": job.api_key, "model": job.model}
         status, detail = AgentStatus.FINISHED, ""
         try:
             told = await self._pool.run(payload, timeout=job.deadline_s)
         except (JobTimedOut, WorkerDied) as error:
             status = AgentStatus.TIMED_OUT if isinstance(error, JobTimedOut) else AgentStatus.FAILED
-            detail, told = str(error), await self._graded(payload["task"])
+            detail, told = str(error), await self._graded(task)
         if "refused" in told:
             raise RewardRefused(told["refused"])
         if "failed" in told:
