@@ -15,7 +15,7 @@ from tests import configuration_page
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Paths may be written from the root, from the package or from the page's own folder.
-BASES = (ROOT, ROOT / "seamless_verl", ROOT / "tests")
+BASES = (ROOT, ROOT / "examples", ROOT / "seamless_verl", ROOT / "tests")
 # What a page shows of a run folder, of another project or of another time is not here.
 ELSEWHERE = re.compile(r"RUN/|runs/|verl/|proxy/ID|rows/|logs/|/|flight/|checkpoints/")
 EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json"}
