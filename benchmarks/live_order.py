@@ -110,7 +110,7 @@ def ordered(
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
-    results = Path(__file__).with_name("results") / "2026-11-22-multiplexing.json"
+    results = Path(__file__).with_name("results") / "2026-11-24-multiplexing.json"
     parser.add_argument("--run", type=Path, default=[], action="append", help="folder of a recorded run; repeat it")
     parser.add_argument(
         "--order", type=Path, default=[], action="append", metavar="RUN", help="one to order systems by"

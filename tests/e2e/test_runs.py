@@ -167,7 +167,7 @@ def requests_out(folder: Path) -> int:
 
 def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     timeline = machine.folder / "timeline.json"
-    settings = ("trainer.total_training_steps=3", "data.val_max_samples=24")
+    settings = ("trainer.total_training_steps=3", "data.val_max_samples=24", "seamless.scheduler.policy=predictive")
     process = machine.start("+recipe=swe", *settings, f"ray_kwargs.timeline_json_file={timeline}")
     said = read_until(process, "validation after step 0")
     (folder,) = machine.runs()
@@ -200,7 +200,7 @@ def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     assert f"seamless-verl report {folder}" in output
     assert_the_report_accounts_for_the_run(folder, {"trainer": 1, "rollout": 1})
     recording = read_recording(folder / "flight")
-    loans = assert_loans_are_whole(recording, "trainer/0")  # the recipe lends under predictive
+    loans = assert_loans_are_whole(recording, "trainer/0")
     assert loans.wakes > 0
     assert_books_balance(recording)
     machine.assert_nothing_left()

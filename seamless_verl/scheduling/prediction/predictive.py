@@ -41,6 +41,7 @@ from seamless_verl.scheduling.slices import SliceState, SliceStatus, Switch, Tag
 
 _ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
 _EARLY = 1.5  # switches before the groups are there that the gang may be called for them
+_DOUBT = 0.1  # groups by which the forecast may fall short then
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 _CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
 _PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has arrived
@@ -199,12 +200,13 @@ class Predictive:
         self._at_review = due, arrived
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
         # Taken back a moment too late, a slice costs that moment; too early, it idles until the last session has ended
-        # without its help. Where one session is left nobody knows: does it probably end by then?
+        # without its help, which is seconds where the last one turns out to be long. So it must be all but certain.
         missing = outlook.trainer.minimum - outlook.trainer.ready
         near = self._forecaster.ready_within(cluster, outlook.trainer, _EARLY * back_s / outlook.token_s)
-        best = _best_end(cluster, outlook, lent, back_s, early=near >= missing - 0.5)
+        sure = near >= missing - _DOUBT
+        best = _best_end(cluster, outlook, lent, back_s, early=sure)
         soon = max(0.25 * back_s, 0.02)
-        if best.back_s <= soon and best.worth < math.inf and arrived:
+        if best.back_s <= soon and best.worth < math.inf and arrived and sure:
             book = self._forecaster.book
             tokens = sum(book.cached_on(status.slice.id, cluster.now) for status in lent)
             again_s = prefill_s(outlook.work, tokens, outlook.standing)
@@ -215,7 +217,9 @@ class Predictive:
             return
         elapsed = cluster.now - min(s.since for s in lent)
         # Until something has arrived nothing can be taken back, however often one looks.
-        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon, 0.0 if arrived else _PATIENCE * elapsed)
+        pause_s = 0.0 if arrived else _PATIENCE * elapsed
+        pause_s = max(pause_s, 0.0 if sure else _EARLY * back_s)  # sooner nothing can be sure
+        self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon, pause_s)
         yield LookAgain(at=self._review_at)
         if best.back_s < math.inf and best.worth < math.inf:
             yield self._horizon(cluster, outlook, lent, best.back_s)
