@@ -75,7 +75,7 @@ def test_its_slices_follow_the_users_layout_and_those_that_train_are_lent(recipe
     assert all(Tag.ROLLOUT in one.capabilities for one in slices)
     assert len(trains) < len(slices)
     assert config["actor_rollout_ref"]["hybrid_engine"] is True
-    # Measured on two cores, where a switch takes 0.1 s; on GPUs nobody has, and one that weighs the switch may lose less.
+    # Measured on two cores, where a switch takes 0.1 s; on GPUs, where it takes seconds, nobody has.
     assert seamless.scheduler.policy == ("predictive" if "qwen" in recipe else "greedy")
     _, alone = composed(recipe, "actor_rollout_ref.rollout.nnodes=0")
     assert [entry.name for entry in alone.resources] == ["trainer"]
