@@ -41,7 +41,7 @@ from seamless_verl.scheduling.slices import SliceState, SliceStatus, Switch, Tag
 
 _ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
 _EARLY = 1.5  # switches before the groups are there that the gang may be called for them
-_DOUBT = 0.1  # groups by which the forecast may fall short then
+_DOUBT = 0.5  # groups by which the forecast may fall short then
 _NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 _CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
 _PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has arrived
@@ -200,7 +200,7 @@ class Predictive:
         self._at_review = due, arrived
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
         # Taken back a moment too late, a slice costs that moment; too early, it idles until the last session has ended
-        # without its help, which is seconds where the last one turns out to be long. So it must be all but certain.
+        # without its help, which is seconds where the last one turns out to be long. Will it probably have ended?
         missing = outlook.trainer.minimum - outlook.trainer.ready
         near = self._forecaster.ready_within(cluster, outlook.trainer, _EARLY * back_s / outlook.token_s)
         sure = near >= missing - _DOUBT
