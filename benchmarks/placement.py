@@ -77,14 +77,14 @@ def nodes(count: int) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def composed(overrides: Sequence[str]) -> Any:
+def composed(overrides: Sequence[str], platform: str = "gpu") -> Any:
     """verl's configuration with ours and a recipe, as `seamless_verl.main` composes it."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     from seamless_verl.run import compose
 
-    ours = [f"hydra.searchpath=[file://{compose.our_config_dir()}]", "+seamless=default", "+platform=gpu"]
+    ours = [f"hydra.searchpath=[file://{compose.our_config_dir()}]", "+seamless=default", f"+platform={platform}"]
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         return hydra_compose("ppo_trainer", overrides=[*ours, *overrides, "seamless.run_dir=null"])
 
