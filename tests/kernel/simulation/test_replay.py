@@ -33,13 +33,18 @@ def recorded(base: Scenario, *, oldest_first: bool | None = None) -> tuple[Recor
 @pytest.mark.parametrize("system", ["predictive", "greedy", "disaggregated", "colocated"])
 @pytest.mark.parametrize("load_s", [0.2, 6.0])  # the longer ones take a third of a step
 def test_a_replay_takes_as_long_as_what_was_recorded(system: str, load_s: float) -> None:
-    base = scenario(system, steps=16)
-    pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
-    costs = replace(base.costs, load=load_s)
-    found, step_s = recorded(replace(base, pools=pools, costs=costs, workload=replace(base.workload, mean=300)))
-    assert (found.scenario.batch, found.scenario.attempts) == (8, 4)
-    assert mean(found.step_s[found.scenario.warm :]) == pytest.approx(step_s, rel=1e-6)
-    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.10)
+    """In the mean of three seeds: a single run differs by up to 15 %, as loans begin and end at other times."""
+    were, are = [], []
+    for seed in range(3):
+        base = scenario(system, steps=16, seed=seed)
+        pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
+        costs = replace(base.costs, load=load_s)
+        found, step_s = recorded(replace(base, pools=pools, costs=costs, workload=replace(base.workload, mean=300)))
+        assert (found.scenario.batch, found.scenario.attempts) == (8, 4)
+        assert mean(found.step_s[found.scenario.warm :]) == pytest.approx(step_s, rel=1e-6)
+        were.append(step_s)
+        are.append(simulate(found.scenario).step_s)
+    assert mean(are) == pytest.approx(mean(were), rel=0.10)
 
 
 def test_a_queue_is_replayed_in_the_order_that_it_was_recorded_in() -> None:
