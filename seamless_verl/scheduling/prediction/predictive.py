@@ -199,11 +199,7 @@ class Predictive:
             return
         self._at_review = due, arrived
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
-        # Taken back a moment too late, a slice costs that moment; too early, it idles until the last session has ended
-        # without its help, which is seconds where the last one turns out to be long. Will it probably have ended?
-        missing = outlook.trainer.minimum - outlook.trainer.ready
-        near = self._forecaster.ready_within(cluster, outlook.trainer, _EARLY * back_s / outlook.token_s)
-        sure = near >= missing - _DOUBT
+        sure = self._is_nearly_ready(cluster, outlook, back_s)
         best = _best_end(cluster, outlook, lent, back_s, early=sure)
         soon = max(0.25 * back_s, 0.02)
         if best.back_s <= soon and best.worth < math.inf and arrived and sure:
@@ -235,6 +231,13 @@ class Predictive:
                 slices=ids(fed),
                 reason=f"wanted back in {best.back_s:.2f} s, a request takes {turn_s:.2f} s",
             )
+
+    def _is_nearly_ready(self, cluster: Cluster, outlook: Outlook, back_s: float) -> bool:
+        """Taken back a moment too late, a slice costs that moment; too early, it idles until the last session has ended
+        without its help, which is seconds where the last one turns out to be long. Will it probably have ended?"""
+        missing = outlook.trainer.minimum - outlook.trainer.ready
+        near = self._forecaster.ready_within(cluster, outlook.trainer, _EARLY * back_s / outlook.token_s)
+        return near >= missing - _DOUBT
 
     def _horizon(self, cluster: Cluster, outlook: Outlook, slices: Sequence[SliceStatus], back_s: float) -> Horizon:
         outlasting = self._forecaster.longer_than(cluster, back_s / outlook.token_s)
