@@ -21,8 +21,8 @@ from typing import Any
 
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.watch import readers
-from seamless_verl.watch.places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 from seamless_verl.watch.readers import AttemptFacts, TrainedText
+from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 
 INDEX = "watch.sqlite"
 _VERSION = 2

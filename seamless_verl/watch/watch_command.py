@@ -16,8 +16,8 @@ from pathlib import Path
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.proxy.deploy.http_server import ProxyServer
-from seamless_verl.watch.app import make_app
-from seamless_verl.watch.places import places
+from seamless_verl.watch.run_places import places
+from seamless_verl.watch.watch_app import make_app
 from seamless_verl.watch.watched import Watched
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")

@@ -21,9 +21,9 @@ from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.rows import Row, build_rows
-from seamless_verl.watch import groups, readers, transcript
+from seamless_verl.watch import readers, transcript, watched_groups
 from seamless_verl.watch.index import RunIndex
-from seamless_verl.watch.places import JOURNALS, Place, files_of, standing
+from seamless_verl.watch.run_places import JOURNALS, Place, files_of, standing
 
 _UPDATE_S = 0.5
 _SHARE = 0.05
@@ -105,27 +105,27 @@ class Watched:
                 **self._head(index),
                 "steps": [self._summary(index, step, records.get(step, {})) for step in steps],
                 "validations": _records(self.place.path / VALIDATION),
-                "flags": groups.FLAGS,
+                "flags": watched_groups.FLAGS,
             }
 
     def groups(self, step: str, sort: str, flag: str, text: str) -> dict[str, Any]:
         """Raises:
         NotThere: no such order or flag.
         """
-        if sort not in groups.SORTS or (flag and flag not in groups.FLAGS):
+        if sort not in watched_groups.SORTS or (flag and flag not in watched_groups.FLAGS):
             raise NotThere(f"there is no order {sort!r}, or no mark {flag!r}")
-        if step != groups.NO_STEP and not step.isdecimal():
-            raise NotThere(f"{step} is no step: a number, or {groups.NO_STEP}")
+        if step != watched_groups.NO_STEP and not step.isdecimal():
+            raise NotThere(f"{step} is no step: a number, or {watched_groups.NO_STEP}")
         with self._lock:
             index = self._current()
-            found = groups.groups_of(index.attempts(step=None if step == groups.NO_STEP else int(step)))
+            found = watched_groups.groups_of(index.attempts(step=None if step == watched_groups.NO_STEP else int(step)))
             return {
                 **self._head(index),
                 "step": step,
                 "of": len(found),
-                "groups": groups.chosen(found, sort=sort, flag=flag, text=text),
-                "sorts": list(groups.SORTS),
-                "flags": groups.FLAGS,
+                "groups": watched_groups.chosen(found, sort=sort, flag=flag, text=text),
+                "sorts": list(watched_groups.SORTS),
+                "flags": watched_groups.FLAGS,
             }
 
     def attempt(self, key: str) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Watched:
             told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
             told["why_no_turns"] = "" if told["turns"] else self._why_nothing(known)
             told["why_no_text"] = self._why_no_text
-            told["group"] = groups.groups_of(index.group(known["group"]))[0]
+            told["group"] = watched_groups.groups_of(index.group(known["group"]))[0]
             return told
 
     def tokens(self, key: str, row: int) -> dict[str, Any]:
@@ -198,8 +198,8 @@ class Watched:
         """A step is counted again when an attempt of it has changed, or its record has come."""
         known = self._summaries.get(step)
         if known is None or known[0] != record:
-            name = groups.NO_STEP if step is None else step
-            known = self._summaries[step] = record, groups.summary(name, index.attempts(step=step), record)
+            name = watched_groups.NO_STEP if step is None else step
+            known = self._summaries[step] = record, watched_groups.summary(name, index.attempts(step=step), record)
         return known[1]
 
     def _head(self, index: RunIndex) -> dict[str, Any]:

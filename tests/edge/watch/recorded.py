@@ -18,7 +18,7 @@ from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.journal.kept_sessions import KeepingJournal
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row
-from seamless_verl.watch.app import make_app
+from seamless_verl.watch.watch_app import make_app
 from seamless_verl.watch.watch_command import Root, names_of
 from tests.fakes import Served, serving, small_tokenizer
 from tests.kernel.observe.made_up import HEADER

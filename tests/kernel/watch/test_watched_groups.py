@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.watch.groups import FLAGS, SORTS, chosen, groups_of, summary
+from seamless_verl.watch.watched_groups import FLAGS, SORTS, chosen, groups_of, summary
 
 
 def _attempt(group: str, index: int | None, reward: float | None, **told: Any) -> dict[str, Any]:
