@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -275,6 +276,9 @@ def main() -> int:
     from seamless_verl.run.environment import CPU_ENVIRONMENT
 
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
+    os.environ.update({key: value for key, value in of_workers.items() if value is not None})
+    import verl  # noqa: F401  (its plug-ins: the CPU platform, vLLM's CPU build)
+
     found: dict[int, dict[str, list[dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         environment = {"env_vars": of_workers}
