@@ -13,9 +13,12 @@ VENV ?= $(VENV_$(STACK))
 BIN := $(VENV)/bin
 LOCKS := $(LOCK_$(STACK)) requirements-dev.lock
 READY := $(VENV)/.ready
+# Other people's clients want other versions than verl: environments of their own.
+CLIENTS := .venv-clients
+FRAMEWORKS := .venv-frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-kernel test-edge test-contract test-lending test-e2e lint types docs doctor clean
+.PHONY: help demo test test-newest test-kernel test-edge test-clients test-contract test-lending test-e2e lint types docs doctor clean
 
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,8 +34,12 @@ test-newest: ## on the newest set: pure tests, contracts, one run that lends
 test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
 	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
 
-test-edge: $(READY) ## proxy over real HTTP, agents, sandbox, contracts with the installed verl
-	$(BIN)/python -m pytest tests/edge tests/contract -q -n 2 --dist loadfile
+test-edge: $(READY) $(CLIENTS)/.ready ## proxy over real HTTP, published clients, agents, sandbox, contracts with the installed verl
+	SEAMLESS_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/python -m pytest tests/edge tests/contract -q -n 2 --dist loadfile
+
+test-clients: $(READY) $(FRAMEWORKS)/.ready ## published SDKs, mini-swe-agent and frameworks for agents (docs/clients.md)
+	SEAMLESS_CLIENTS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python SEAMLESS_FRAMEWORKS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python \
+		$(BIN)/python -m pytest tests/edge/proxy/test_clients.py tests/edge/proxy/test_frameworks.py -q -n 2
 
 test-contract: $(READY) ## contracts with the installed verl, vLLM and Ray
 	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile
@@ -58,7 +65,13 @@ doctor: $(READY) ## check this machine and the installation
 	$(BIN)/seamless-verl doctor
 
 clean: ## remove the environments; runs/ stays
-	rm -rf $(VENV_verl) $(VENV_newest)
+	rm -rf $(VENV_verl) $(VENV_newest) $(CLIENTS) $(FRAMEWORKS)
+
+$(CLIENTS)/.ready $(FRAMEWORKS)/.ready: .venv-%/.ready: requirements-%.lock
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@echo "installing clients for the tests into .venv-$*"
+	.venv-$*/bin/python -m pip install --quiet --no-deps --disable-pip-version-check -r $<
+	@touch $@
 
 $(READY): $(LOCKS) setup.cfg pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name one with make PYTHON=…"; exit 1; }

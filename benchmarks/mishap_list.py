@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-_RUN = (
-    sys.executable,
-    "-m",
-    "seamless_verl.main",
-    "--config-dir",
-    "my_task",
-    "+recipe=my_task",
-    "hydra.run.dir={folder}/run",
-    "seamless.assets.dir={assets}",
-)
-_CLI = (sys.executable, "-m", "seamless_verl.cli")
+from benchmarks.mishap import RUN, Mishap, nothing, rewritten
+from benchmarks.mishap_runs import RUNS, no_mounts
 
-
-def nothing(folder: Path) -> None:
-    """No preparation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mishap:
-    """One mistake.
-
-    Attributes:
-        command: ``{folder}``, ``{assets}`` and ``{port}`` (one that is taken) are filled in.
-        words: what it must say: the cause, the fix.
-        prepare: makes the folder wrong.
-        cannot: why it cannot be tried here; None: it can.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    words: tuple[str, ...]
-    prepare: Callable[[Path], None] = nothing
-    cannot: Callable[[], str | None] = lambda: None
+_CLI = ("{python}", "-m", "seamless_verl.cli")
 
 
 def _key(name: str, *overrides: str, says: tuple[str, ...], prepare: Callable[[Path], None] = nothing) -> Mishap:
     """A run that is refused for its settings."""
-    return Mishap(name=name, command=(*_RUN, *overrides), words=says, prepare=prepare)
+    return Mishap(name=name, command=(*RUN, *overrides), words=says, prepare=prepare)
 
 
 def _tool(name: str, *options: str, says: tuple[str, ...], prepare: Callable[[Path], None] = nothing) -> Mishap:
     """Another command that is refused."""
     return Mishap(name=name, command=(*_CLI, *options), words=says, prepare=prepare)
-
-
-def _rewritten(file: str, old: str, new: str) -> Callable[[Path], None]:
-    def rewrite(folder: Path) -> None:
-        path = folder / "my_task" / file
-        text = path.read_text(encoding="utf-8")
-        assert old in text, (file, old)
-        path.write_text(text.replace(old, new), encoding="utf-8")
-
-    return rewrite
 
 
 def _table(change: Callable[[pd.DataFrame], pd.DataFrame]) -> Callable[[Path], None]:
@@ -195,17 +153,17 @@ _AGENTS = (
     _key(
         "agent with a syntax error",
         says=("its module raises SyntaxError", "agent.py", "mend it there"),
-        prepare=_rewritten("agent.py", "MOST_TURNS = 2", "MOST_TURNS = ="),
+        prepare=rewritten("agent.py", "MOST_TURNS = 2", "MOST_TURNS = ="),
     ),
     _key(
         "agent imports what is not there",
         says=("its module raises ModuleNotFoundError", "agent.py:", "import opennai"),
-        prepare=_rewritten("agent.py", "from openai import", "import opennai\nfrom openai import"),
+        prepare=rewritten("agent.py", "from openai import", "import opennai\nfrom openai import"),
     ),
     _key(
         "reward with other arguments",
         says=("cannot be called", "write def score(task, outcome)"),
-        prepare=_rewritten("reward.py", "outcome: dict[str, Any] | None)", "result: dict[str, Any] | None)"),
+        prepare=rewritten("reward.py", "outcome: dict[str, Any] | None)", "result: dict[str, Any] | None)"),
     ),
 )
 _TOOLS = (
@@ -231,11 +189,6 @@ _TOOLS = (
 )  # fmt: skip
 
 
-def _namespaces() -> str | None:
-    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
-    return None if tried.returncode == 0 else "no mount namespaces for this user"
-
-
 def _mounted(script: str) -> tuple[str, ...]:
     """Runs a command where the mounts of a shell script are."""
     return ("unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh")
@@ -244,10 +197,16 @@ def _mounted(script: str) -> tuple[str, ...]:
 _MACHINE = (
     Mishap(
         name="disk too small for the run folder",
-        command=(*_mounted("mkdir {folder}/run && mount -t tmpfs -o size=64k none {folder}/run"), *_RUN),
+        command=(*_mounted("mkdir {folder}/run && mount -t tmpfs -o size=64k none {folder}/run"), *RUN),
         words=("disk", "Fix:"),
-        cannot=_namespaces,
+        cannot=no_mounts,
+    ),
+    Mishap(
+        name="shared memory too small",
+        command=(*_mounted("mount -t tmpfs -o size=16m none /dev/shm"), *RUN),
+        words=("shared memory: 16 MiB free in /dev/shm", "Fix:", "--shm-size"),
+        cannot=no_mounts,
     ),
 )
 
-MISHAPS: tuple[Mishap, ...] = (*_KEYS, *_FILES, *_AGENTS, *_TOOLS, *_MACHINE)
+MISHAPS: tuple[Mishap, ...] = (*_KEYS, *_FILES, *_AGENTS, *_TOOLS, *_MACHINE, *RUNS)

@@ -26,6 +26,7 @@ from seamless_verl.run.check_machine import (
     CPU_MEMORY,
     DISK,
     HOW_TO_INSTALL,
+    SHARED_MEMORY,
     check_cluster,
     cluster_address,
     is_installed,
@@ -92,7 +93,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         fix="free some space, or set hydra.run.dir to another disk" if full else "",
         fatal=full,
     )
-    tight = machine.shared_memory_free < 256 << 20
+    tight = machine.shared_memory_free < SHARED_MEMORY
     yield Finding(
         what="shared memory",
         found=f"{machine.shared_memory_free / _GIB:.1f} GiB free",

@@ -31,14 +31,12 @@ from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, read_records
-from seamless_verl.run import capacity, check_combinations, check_machine, compose, preflight
+from seamless_verl.run import capacity, check_combinations, check_machine, checkpoints, compose, preflight
 from seamless_verl.run.environment import IMPORTED, cpu_environment, trainer_environment
 from seamless_verl.run.recipe_assets import find_or_build
 from seamless_verl.run.restarts import End, Restarts, obstacle, visible
 from seamless_verl.run.supervisor import run_trainer
 from seamless_verl.scheduling.declaration import verl_keys, with_policy
-
-_LATEST = "latest_checkpointed_iteration.txt"  # verl's, beside the checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +106,8 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     _check(config, seamless, machine, run_dir)
     find_or_build(config, seamless)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-    resumed = (run_dir / "checkpoints" / _LATEST).exists()
+    checkpoints.mend_tracker(Path(config.trainer.default_local_dir))
+    resumed = checkpoints.have_one(Path(config.trainer.default_local_dir))
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
     _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
     environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **trainer_environment(_plain(config))}
@@ -133,7 +132,7 @@ def _run_with_restarts(
     trainer, restarts = config.trainer, Restarts(most)
     while True:
         code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
-        has_checkpoint = (Path(trainer.default_local_dir) / _LATEST).exists()
+        has_checkpoint = checkpoints.have_one(Path(trainer.default_local_dir))
         hindered = obstacle(resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint)
         steps = read_records(run_dir / STEPS)
         step = steps[-1]["step"] if steps else 0
@@ -203,6 +202,8 @@ def _explain_end(code: int, run_dir: Path) -> None:
         _say(f"interrupted (signal {code - 128}); nothing is left running; {resume}", sys.stderr)
     else:
         _say(f"failed with exit code {code}; logs: {run_dir / 'logs'}; {resume}", sys.stderr)
+        if full := checkpoints.told_of_full_disk(run_dir, folder):
+            _say(full, sys.stderr)
     if (run_dir / FLIGHT).is_dir():
         _say(f"what it did until then: seamless-verl report {run_dir} --open", sys.stderr)
 

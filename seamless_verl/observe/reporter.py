@@ -10,14 +10,17 @@ One writer per run; each record is one line, flushed at once.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from seamless_verl.observe.alternation import Alternation
 from seamless_verl.observe.failures import alarm
 
 
@@ -152,6 +155,7 @@ class Reporter:
         self._folder = folder
         self._stream = stream
         self._step_seconds: list[float] = []
+        self._alternation = Alternation()
 
     @classmethod
     def for_run(cls, run_dir: str | None) -> Reporter:
@@ -168,6 +172,8 @@ class Reporter:
         for role in ("actor", "critic"):
             if (warning := computed_once_alarm(role, metrics)) is not None:
                 self.say(warning)
+        if (why := self._alternation.step(report.staleness_mean, report.idle_share)) is not None:
+            self.say(why)
 
     def validation(self, report: ValidationReport) -> None:
         self._append(VALIDATION, as_record(report))
@@ -187,8 +193,12 @@ class Reporter:
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if self._folder is None:
             return
-        with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with (self._folder / name).open("ab", buffering=0) as file:
+            before = file.tell()
+            if file.write(line) < len(line):  # what the run adds when it goes on would follow on a line cut short
+                file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

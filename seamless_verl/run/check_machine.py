@@ -30,6 +30,7 @@ _GIB = 1 << 30
 # A CPU run of the tiny recipes peaks at about 7 GiB of memory of its own (measured).
 CPU_MEMORY = 8 * _GIB
 DISK = 2 * _GIB
+SHARED_MEMORY = 256 << 20
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
@@ -192,7 +193,15 @@ def check_platform(platform: str | None, device: str, vllm: Mapping[str, str]) -
         )
 
 
-def check_room(config: Mapping[str, Any], machine: Machine) -> None:
+def check_room(config: Mapping[str, Any], machine: Machine) -> list[str]:
+    """Whether memory, disk and shared memory suffice.
+
+    Returns:
+        A warning where shared memory may not.
+
+    Raises:
+        MachineError: one of them does not.
+    """
     device = config["trainer"]["device"]
     if device == "cpu" and machine.memory_available < CPU_MEMORY:
         raise MachineError(
@@ -206,6 +215,19 @@ def check_room(config: Mapping[str, Any], machine: Machine) -> None:
             f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {DISK // _GIB} are needed",
             "free some space or set hydra.run.dir to another disk",
         )
+    here = cluster_address(value_of(config, ADDRESS, None)) is None
+    if not here or machine.shared_memory_free >= SHARED_MEMORY:
+        return []
+    error = MachineError(
+        "shared memory",
+        f"{machine.shared_memory_free >> 20} MiB free in /dev/shm, {SHARED_MEMORY >> 20} are needed: weights, NCCL and "
+        "vLLM's workers pass through it",
+        "give the container more (docker run --shm-size=2g; Kubernetes: an emptyDir with medium: Memory mounted at "
+        "/dev/shm), or empty it",
+    )
+    if device != "cpu":  # one GPU may do with less
+        return [str(error)]
+    raise error
 
 
 def check_ports(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:

@@ -26,7 +26,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         machine: where the run would start.
 
     Returns:
-        Warnings: what may be too much for a GPU.
+        Warnings: what may be too much for a GPU, or for this machine's shared memory.
 
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
@@ -42,8 +42,8 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     check_combinations.check_shared_prefix(config, seamless)
     check_machine.check_packages(config, machine)
     check_combinations.check_lengths(config)
-    check_machine.check_room(config, machine)
+    warnings = check_machine.check_room(config, machine)
     check_machine.check_ports(config, seamless)
-    warnings = check_gpu_memory.check_memory(config, machine)
+    warnings += check_gpu_memory.check_memory(config, machine)
     check_combinations.check_entry(config)
     return warnings

@@ -372,12 +372,15 @@ def _reap_orphans() -> None:
 
 
 def _collect_logs(ray_dir: Path, target: Path) -> None:
-    """Keep what Ray's processes wrote; its sockets and runtime files go."""
-    for logs in ray_dir.glob("session_2*/logs"):
-        target.mkdir(parents=True, exist_ok=True)
-        for file in logs.iterdir():
-            if file.is_file() and file.stat().st_size:
-                shutil.copyfile(file, target / file.name)
+    """Keep what Ray's processes wrote, as far as there is room; its sockets and runtime files go."""
+    try:
+        for logs in ray_dir.glob("session_2*/logs"):
+            target.mkdir(parents=True, exist_ok=True)
+            for file in logs.iterdir():
+                if file.is_file() and file.stat().st_size:
+                    shutil.copyfile(file, target / file.name)
+    except OSError as error:
+        _say(f"not all logs could be kept in {target}: {error}")
 
 
 def _apart(supervisor: int) -> None:

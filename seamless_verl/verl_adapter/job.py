@@ -6,6 +6,7 @@ Everything that verl, Ray and vLLM print goes to ``logs/``; the terminal shows t
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
 from seamless_verl.run.supervisor import INTERPRETER, MARKS
 
@@ -55,8 +57,9 @@ def main(run_dir: Path) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the end of the line: the user is told, the exit code says so
-        traceback.print_exc()
-        _tell(run_dir, terminal, f"{type(error).__name__}: {_first_lines(error)}")
+        _tell(run_dir, terminal, _told(error))
+        with contextlib.suppress(OSError):  # the log's disk is full
+            traceback.print_exc()
         return exit_of(error)
     return 0
 
@@ -303,6 +306,14 @@ def _redirect_output(log: Path) -> TextIO:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def _told(error: Exception) -> str:
+    """An error of ours says all in its message, also where it was raised in a process of Ray's."""
+    cause = getattr(error, "cause", error)  # a `RayTaskError` has one
+    if isinstance(cause, SeamlessError):
+        return f"{type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {_first_lines(error)}"
 
 
 def _first_lines(error: Exception, most: int = 12) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 from seamless_verl.machine import APART
 from seamless_verl.recipes.swe.real import child
-from seamless_verl.run.supervisor import GRACE, RUN_ID, _apart, _remove_shared_memory, sweep, sweep_node
+from seamless_verl.run.supervisor import GRACE, RUN_ID, _apart, _collect_logs, _remove_shared_memory, sweep, sweep_node
 
 # Prints its pid and waits for ever.
 NAMELESS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
@@ -299,3 +300,12 @@ def test_what_a_node_keeps_is_named(monkeypatch):
             assert sweep_node("undead-far-run", 0.0) == f"could not be ended and still run: {process.pid} python"
         finally:
             process.kill()
+
+
+def test_logs_for_which_there_is_no_room_do_not_keep_the_rest_from_being_cleaned_up(monkeypatch, tmp_path, capsys):
+    log = tmp_path / "ray" / "session_2026" / "logs" / "raylet.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("much")
+    monkeypatch.setattr(shutil, "copyfile", lambda *paths: os.open("/dev/full/none", os.O_RDONLY))
+    _collect_logs(tmp_path / "ray", tmp_path / "kept")
+    assert "not all logs could be kept" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""How a vLLM engine ended, in its last words. Runs in the server's process, which shares its log with the engine."""
+"""How a vLLM engine ended, or why it did not start, in its last words.
+
+Runs in the server's process, which shares its log with the engine.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,17 @@ import re
 import signal
 import stat
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from seamless_verl.errors import SeamlessError
 
 _TAIL_BYTES = 1 << 16
 _SIGNALLED = 128
+_KILLED_CODES = {-signal.SIGKILL, _SIGNALLED + signal.SIGKILL}
+_FAILED = re.compile(r"Failed core proc\(s\): (\{.*\})")  # what vLLM raises instead of the engine's error
+_CODE = re.compile(r": (-?\d+)")
+_USAGE = re.compile(r"^\S.*: error: (?P<error>.*)$", re.M)
 _KILLED = "killed by SIGKILL, as by the kernel where memory runs out (see `dmesg`)"
 # ``(EngineCore pid=7) ERROR 11-23 22:42:00 [core.py:900] ValueError: …``, also of its workers, with or without a level.
 _WORDS = re.compile(
@@ -28,6 +38,32 @@ def engine_died(server: Any) -> str | None:
         return _KILLED
     words = next((found for descriptor in (2, 1) if (found := last_words(_tail(descriptor)))), None)
     return (", ".join(exits) or "it is gone") + (f"; its last words: {words}" if words else "")
+
+
+class EngineNotStarted(SeamlessError):
+    """A rollout replica without an engine; the message says why."""
+
+    @classmethod
+    def because(cls, error: BaseException, replica: int) -> EngineNotStarted:
+        """``error``: what the server raised, which often only says that the engine's process ended."""
+        log = Path(os.path.realpath("/proc/self/fd/2")).name
+        return cls(
+            f"vLLM's engine did not start (rollout replica {replica}): {_why_not_started(error)}. Fix: mend what that "
+            f"names (its settings are actor_rollout_ref.rollout.* and the engine_kwargs.vllm.* in it); more: logs/{log}"
+        )
+
+
+def _why_not_started(error: BaseException) -> str:
+    failed = _FAILED.search(str(error))
+    if failed is not None and {int(code) for code in _CODE.findall(failed[1])} & _KILLED_CODES:
+        return _KILLED
+    logs = [_tail(descriptor) for descriptor in (2, 1)]
+    if isinstance(error, SystemExit):  # argparse has printed why
+        words = [match["error"] for log in logs for match in _USAGE.finditer(log)]
+        return words[-1].strip() if words else f"exit code {error.code}"
+    if failed is None:
+        return f"{type(error).__name__}: {error}"
+    return next((found for log in logs if (found := last_words(log))), str(error))
 
 
 def last_words(log: str) -> str | None:

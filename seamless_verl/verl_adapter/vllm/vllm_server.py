@@ -22,6 +22,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from seamless_verl.verl_adapter.cpu.cpu_device import name_device
+from seamless_verl.verl_adapter.vllm.engine_death import EngineNotStarted
 
 _PLUGINS = "VLLM_PLUGINS"
 _DEVICES = {RolloutMode.HYBRID: "trainer", RolloutMode.STANDALONE: "standing"}
@@ -61,6 +62,15 @@ class InterruptibleServer(vLLMHttpServer):
     @_admitting.setter
     def _admitting(self, count: int) -> None:
         self._without_token = count
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """Raises:
+        EngineNotStarted: with the engine's own words; verl hands on that its process ended, or ends with it.
+        """
+        try:
+            await super().launch_server(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except (Exception, SystemExit) as error:
+            raise EngineNotStarted.because(error, self.replica_rank) from error
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)

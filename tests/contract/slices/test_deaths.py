@@ -204,3 +204,11 @@ def test_what_ray_hands_over_is_told_from_a_users_error_by_its_class(module: str
     handed = ray.exceptions.RayTaskError("train", "the traceback", cause).as_instanceof_cause()
     assert exit_of(handed) is code
     assert exit_of(cause) is code
+
+
+def test_an_error_of_ours_is_told_without_the_traceback_of_the_process_that_raised_it() -> None:
+    class RayTaskError(Exception):
+        cause = RunBroken("no engine. Fix: start one.")
+
+    assert job._told(RayTaskError("Traceback …\n" * 20)) == "RunBroken: no engine. Fix: start one."
+    assert job._told(ValueError("a\nb")) == "ValueError: a\nb"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.verl_adapter.vllm import engine_death
-from seamless_verl.verl_adapter.vllm.engine_death import engine_died, last_words
+from seamless_verl.verl_adapter.vllm.engine_death import EngineNotStarted, engine_died, last_words
 
 LOG = """\
 (EngineCore pid=7) INFO 11-23 22:42:00 [block_pool.py:685] Successfully reset prefix cache
@@ -64,3 +65,32 @@ def test_the_log_is_read_from_its_end_and_a_pipe_not_at_all(monkeypatch: pytest.
     assert engine_death._tail(writing) == ""
     os.close(reading)
     os.close(writing)
+
+
+FAILED = "Engine core initialization failed. See root cause above. Failed core proc(s): "
+USAGE = "usage: vllm serve [model_tag] [options]\nvllm serve: error: unrecognized arguments: --max-num-sequs 4\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "log", "told"),
+    [
+        (RuntimeError(FAILED + "{'EngineCore_DP0': 1}"), LOG, "ValueError: no room [4] left"),
+        (RuntimeError(FAILED + "{'EngineCore_DP0': -9}"), LOG, "killed by SIGKILL"),
+        (RuntimeError(FAILED + "{'EngineCore_DP0': 1, 'EngineCore_DP1': 137}"), LOG, "killed by SIGKILL"),
+        (RuntimeError(FAILED + "{}"), "", "See root cause above"),
+        (SystemExit(2), USAGE, "unrecognized arguments: --max-num-sequs 4"),
+        (SystemExit(2), "", "exit code 2"),
+        (ValueError("no such quantization"), LOG, "ValueError: no such quantization"),
+    ],
+    ids=["error", "killed", "one-killed", "silent", "option", "exit", "server"],
+)
+def test_an_engine_that_does_not_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, log: str, told: str
+) -> None:
+    monkeypatch.setattr(engine_death, "_tail", lambda descriptor: log if descriptor == 2 else "")
+    said = str(EngineNotStarted.because(error, replica=3))
+    assert said.startswith("vLLM's engine did not start (rollout replica 3): ")
+    assert told in said
+    assert "Fix: " in said
+    again = pickle.loads(pickle.dumps(EngineNotStarted(said)))
+    assert str(again) == said, "it comes from another process"

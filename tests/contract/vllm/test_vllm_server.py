@@ -219,3 +219,22 @@ def test_every_engines_servers_have_more_slots_than_anything_fills():
 
     for cls in (InterruptibleReplica, vLLMPDReplica):
         assert object.__new__(cls).max_concurrency == NUM_SLOTS
+
+
+@pytest.mark.parametrize("error", [ValueError("no such device"), SystemExit(2)], ids=repr)
+def test_a_launch_that_fails_is_told_as_the_engines(monkeypatch, error):
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    from seamless_verl.verl_adapter.vllm.engine_death import EngineNotStarted
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
+
+    async def launch_server(self, *args, **kwargs):
+        raise error
+
+    async def scenario():
+        server = await serve(InterruptibleServer, monkeypatch)
+        monkeypatch.setattr(vLLMHttpServer, "launch_server", launch_server)
+        with pytest.raises(EngineNotStarted, match="rollout replica 0"):
+            await server.launch_server()
+
+    asyncio.run(scenario())

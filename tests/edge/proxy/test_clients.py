@@ -1,12 +1,10 @@
 """Clients as they are published, unmodified, in processes of their own: with tools, whole and as streams.
 
-Each conversation must come back as one clean row. The Python SDKs of the development environment always run. Others
-need an environment of their own:
+Each conversation must come back as one clean row. The Python SDKs of the development environment always run, litellm
+and mini-swe-agent where ``SEAMLESS_CLIENTS_PYTHON`` names an interpreter that has them, as ``make`` does. Node's need:
 
-    python -m venv /tmp/clients && /tmp/clients/bin/pip install '.[clients]'
     npm install --prefix /tmp/clients openai @anthropic-ai/sdk
-    SEAMLESS_CLIENTS_PYTHON=/tmp/clients/bin/python SEAMLESS_CLIENTS_NODE=/tmp/clients/node_modules \
-        python -m pytest tests/edge/proxy/test_clients.py
+    SEAMLESS_CLIENTS_NODE=/tmp/clients/node_modules python -m pytest tests/edge/proxy/test_clients.py
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
-_SCRIPTS = Path(__file__).parent / "clients"
+SCRIPTS = Path(__file__).parent / "clients"
 _PYTHON = os.environ.get("SEAMLESS_CLIENTS_PYTHON", "")
+FRAMEWORKS = os.environ.get("SEAMLESS_FRAMEWORKS_PYTHON", "")
 _NODE = os.environ.get("SEAMLESS_CLIENTS_NODE", "")
 needs_python = pytest.mark.skipif(
     not _PYTHON,
-    reason="SEAMLESS_CLIENTS_PYTHON is not set; install the 'clients' extra in an environment of its own and name its "
-    "interpreter, as the head of this file says",
+    reason="SEAMLESS_CLIENTS_PYTHON is not set; `make test-edge` sets it",
 )
 needs_node = pytest.mark.skipif(
     not _NODE or shutil.which("node") is None,
@@ -51,7 +49,9 @@ def _thinker(prompt: str) -> str:
     return f"<think>\nhm, so\n</think>\n\n{_agent(prompt)}"
 
 
-async def _run(*command: str | Path, script: Any = _agent, parser: TagParser) -> tuple[dict[str, Any], SessionResult]:
+async def run_client(
+    *command: str | Path, script: Any = _agent, parser: TagParser
+) -> tuple[dict[str, Any], SessionResult]:
     """What a client printed, and what it left in the proxy."""
     async with serving(script, streams=True, parser=parser) as proxy:
         handle = await proxy.open()
@@ -70,8 +70,8 @@ async def _run(*command: str | Path, script: Any = _agent, parser: TagParser) ->
         return json.loads(ran.stdout.splitlines()[-1]), result
 
 
-_SDKS, _LITELLM = _SCRIPTS / "sdk_agent.py", _SCRIPTS / "litellm_agent.py"
-_NODE_SDKS = ["node", _SCRIPTS / "sdk_agent.mjs"]
+_SDKS, _LITELLM = SCRIPTS / "sdk_agent.py", SCRIPTS / "litellm_agent.py"
+_NODE_SDKS = ["node", SCRIPTS / "sdk_agent.mjs"]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ _NODE_SDKS = ["node", _SCRIPTS / "sdk_agent.mjs"]
     [
         pytest.param([sys.executable, _SDKS], False, id="python"),
         pytest.param([sys.executable, _SDKS], True, id="python-thinks"),
-        pytest.param([_PYTHON, _SDKS], False, id="python-newest", marks=needs_python),
-        pytest.param([_PYTHON, _SDKS], True, id="python-newest-thinks", marks=needs_python),
+        pytest.param([_PYTHON, _SDKS], False, id="python-openai-2", marks=needs_python),
+        pytest.param([_PYTHON, _SDKS], True, id="python-openai-2-thinks", marks=needs_python),
         pytest.param([_PYTHON, _LITELLM], False, id="litellm", marks=needs_python),
         pytest.param([_PYTHON, _LITELLM], True, id="litellm-thinks", marks=needs_python),
         pytest.param(_NODE_SDKS, False, id="node", marks=needs_node),
@@ -90,7 +90,9 @@ _NODE_SDKS = ["node", _SCRIPTS / "sdk_agent.mjs"]
 async def test_every_talk_is_one_clean_row(command: list[Any], thinks: bool) -> None:
     num_talks = 6  # three ways to talk, whole and as a stream
     script = _thinker if thinks else _agent
-    report, result = await _run(*command, script=script, parser=TagParser(("<think>", "</think>") if thinks else None))
+    report, result = await run_client(
+        *command, script=script, parser=TagParser(("<think>", "</think>") if thinks else None)
+    )
     assert len(report) == num_talks
     assert report == {name: ["I look.", [["run", {"a": "é"}]], "done"] for name in report}
     # Talks differ in their first message, so each but the first forks there; its second turn extends it, realigned
@@ -109,7 +111,7 @@ def _shell_user(prompt: str) -> str:
 
 @needs_python
 async def test_mini_swe_agent_works_to_the_end() -> None:
-    report, result = await _run(_PYTHON, _SCRIPTS / "mini_agent.py", script=_shell_user, parser=TagParser())
+    report, result = await run_client(_PYTHON, SCRIPTS / "mini_agent.py", script=_shell_user, parser=TagParser())
     assert report == {name: ["Submitted", "three", 3] for name in ("LitellmModel", "LitellmResponseModel")}
     assert result.kinds == {"clean": 5, "fork": 1}
     assert [len(row.turns) for row in result.rows] == [3, 3]

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import resource
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from seamless_verl.observe.reporter import (
     STEPS,
+    VALIDATION,
     EpochReport,
     PoolStanding,
     Reporter,
@@ -196,3 +198,18 @@ def test_the_end_of_a_run_says_what_changed_and_where_things_are():
     text = "\n".join(closing_lines(summary_of([step(1)], validations), "/runs/x", []))
     for part in ("held out pass rate: 0.250 before, 0.750 after", "/runs/x", "summary.json", "0 violations"):
         assert part in text
+
+
+def test_a_record_that_a_full_disk_cuts_short_is_left_out_so_that_the_next_life_of_a_run_can_be_read(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    reporter, report = Reporter(tmp_path, io.StringIO()), validation(0, {"a": 1.0, "b": 0.0})
+    reporter.validation(report)
+    room = (tmp_path / VALIDATION).stat().st_size + 10  # a limit on files writes short, as a full disk does
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match="No space left on device"):
+            reporter.validation(report)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    reporter.validation(report)
+    assert read_records(tmp_path / VALIDATION) == 2 * [as_record(report)]

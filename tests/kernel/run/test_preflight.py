@@ -146,6 +146,17 @@ def test_a_machine_that_is_too_small_is_told_so(short):
         check(config(), machine=Machine(**{**fields, short: GIB}))
 
 
+def test_too_little_shared_memory_is_refused_on_a_cpu_and_told_on_gpus(monkeypatch):
+    fields = {name: getattr(MACHINE, name) for name in Machine.__slots__} | {"shared_memory_free": 64 << 20}
+    with pytest.raises(MachineError, match=r"64 MiB free in /dev/shm.*Fix: .*--shm-size"):
+        check(config(), machine=Machine(**fields))
+    on_gpus = config(trainer__device="cuda")
+    machine = Machine(**{**fields, "accelerators": 2})
+    (told,) = check_machine.check_room(on_gpus, machine)
+    assert "64 MiB free in /dev/shm" in told
+    assert check_machine.check_room(config(ray_kwargs__ray_init__address="auto", trainer__device="cuda"), machine) == []
+
+
 def test_a_port_in_use_is_refused_and_a_free_one_is_not():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
