@@ -1,13 +1,13 @@
 """What users get wrong and what happens to runs, with the real commands: does the message help, how long does it take?
 
-    python -m benchmarks.mishaps [--quick] [--only WORD] [--json FILE]
+    python -m benchmarks.mishaps [--quick] [--only WORD] [--resume FILE] [--json FILE]
 
 Each mishap starts a command in a folder of its own, made by ``seamless-verl new``. Asked of each: the exit code (2
 where it is refused before anything heavy starts), every word of the list in what it prints, no traceback, the end
 within 60 s of the mishap, no process, no shared memory and no temporary file left, and where something can be mended,
 that the same command goes on then. Where the user may make mounts, the benchmark has some of its own (``/dev/shm``,
 disks that fill up); elsewhere what other runs of this machine make meanwhile counts as left. ``--quick``: a few of
-them. ``--messages FILE`` writes down what was said.
+them. ``--messages FILE`` writes down what was said. ``--resume FILE`` goes on, and tries once more what missed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import parts
 from benchmarks.mishap import MARK, Live, Mishap, Missed, in_the_end, marked
 from benchmarks.mishap_list import MISHAPS
 from benchmarks.mishap_runs import no_mounts
+from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 from seamless_verl.errors import ConfigError
 from seamless_verl.run.new_command import write
@@ -170,6 +172,7 @@ def _assets(root: Path) -> Path:
 def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="those with this word in their name")
     parser.add_argument("--messages", type=Path, metavar="FILE", help="write down what each of them said")
+    parts.extend(parser)
 
 
 def main() -> int:
@@ -179,25 +182,31 @@ def main() -> int:
         raise ConfigError("--only", options.only, "is in no mishap's name", "leave it out to see them all")
     if no_mounts() is None:
         _mounts_of_our_own()
-    records: list[Record] = []
-    messages: list[str] = []
+    kept = Parts(options)
     with tempfile.TemporaryDirectory(prefix="mishaps-") as scratch:
         assets = _assets(Path(scratch))
         for mishap in chosen:
+            if (tries := kept.of(mishap.name)) and not tries[-1]["wrong"]:
+                continue
+            if kept.out_of_time:
+                return kept.pause()
             if (why_not := mishap.cannot()) is not None:
                 print(f"not tried: {mishap.name} ({why_not})", flush=True)
                 continue
             ended = try_out(mishap, assets)
             verdict = "MISSED" if ended.wrong else "holds "
             print(f"{verdict} {mishap.name} ({ended.seconds:.0f} s) {'; '.join(ended.wrong)}", flush=True)
-            messages.append(f"## {mishap.name}: exit code {ended.code}, {ended.seconds:.1f} s\n{ended.said.strip()}\n")
-            records.append(
-                Record(name=mishap.name, value=round(ended.seconds, 1), unit="s", bar="≤ 60 s", holds=not ended.wrong)
-            )
+            kept.add(mishap.name, asdict(ended))
+    tried = {mishap.name: kept.of(mishap.name)[-1] for mishap in chosen if kept.of(mishap.name)}
     if options.messages:
-        options.messages.write_text("\n".join(messages), encoding="utf-8")
+        told = (f"## {name}: exit code {last['code']}\n{last['said'].strip()}\n" for name, last in tried.items())
+        options.messages.write_text("\n".join(told), encoding="utf-8")
+    records = [
+        Record(name=name, value=round(last["seconds"], 1), unit="s", bar="≤ 60 s", holds=not last["wrong"])
+        for name, last in tried.items()
+    ]
     held = sum(record.holds is True for record in records)
-    records.append(Record(name="mishaps that hold", value=held, unit=f"of {len(records)}"))
+    records.append(Record(name="mishaps that hold", value=held, unit=f"of {len(tried)}"))
     return report(records, options.json)
 
 

@@ -19,7 +19,7 @@ class Alternation:
     """The last steps of a run."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, Mapping[str, float | None]]] = deque(maxlen=_STEPS)
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)
         self._is_told = False
 
     def step(self, staleness: float, idle_share: Mapping[str, float | None]) -> str | None:
@@ -29,18 +29,20 @@ class Alternation:
             staleness: its mean, in versions.
             idle_share: of ``trainer`` and ``rollout``; None where not measurable.
         """
-        self._recent.append((staleness, idle_share))
-        idle = [shares.get("trainer") for _, shares in self._recent]
-        if self._is_told or len(idle) < _STEPS or any(share is None for share in idle):
+        shares = idle_share.get("trainer"), idle_share.get("rollout")
+        if shares[0] is None or shares[1] is None:
             return None
-        steps = [(staleness, share or 0.0) for (staleness, _), share in zip(self._recent, idle, strict=True)]
+        self._recent.append((staleness, shares[0], shares[1]))
+        if self._is_told or len(self._recent) < _STEPS:
+            return None
+        steps = list(self._recent)
         waited, ready = sorted((steps[::2], steps[1::2]), reverse=True, key=lambda kind: kind[0][1])
-        older = min(age for age, _ in ready) - max(age for age, _ in waited)
-        longer = min(share for _, share in waited) - max(share for _, share in ready)
+        older = min(step[0] for step in ready) - max(step[0] for step in waited)
+        longer = min(step[1] for step in waited) - max(step[1] for step in ready)
         if older < _APART or longer < _APART:
             return None
         self._is_told = True
-        rollout = fmean(shares.get("rollout") or 0.0 for _, shares in self._recent)
+        rollout = _mean(steps, 2)
         return (
             f"steps alternate: every second has its batch ready (staleness {_mean(ready, 0):.2f}, trainer idle "
             f"{_mean(ready, 1):.0%}), the others wait for one ({_mean(waited, 0):.2f}, {_mean(waited, 1):.0%}).\n"
@@ -49,7 +51,7 @@ class Alternation:
         )
 
 
-def _mean(steps: list[tuple[float, float]], of: int) -> float:
+def _mean(steps: list[tuple[float, float, float]], of: int) -> float:
     return fmean(step[of] for step in steps)
 
 
