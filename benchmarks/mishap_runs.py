@@ -84,26 +84,29 @@ def no_mounts() -> str | None:
     return None if tried.returncode == 0 else "no mount namespaces for this user"
 
 
-def _mount(size: str, where: Path, *more: str) -> None:
-    """A disk in memory; the benchmark has a mount namespace of its own, with which it goes."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join((f"size={size}", *more)), "none", str(where)], check=True)
-
-
 def _own_disk(folder: Path) -> None:
+    """A disk in memory; the benchmark has a mount namespace of its own, with which it goes."""
     (folder / "run").mkdir()
-    _mount("4g", folder / "run")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g", "none", str(folder / "run")], check=True)
+
+
+def _resize(size: str, where: Path) -> bool:
+    return subprocess.run(["mount", "-o", f"remount,size={size}", str(where)], check=False).returncode == 0
 
 
 def _fill(live: Live) -> None:
     """Takes the room away, all but a few pages."""
     run = live.folder / "run"
-    disk = os.statvfs(run)
-    used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-    _mount(str(used + (64 << 10)), run, "remount")
+
+    def is_full(_: Live) -> bool:  # not at once where the run has written more since it was looked at
+        disk = os.statvfs(run)
+        return _resize(str((disk.f_blocks - disk.f_bfree) * disk.f_frsize + (64 << 10)), run)
+
+    live.until(is_full)
 
 
 def _make_room(folder: Path) -> None:
-    _mount("4g", folder / "run", "remount")
+    assert _resize("4g", folder / "run")
 
 
 def _full_disk(stage: str) -> Mishap:

@@ -32,6 +32,9 @@ needs_python = pytest.mark.skipif(
     not _PYTHON,
     reason="SEAMLESS_CLIENTS_PYTHON is not set; `make test-edge` sets it",
 )
+needs_frameworks = pytest.mark.skipif(
+    not FRAMEWORKS, reason="SEAMLESS_FRAMEWORKS_PYTHON is not set; `make test-clients` sets it"
+)
 needs_node = pytest.mark.skipif(
     not _NODE or shutil.which("node") is None,
     reason="SEAMLESS_CLIENTS_NODE is not set, or there is no node; npm install openai @anthropic-ai/sdk and name the "
@@ -50,10 +53,10 @@ def _thinker(prompt: str) -> str:
 
 
 async def run_client(
-    *command: str | Path, script: Any = _agent, parser: TagParser
+    *command: str | Path, script: Any = _agent, parser: TagParser, **options: Any
 ) -> tuple[dict[str, Any], SessionResult]:
     """What a client printed, and what it left in the proxy."""
-    async with serving(script, streams=True, parser=parser) as proxy:
+    async with serving(script, streams=True, parser=parser, **options) as proxy:
         handle = await proxy.open()
         environment = {**os.environ, "NO_PROXY": "*", "NODE_PATH": _NODE}
         ran = await asyncio.to_thread(
@@ -79,8 +82,8 @@ _NODE_SDKS = ["node", SCRIPTS / "sdk_agent.mjs"]
     [
         pytest.param([sys.executable, _SDKS], False, id="python"),
         pytest.param([sys.executable, _SDKS], True, id="python-thinks"),
-        pytest.param([_PYTHON, _SDKS], False, id="python-openai-2", marks=needs_python),
-        pytest.param([_PYTHON, _SDKS], True, id="python-openai-2-thinks", marks=needs_python),
+        pytest.param([FRAMEWORKS, _SDKS], False, id="python-openai-2", marks=needs_frameworks),
+        pytest.param([FRAMEWORKS, _SDKS], True, id="python-openai-2-thinks", marks=needs_frameworks),
         pytest.param([_PYTHON, _LITELLM], False, id="litellm", marks=needs_python),
         pytest.param([_PYTHON, _LITELLM], True, id="litellm-thinks", marks=needs_python),
         pytest.param(_NODE_SDKS, False, id="node", marks=needs_node),

@@ -10,13 +10,11 @@ import sys
 
 import pytest
 
+from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.text.parsing import TagParser
-from tests.edge.proxy.test_clients import FRAMEWORKS, SCRIPTS, run_client
+from tests.edge.proxy.test_clients import FRAMEWORKS, SCRIPTS, needs_frameworks, run_client
 
-pytestmark = [
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(not FRAMEWORKS, reason="SEAMLESS_FRAMEWORKS_PYTHON is not set; `make test-clients` sets it"),
-]
+pytestmark = [pytest.mark.timeout(200), needs_frameworks]
 _CALLS = 4
 
 
@@ -67,6 +65,9 @@ def _dspy(prompt: str) -> str:
     ],
 )
 async def test_a_framework_works_to_the_end(name, script, said, kinds):
-    report, result = await run_client(FRAMEWORKS, SCRIPTS / "frameworks.py", name, script=script, parser=TagParser())
+    abilities = frozenset({Ability.STRUCTURED_OUTPUTS})
+    report, result = await run_client(
+        *(FRAMEWORKS, SCRIPTS / "frameworks.py", name), script=script, parser=TagParser(), abilities=abilities
+    )
     sys.stdout.write(f"{name} {report} {result.kinds} {[len(row.turns) for row in result.rows]}\n")
     assert report == said
