@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -131,7 +131,7 @@ class AttemptService:
         try:
             messages = (
                 *(known.messages[:length] if known is not None else ()),
-                *(canonical_message(raw[number], number) for number in range(length, len(raw))),
+                *(self._canonical(raw[number], number) for number in range(length, len(raw))),
             )
             same_tools = known is not None and known_tools == raw_tools
             tools = known.tools if known is not None and same_tools else canonical_tools(raw_tools)
@@ -142,6 +142,13 @@ class AttemptService:
         return transcript, partial(
             session.recent.add, raw, raw_tools, transcript, replaces=known if continues else None
         )
+
+    def _canonical(self, raw: Mapping[str, Any], number: int) -> Message:
+        """LangGraph's agents add a name to the answer that they were given: the same history where nobody sees it."""
+        message = canonical_message(raw, number)
+        if message.name and message.role is Role.ASSISTANT and not self._renderer.prints_names:
+            return replace(message, name="")
+        return message
 
     async def _run(
         self,

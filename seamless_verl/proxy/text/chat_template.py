@@ -130,6 +130,15 @@ class TokenizerRenderer:
         """Ids whose text, and that of others of them before, may read differently with the next token."""
         return open_ids_of(self._backend, skips_special=self._skip_special_tokens) if self._backend else frozenset()
 
+    @cached_property
+    def prints_names(self) -> bool:
+        """Whether the template writes who an assistant's message is from; one that it refuses may."""
+        named = [Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content="?", name=_MARK)]
+        try:
+            return _MARK in self._text(named, (), add_generation_prompt=False)
+        except RenderingFailed:
+            return True
+
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
             plain: str = self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)

@@ -68,7 +68,7 @@ class InterruptibleServer(vLLMHttpServer):
         EngineNotStarted: with the engine's own words; verl hands on that its process ended, or ends with it.
         """
         try:
-            await super().launch_server(*args, **kwargs)  # type: ignore[no-untyped-call]
+            await super().launch_server(*args, **kwargs)
         except (Exception, SystemExit) as error:
             raise EngineNotStarted.because(error, self.replica_rank) from error
 

@@ -14,7 +14,7 @@ from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.text.parsing import TagParser
 from seamless_verl.proxy.text.tokenizer import bytes_of
-from tests.fakes import serving
+from tests.fakes import CHATML, serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [
@@ -319,3 +319,23 @@ async def test_an_engine_that_contradicts_itself_trains_nothing() -> None:
         result = await proxy.admin.close_session(handle.id)
         assert result.audit.is_clean
         assert (len(result.rows), result.audit.num_generations) == (1, 2)
+
+
+NAMED = CHATML.replace("{{ m.role }}", "{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}")
+
+
+@pytest.mark.parametrize(("template", "num_rows"), [(CHATML, 1), (NAMED, 2)], ids=["silent", "printed"])
+async def test_a_name_that_an_agent_adds_to_its_answer_is_another_history_only_where_the_template_prints_it(
+    template: str, num_rows: int
+) -> None:
+    async with serving(template=template) as proxy:
+        handle = await proxy.open()
+        async with proxy.sdk(handle) as sdk:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            said = await sdk.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": said.choices[0].message.content, "name": "counter"}]
+            messages += [{"role": "user", "content": "more"}]
+            await sdk.chat.completions.create(model="m", messages=messages)
+        result = await proxy.admin.close_session(handle.id)
+    assert len(result.rows) == num_rows
+    assert result.audit.is_clean

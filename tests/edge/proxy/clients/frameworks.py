@@ -53,12 +53,15 @@ async def pydantic_ai() -> dict[str, Any]:
     class Answer(BaseModel):
         number: int
 
+    async def listen(_: object, events: Any) -> None:
+        async for _ in events:
+            pass
+
     agent = Agent(OpenAIChatModel("m"), tools=[run])
     whole = await agent.run(f"{TASK} whole")
-    async with agent.run_stream(f"{TASK} stream") as stream:
-        streamed = await stream.get_output()
+    streamed = await agent.run(f"{TASK} stream", event_stream_handler=listen)
     told = await Agent(OpenAIChatModel("m"), output_type=NativeOutput(Answer)).run(JSON_TASK)
-    return {"whole": whole.output, "stream": streamed, "json": told.output.number}
+    return {"whole": whole.output, "stream": streamed.output, "json": told.output.number}
 
 
 async def langchain() -> dict[str, Any]:
