@@ -320,7 +320,7 @@ class SeamlessConfig:
         notes: lines printed beside the results at the end, for example what a recipe's figures mean.
         resources: which GPUs there are, entries of `ResourceConfig`; [] takes verl's keys.
         shared_prefix: tokens that the rows of a micro-batch share are computed once (docs/shared-prefixes.md): ``on``,
-            ``auto`` where at least a twentieth is shared, ``off``.
+            ``auto`` where that is sooner done, ``off``.
         watch: serve pages of this run while it goes on, on loopback, and print their address (docs/watch.md).
     """
 

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -80,6 +80,9 @@ class StepReport:
             which then counts as rows what was about to be trained.
         max_logprob_diff: largest |trainer - rollout| log-prob over tokens of the current version; ``None`` if none.
         curriculum: ``None`` where verl's own dataloader chooses the prompts.
+        row_tokens: of the rows trained, prompts included.
+        computed_tokens: distinct ones that went through the model; ``None`` without ``seamless.shared_prefix``.
+        sharing_saved_s: seconds that the step would have taken longer without it, estimated.
     """
 
     step: int
@@ -99,6 +102,9 @@ class StepReport:
     attempts_failed: int = 0
     idle_share: Mapping[str, float | None] = field(default_factory=dict)
     curriculum: PoolStanding | None = None
+    row_tokens: int = 0
+    computed_tokens: int | None = None
+    sharing_saved_s: float | None = None
 
     @property
     def rows_per_rollout(self) -> float:
@@ -244,6 +250,7 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
         *([f"failed {report.attempts_failed} of {report.attempts} attempts"] if report.attempts_failed else []),
         *([f"{pool.stage}: pool {pool.pool} ({pool.left} left)"] if (pool := report.curriculum) is not None else []),
         "idle " + " ".join(f"{pool} {_share(share)}" for pool, share in report.idle_share.items()),
+        *_computed_once(report),
         f"{report.step_s:.1f} s",
         *([f"{_duration(remaining_s)} left"] if remaining_s is not None else []),
     ]
@@ -253,6 +260,12 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
     if (warning := alarm(report.step, report.attempts, report.attempts_failed)) is not None:
         line += f"\n{warning}"
     return line
+
+
+def _computed_once(report: StepReport) -> Iterator[str]:
+    if report.computed_tokens is not None and report.sharing_saved_s is not None:
+        computed = _share(report.computed_tokens / report.row_tokens)
+        yield f"computed {computed} of {_si(report.row_tokens)} tokens (saved {report.sharing_saved_s:.1f} s)"
 
 
 def computed_once_alarm(role: str, metrics: Mapping[str, Any]) -> str | None:

@@ -65,6 +65,7 @@ KEYS = (
     "resources",
     "workload",
     "train.gpu_s_per_token",
+    "train.shared_prefix",
     "decode.slowdown",
     *(f"{name}.{field.name}" for name, kind in _NESTED.items() for field in fields(kind)),
 )
@@ -116,7 +117,12 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
     elif key == "workload":
         changes["workload"] = _workload(text)
     elif key == "train.gpu_s_per_token":
-        changes["train"] = replace(base.train, gpu_s_per_token=_read(key, text, float))
+        changes["train"] = replace(changes.get("train", base.train), gpu_s_per_token=_read(key, text, float))
+    elif key == "train.shared_prefix":
+        factor = _read(key, text, float)
+        if not 0 < factor <= 1:
+            raise ConfigError(key, text, "is no share of the training time", f"write e.g. {key}=0.6, or 1 without")
+        changes["train"] = replace(changes.get("train", base.train), shared_prefix=factor)
     elif key == "decode.slowdown":
         factor = _read(key, text, float)
         if not 0.001 <= factor <= 1000:

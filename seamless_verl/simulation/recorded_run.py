@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import yaml
@@ -21,6 +21,7 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.intervals import Intervals, overlap, union
 from seamless_verl.observe.recording import Recording
+from seamless_verl.observe.reporter import STEPS, read_records
 from seamless_verl.observe.run_folder import CONFIG, load_recording
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.agents import Replay
@@ -65,7 +66,8 @@ class Recorded:
 
 
 def from_run(folder: Path) -> Recorded:
-    """A run folder: its recording, and of its configuration how many requests an engine decodes at once.
+    """A run folder: its recording, of its configuration how many requests an engine decodes at once, and what sharing
+    saved.
 
     Raises:
         SeamlessError: there is no recording, it cannot be read, or it holds nothing to replay.
@@ -77,7 +79,9 @@ def from_run(folder: Path) -> Recorded:
     seats = rollout.get("max_num_seqs") or _UNLIMITED
     if isinstance(seats, bool) or not isinstance(seats, int) or seats < 1:
         raise ConfigError(f"{file}: actor_rollout_ref.rollout.max_num_seqs", seats, "is no count", "write e.g. 1024")
-    return from_recording(recording, max_running=seats, oldest_first=rollout.get("scheduling_policy") == "priority")
+    saved = [record["sharing_saved_s"] for record in read_records(folder / STEPS) if record.get("sharing_saved_s")]
+    by_age = rollout.get("scheduling_policy") == "priority"
+    return from_recording(recording, max_running=seats, oldest_first=by_age, saved_s=fmean(saved) if saved else 0.0)
 
 
 def _rollout_settings(file: Path) -> dict[str, Any]:
@@ -94,12 +98,13 @@ def _rollout_settings(file: Path) -> dict[str, Any]:
 
 
 def from_recording(
-    recording: Recording, *, max_running: int = _UNLIMITED, oldest_first: bool | None = None
+    recording: Recording, *, max_running: int = _UNLIMITED, oldest_first: bool | None = None, saved_s: float = 0.0
 ) -> Recorded:
     """Args:
         max_running: requests that an engine decodes at once.
         oldest_first: requests that wait for it are served in the order in which their sessions began; None: as the
             recorded system does by itself.
+        saved_s: what a step would have trained longer, had rows not computed once what they share.
 
     Raises:
         NothingToReplay: no complete step or no request was recorded.
@@ -116,6 +121,7 @@ def from_recording(
     warm = min(started.eta + 1, len(steps) - 1)  # their batches were begun while everything was being loaded
     busy = _busy_seconds(recording, steps[warm:], apart)
     # Of a batch as it is replayed: sessions put together from requests may differ from the rows that were trained.
+    trained_s = sum(busy) / len(busy)
     tokens = batch / len(groups) * sum(turn.prompt + turn.answer for g in groups for attempt in g for turn in attempt)
     system = _system_of(started.policy)
     lends = regime(system).lends
@@ -129,7 +135,10 @@ def from_recording(
         pools=pools,
         workload=Replay(groups),
         train=TrainPhysics(
-            gpu_s_per_token=sum(busy) / len(busy) / tokens * gang, update_s=0.0, awaits_load=awaits_load
+            gpu_s_per_token=(trained_s + saved_s) / tokens * gang,
+            shared_prefix=trained_s / (trained_s + saved_s),
+            update_s=0.0,
+            awaits_load=awaits_load,
         ),
         costs=costs,
         batch=batch,
@@ -181,10 +190,12 @@ def _notes(scenario: Scenario, num_requests: int, *, exact: bool, seen: bool) ->
         seen: it holds switches, so that their costs are known.
     """
     told = "" if exact else " (estimated: no scheduler was told whose they are)"
-    costs = scenario.costs
+    costs, factor = scenario.costs, scenario.train.shared_prefix
+    shared = f"; what rows share is computed once, which leaves {factor:.2f} of it" if factor < 1 else ""
     return (
         f"{num_requests} requests, groups of {scenario.attempts}{told}, {scenario.batch} groups per step",
-        f"training takes {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per trained token, all phases",
+        f"training takes {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per trained token, all phases"
+        f"{shared}",
         f"weights are pushed in {costs.push:.2f} s and loaded in {costs.load:.2f} s",
         f"a switch costs {costs.wake:.2f} s to wake and {costs.drain:.2f} s to take back, "
         + ("as seen" if seen else "assumed from the load (--set costs.wake=… to say better)"),

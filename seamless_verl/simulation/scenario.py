@@ -37,17 +37,20 @@ class TrainPhysics:
     Attributes:
         gpu_s_per_token: GPU-seconds of forward and backward per trained token, prompts included.
         old_log_prob: the extra forward pass, as a share of that; 0 where the rollout's log-probs are used.
+        shared_prefix: what is left of that where rows compute once what they share; 1: each by itself.
         update_s: seconds per mini-batch that do not depend on its tokens.
         awaits_load: a recorded run whose trainer waited until every replica had loaded the weights (`Regime`).
     """
 
     gpu_s_per_token: float
     old_log_prob: float = 0.0
+    shared_prefix: float = 1.0
     update_s: float = 1.0
     awaits_load: bool = False
 
     def seconds(self, tokens: int, gpus: float) -> float:
-        return self.update_s + tokens * self.gpu_s_per_token * (1.0 + self.old_log_prob) / gpus
+        each = self.gpu_s_per_token * (1.0 + self.old_log_prob) * self.shared_prefix
+        return self.update_s + tokens * each / gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

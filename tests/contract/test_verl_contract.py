@@ -737,6 +737,28 @@ def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_
     assert meter.finish(step=2, total_steps=2, timing={"step": 10.0}).idle_share["rollout"] is None
 
 
+def test_what_sharing_saved_adds_up_over_optimizer_steps_and_models():
+    from types import SimpleNamespace
+
+    from seamless_verl.verl_adapter.trainer import step_report
+
+    model = SimpleNamespace(ppo_epochs=2, ppo_mini_batch_size=4)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2), actor=model), critic=model)
+    meter = step_report.StepMeter()
+    meter._lengths = [(60, 20), (90, 30)]
+
+    def told(role, tokens, computed, saved):
+        figures = {"tokens": tokens, "tokens_computed": computed, "seconds_saved": saved}
+        return {f"{role}/shared_prefix/{key}": value for key, value in figures.items()}
+
+    # 16 rows are two optimizer steps of 4 x 2 rows, twice over.
+    meter.count_sharing(told("actor", 100.0, 50.0, 1.0) | told("critic", 100.0, 100.0, 0.5), config, 16)
+    report = meter.finish(step=1, total_steps=1, timing={"step": 10.0})
+    assert (report.row_tokens, report.computed_tokens, report.sharing_saved_s) == (200, 150, 6.0)
+    meter.count_sharing({}, config, 16)
+    assert meter.finish(step=2, total_steps=2, timing={"step": 10.0}).computed_tokens is None
+
+
 class _Scripted:
     """verl's client with scripted attempts: (tokens, version, stop reason); stands at `LLMServerClient.generate`."""
 

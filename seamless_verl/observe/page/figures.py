@@ -131,6 +131,21 @@ def data(run: RunDigest) -> list[Figure]:
     ]
 
 
+def sharing(run: RunDigest) -> list[Figure]:
+    """What was computed once; nothing where every row was computed by itself."""
+    if not (computed := _curve(run, "computed_tokens")):
+        return []
+    tokens = [
+        charts.Series(label="in rows", points=_curve(run, "row_tokens"), style="s-train"),
+        charts.Series(label="computed", points=computed, style="s-generate"),
+    ]
+    saved = [charts.Series(label="seconds saved", points=_curve(run, "sharing_saved_s"), style="s-sync")]
+    return [
+        Figure("tokens per step", charts.lines(tokens, x_label="step", y_format=si)),
+        Figure("seconds saved per step, estimated", charts.lines(saved, x_label="step", y_format=_hundredths)),
+    ]
+
+
 def _histogram(title: str, values: Sequence[float], unit: str, style: str, number: Callable[[float], str]) -> Figure:
     if not values:
         return Figure(title, "")
@@ -140,7 +155,7 @@ def _histogram(title: str, values: Sequence[float], unit: str, style: str, numbe
 
 
 def _curve(run: RunDigest, key: str) -> list[tuple[float, Any]]:
-    return [(record["step"], record[key]) for record in run.steps if record[key] is not None]
+    return [(record["step"], record[key]) for record in run.steps if record.get(key) is not None]
 
 
 def _unit(seconds: float) -> tuple[str, float]:

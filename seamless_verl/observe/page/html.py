@@ -68,6 +68,7 @@ def render(run: RunDigest) -> str:
         decisions=_decisions(run) | {"chart": drawn(figures.decisions(run))},
         learning=list(map(drawn, figures.learning(run))),
         data=list(map(drawn, figures.data(run))),
+        sharing=list(map(drawn, figures.sharing(run))),
         drift=[(reason, count, _explained(reason)) for reason, count in run.sessions.drift.most_common()],
         requests=_requests(run),
         sessions=_sessions(run),
@@ -131,6 +132,7 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         speed = f" · {si(statistics.fmean(tokens))} trained tokens/s" if tokens else ""
         detail = f"{duration(min(lengths))} to {duration(max(lengths))}{speed}"
         yield "step time, median", duration(statistics.median(lengths)), detail
+    yield from _computed_once(run)
     yield from [*_validated(run)][:2]
     if run.steps:
         audited, rows = (sum(record[key] for record in run.steps) for key in ("rows_audited", "rows"))
@@ -140,6 +142,15 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         compared = f"of {audited} compared ({share(audited / rows) if rows else '–'})"
         detail = f"rows differ from the engine's record, {compared} · staleness ≤ {stale}{bound}"
         yield "token audit", str(violations), detail
+
+
+def _computed_once(run: RunDigest) -> Iterator[_Card]:
+    shared = [record for record in run.steps if record.get("computed_tokens")]
+    if shared:
+        computed, tokens = (sum(record[key] for record in shared) for key in ("computed_tokens", "row_tokens"))
+        saved = statistics.fmean(record["sharing_saved_s"] for record in shared)
+        detail = f"of {si(tokens)} tokens in rows, the others shared · {duration(saved)} saved per step, estimated"
+        yield "tokens computed", share(computed / tokens), detail
 
 
 def _validated(run: RunDigest) -> Iterator[_Card]:

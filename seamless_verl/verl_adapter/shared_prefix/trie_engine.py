@@ -7,8 +7,9 @@ predicted; verl's own code makes log-probs and entropy of that. Back in the rows
 
 from __future__ import annotations
 
-import itertools
 import os
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,19 @@ import verl.workers.engine.fsdp.transformer_impl as fsdp
 import wrapt
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
-from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.engine.base import EngineRegistry
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.token_trie import Ids, Predictions, Trie, in_order, micro_batches
-from seamless_verl.verl_adapter.shared_prefix import MODE, VENDOR, attention, guard
+from seamless_verl.sharing_gain import Price, Shape
+from seamless_verl.token_trie import Ids, Predictions, Trie
+from seamless_verl.verl_adapter.shared_prefix import MODE, VENDOR, attention, guard, plans
 
-_OURS = "seamless_shared_prefix"
-"""Marks data on its way through `prepare_micro_batches` that an engine of ours has sent."""
 _KEY = "seamless.shared_prefix"
-_LEAST_SHARED = 0.05  # of the tokens; packing and unpacking cost 1 to 2 %
 
 
 class _OnTries(fsdp.FSDPEngine):
-    """Goes before a stock engine; micro-batches that it cannot lay out go to the stock one as they are."""
+    """Goes before a stock engine; batches that it cannot lay out, or would lose by, go to the stock one as they are."""
 
     def _build_module(self) -> Any:
         refuse(self.engine_config, self.model_config.hf_config)
@@ -46,7 +44,11 @@ class _OnTries(fsdp.FSDPEngine):
         self._stock_attention = module.config._attn_implementation
         self._trie: Trie | None = None
         self._picked: torch.Tensor | None = None
-        self._tokens = self._computed = self._updates = 0
+        values = isinstance(self, fsdp.FSDPEngineWithValueHead)
+        self._shape = Shape.of(self.model_config.hf_config.get_text_config(), values=values)
+        self._price = Price()
+        self._comparable = 0  # batches that were, or could have been, computed both ways
+        self._tally = dict.fromkeys(("tokens", "tokens_computed", "seconds_saved"), 0.0)  # since the last update
         decoder: Any = module.base_model
         decoder.register_forward_pre_hook(self._hand_down, with_kwargs=True)
         decoder.register_forward_hook(self._pick)
@@ -62,41 +64,68 @@ class _OnTries(fsdp.FSDPEngine):
         return output
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        if forward_only:
-            tu.assign_non_tensor(data, **{_OURS: True})
-            return super().forward_backward_batch(data, loss_function, forward_only)
-        compared = {} if self._updates % guard.EVERY else self._computed_both_ways(data, loss_function)
-        self._updates += 1
-        tu.assign_non_tensor(data, **{_OURS: True})
-        self._tokens = self._computed = 0
-        made: Any = super().forward_backward_batch(data, loss_function, forward_only)
-        made["metrics"] |= {"shared_prefix/computed": [self._computed / self._tokens], **compared}
+        group: Any = self.get_data_parallel_group()  # type: ignore[no-untyped-call]
+        plan = plans.plan(data, group, self._shape)
+        metrics: dict[str, list[float]] = {}
+        if plan is not None:
+            # The price of a model that is trained holds for its passes without gradients, too.
+            if forward_only == self.engine_config.forward_only and plans.could_gain(plan.work, group):
+                if self._comparable % guard.EVERY == 0:
+                    metrics |= self._computed_both_ways(data, loss_function, forward_only)
+                self._comparable += 1
+            if not plans.gains(plan.work, self._price.now, group):
+                plan = None
+        made, seconds = self._timed(data, loss_function, forward_only, plan)
+        tokens = data["input_ids"].values().numel()
+        self._tally["tokens"] += tokens
+        self._tally["tokens_computed"] += tokens if plan is None else plan.work.computed
+        self._tally["seconds_saved"] += 0.0 if plan is None else self._price.saved(plan.work, seconds)
+        if not forward_only:
+            metrics["computed"] = [self._tally["tokens_computed"] / self._tally["tokens"]]
+            metrics |= {key: [value] for key, value in self._tally.items()}
+            made["metrics"] |= {f"shared_prefix/{key}": value for key, value in metrics.items()}
+            self._tally = dict.fromkeys(self._tally, 0.0)
         return made
 
-    def _computed_both_ways(self, data: TensorDict, loss_function: Any) -> dict[str, list[float]]:
-        """Metrics of two rows; nothing where gradients of earlier rows are being kept."""
+    def _timed(self, data: TensorDict, loss_function: Any, forward_only: bool, plan: plans.Plan | None) -> Any:
+        """What verl makes of the batch, and in how many seconds. ``plan``: None goes verl's way."""
+        plans.mark(data, plan)
+        get_torch_device().synchronize()
+        began = time.perf_counter()
+        made = super().forward_backward_batch(data, loss_function, forward_only)
+        get_torch_device().synchronize()
+        return made, time.perf_counter() - began
+
+    def _computed_both_ways(
+        self, data: TensorDict, loss_function: Any, forward_only: bool
+    ) -> Mapping[str, list[float]]:
+        """Metrics of two rows, whose times set the price; nothing where gradients of earlier rows are being kept."""
         module: Any = self.module
         if any(parameter.grad is not None for parameter in module.parameters()):
             return {}
-        part = guard.few(data, rows_of(data["input_ids"]))
+        part = guard.few(data, plans.rows_of(data["input_ids"]))
+        both = plans.together(part, self._shape)
+        trained = module.training
         module.eval()  # adapters may have dropout, which differs from pass to pass
-        found: list[Any] = []
-        norms: list[float] = []
-        for ours in (True, False):
-            tu.assign_non_tensor(part, **{_OURS: ours})
-            found.append(super().forward_backward_batch(part, loss_function))
-            norms.append(guard.gradient_norm(module))
-            self.optimizer_zero_grad()  # type: ignore[no-untyped-call]
-        module.train()
-        return guard.differences(found[0], found[1], (norms[0], norms[1]), part)
+        found: dict[bool, Any] = {}
+        norms: dict[bool, float] = {}
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for ours in (True, False) * (1 if self._comparable else 2):  # the first of all warms up
+            found[ours], taken = self._timed(part, loss_function, forward_only, both if ours else None)
+            seconds[ours].append(taken)
+            if not forward_only:
+                norms[ours] = guard.gradient_norm(module)
+                self.optimizer_zero_grad()  # type: ignore[no-untyped-call]
+        module.train(trained)
+        self._price.compared(both.work, min(seconds[True]), min(seconds[False]))
+        told = guard.differences(found[True], found[False], part)
+        if norms:
+            told["grad_norm_off"] = [abs(norms[True] - norms[False]) / max(norms[False], 1e-12)]
+        return told | {"price": [self._price.now]}
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        shared = tu.get_non_tensor_data(micro_batch, _OURS, default=False) and not stays_flat(micro_batch)
-        self._trie = Trie(rows_of(micro_batch["input_ids"])) if shared else None
+        self._trie = Trie(plans.rows_of(micro_batch["input_ids"])) if plans.marked(micro_batch) else None
         self._picked = None
-        tokens = micro_batch["input_ids"].values().numel()
-        self._tokens += tokens
-        self._computed += tokens if self._trie is None else len(self._trie)
         for config in self._configs:
             config._attn_implementation = attention.NAME if self._trie is not None else self._stock_attention
         if self._trie is None:
@@ -205,24 +234,6 @@ def check_attention(model: Any) -> None:
         raise ConfigError(_KEY, os.environ.get(MODE, "on"), problem, f"write {_KEY}=off")
 
 
-def stays_flat(batch: TensorDict) -> bool:
-    """Pictures, positions that do not count from 0, distillation: nothing is shared then."""
-    positions = batch["position_ids"]
-    if positions.dim() == 3 or extract_multi_modal_inputs(batch.get("multi_modal_inputs", [])):
-        return True
-    if any(tu.get_non_tensor_data(batch, key, default=False) for key in ("distillation_use_topk", "distillation_only")):
-        return True
-    offsets = batch["input_ids"].offsets()
-    counted = torch.arange(int(offsets[-1]), device=offsets.device)
-    counted -= torch.repeat_interleave(offsets[:-1], offsets.diff())
-    return not torch.equal(positions.values(), counted)
-
-
-def rows_of(nested: Any) -> list[Ids]:
-    ids, offsets = nested.values().cpu().numpy(), nested.offsets().cpu().numpy()
-    return [ids[start:stop] for start, stop in itertools.pairwise(offsets)]
-
-
 def response_positions(batch: TensorDict) -> list[Ids]:
     """Where verl's losses and its callers of compute_log_prob read (no_padding_2_padding, response_from_nested)."""
     lengths = batch["input_ids"].offsets().diff().tolist()
@@ -261,57 +272,7 @@ def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return nested
 
 
-def _group(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In the place of verl's `prepare_micro_batches`: dynamic micro-batches by distinct tokens.
-
-    `FSDPEngine.forward_backward_batch` calls it by name and has no other way in.
-    """
-    data: Any = args[0] if args else kwargs["data"]
-    group = kwargs.get("dp_group")
-    if not tu.get_non_tensor_data(data, _OURS, default=False):
-        return wrapped(*args, **kwargs)
-    rows = rows_of(data["input_ids"])
-    # Both ways talk to the other ranks, each in its own way: all must take the same.
-    flat, worth = _most(group, int(stays_flat(data)), int(_is_worth_it(rows)))
-    if flat or not worth:
-        tu.assign_non_tensor(data, **{_OURS: False})
-    if flat or not worth or not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
-        return wrapped(*args, **kwargs)
-    budget = int(data["max_token_len_per_gpu"])
-    try:
-        parts = micro_batches(rows, budget, _agree(group))
-    except ValueError as error:
-        fix = "raise it (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu and the like)"
-        raise ConfigError("max_token_len_per_gpu", budget, str(error), fix) from None
-    return [tu.index_select_tensor_dict(data, part) for part in parts], parts
-
-
-def _is_worth_it(rows: list[Ids]) -> bool:
-    """Under ``auto`` only where enough is shared; else always."""
-    if os.environ.get(MODE) != "auto":
-        return True
-    tokens = sum(map(len, rows))
-    return sum(shared for _, shared in in_order(rows)) > _LEAST_SHARED * tokens
-
-
-def _most(group: Any, *numbers: int) -> list[int]:
-    """The largest of each among the ranks of a data-parallel group."""
-    found = torch.tensor(numbers, device=get_device_id())
-    if group is not None and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
-    most: list[int] = found.tolist()
-    return most
-
-
-def _agree(group: Any) -> Any:
-    def agree(groups: int, rows: int) -> tuple[int, int]:
-        most, fewest = _most(group, groups, -rows)
-        return most, -fewest
-
-    return agree
-
-
 _CHOSEN: dict[str, Any] = {"backend": ["fsdp", "fsdp2"], "device": ["cuda", "npu"], "vendor": VENDOR}
 EngineRegistry.register(model_type="language_model", **_CHOSEN)(TrieEngineWithLMHead)
 EngineRegistry.register(model_type="value_model", **_CHOSEN)(TrieEngineWithValueHead)
-wrapt.wrap_function_wrapper(fsdp, "prepare_micro_batches", _group)
+wrapt.wrap_function_wrapper(fsdp, "prepare_micro_batches", plans.grouped)

@@ -76,6 +76,7 @@ class StepMeter:
         self._logprob_diff: float | None = None
         self._staleness: list[int] = []
         self._lengths: list[tuple[int, int]] = []  # prompt, response
+        self._sharing = {"tokens": 0.0, "tokens_computed": 0.0, "seconds_saved": 0.0}
         # session key -> (row index, reward, passed): the last row of a session carries its reward
         self._sessions: dict[str, tuple[int, float, float | None]] = {}
 
@@ -197,6 +198,19 @@ class StepMeter:
         self.compare_log_probs(sample, current_version)
         return {name: value for name, value in found.items() if name.startswith("training/rollout_")}
 
+    def count_sharing(self, metrics: Mapping[str, Any], config: Any, rows: int) -> None:
+        """What ``seamless.shared_prefix`` did for a batch; engines tell means over ranks and optimizer steps.
+
+        Args:
+            rows: of the batch.
+        """
+        n = config.actor_rollout_ref.rollout.n
+        for role, model in (("actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
+            if f"{role}/shared_prefix/tokens" in metrics:
+                optimizer_steps = model.ppo_epochs * rows / (model.ppo_mini_batch_size * n)
+                for key in self._sharing:
+                    self._sharing[key] += optimizer_steps * metrics[f"{role}/shared_prefix/{key}"]
+
     def rows_trained(self, at: float, step: int) -> RowsTrained:
         """The rows of the step that is about to be closed, for the flight recorder."""
         return RowsTrained(
@@ -226,6 +240,8 @@ class StepMeter:
         step_s = timing["step"]
         passed = [p for _, _, p in self._sessions.values() if p is not None]
         rewards = [reward for _, reward, _ in self._sessions.values()]
+        tokens, sharing = sum(map(sum, self._lengths)), self._sharing
+        computed = sharing["tokens_computed"] / sharing["tokens"] if sharing["tokens"] else None
         report = StepReport(
             step=step,
             total_steps=total_steps,
@@ -244,6 +260,9 @@ class StepMeter:
             attempts_failed=attempts[1],
             idle_share={pool: self._idle_share.get(pool) for pool in (TRAINER, ROLLOUT)},
             curriculum=curriculum,
+            row_tokens=tokens,
+            computed_tokens=round(tokens * computed) if computed is not None else None,
+            sharing_saved_s=sharing["seconds_saved"] if computed is not None else None,
         )
         self._clear()
         return report

@@ -236,6 +236,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         if self.config.trainer.critic_warmup <= self.global_steps:
             with marked_timer("update_actor", timing_raw, color="red"), phase(Phase.UPDATE_ACTOR):
                 batch = self._update_actor(batch, metrics=metrics)
+        self.meter.count_sharing(metrics, self.config, len(batch.keys))
         if self.curriculum is not None and self.local_trigger_step + 1 == self.parameter_sync_step:
             self.curriculum.step_ended(self.global_steps)
         return batch

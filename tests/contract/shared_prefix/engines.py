@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from benchmarks.training_workers import BUDGET, data_of, model_folder, worker_of
 
+TOLD = ("engine", "micro-batches", "computed", "saved", "guard")
 SHAPE = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -68,6 +69,7 @@ def observed(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
         result = worker.engine.forward_backward_batch(asked, worker.loss_fn)
         found["micro-batches"] = len(result["loss"])
         found["computed"] = result["metrics"].get("shared_prefix/computed", [1.0])[0]
+        found["saved"] = result["metrics"].get("shared_prefix/seconds_saved", [0.0])[0]
         found["guard"] = [result["metrics"].get(f"shared_prefix/{key}", [0.0])[0] for key in ("off", "grad_norm_off")]
         found["loss"] = torch.tensor(sum(result["loss"]))
         for name, parameter in worker.engine.module.named_parameters():
@@ -100,7 +102,7 @@ def main() -> None:
         for key, value in stock.items()
         if isinstance(value, torch.Tensor)
     }
-    for key in ("engine", "micro-batches", "computed", "guard"):
+    for key in TOLD:
         told[key] = [stock[key], ours[key]]
     if rank == 0:
         sys.stdout.write("\n" + json.dumps(told) + "\n")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.errors import ConfigError
+from tests.contract.shared_prefix.engines import TOLD
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,7 +49,7 @@ def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def assert_the_same(told: dict[str, Any]) -> None:
-    figures = {key: value for key, value in told.items() if key not in ("engine", "micro-batches", "computed", "guard")}
+    figures = {key: value for key, value in told.items() if key not in TOLD}
     assert any(key.startswith("gradient of") for key in figures)
     for key, (largest, difference) in figures.items():
         limit = 1e-5 if key in ("log_probs", "entropy", "values", "loss") else 1e-4
@@ -79,10 +80,11 @@ def test_the_same_log_probs_gradients_and_steps_for_less(ranks: int, options: tu
     assert 0 < off <= 1e-5, "two rows were computed both ways, and differ by rounding"
     assert norm_off <= 1e-4
     assert told["micro-batches"][1] <= told["micro-batches"][0]
+    assert told["saved"][1] > 0
 
 
 def test_what_it_cannot_lay_out_goes_the_stock_engines_way(tmp_path: Path) -> None:
-    told = compared(tmp_path, "odd-positions", "auto")
+    told = compared(tmp_path, "odd-positions")
     assert told["computed"] == [1.0, 1.0]
     assert told["micro-batches"][0] == told["micro-batches"][1]
     assert {difference for key, (_, difference) in told.items() if key.startswith(("gradient", "log_"))} == {0.0}
@@ -152,11 +154,24 @@ def test_a_difference_between_both_ways_is_seen_where_losses_read() -> None:
     part: Any = {"prompts": nested(2, 1), "input_ids": nested(4, 2)}
     stock = outputs([9.0, -1.0, -2.0, 9.0], [-3.0, 9.0])  # beyond the response verl reads nothing
     ours = outputs([0.0, -1.0, -2.3, 0.0], [-3.0, 0.0])
-    found = guard.differences(ours, stock, (1.5, 1.0), part)
-    assert found == {"shared_prefix/off": [pytest.approx(0.1)], "shared_prefix/grad_norm_off": [0.5]}
+    assert guard.differences(ours, stock, part) == {"off": [pytest.approx(0.1)]}
     rows = [np.array(row) for row in ([1, 2, 3], [7, 7], [1, 2, 4], [1, 9])]
     assert guard.neighbours(rows) == [0, 2]
     assert guard.neighbours(rows[:1]) == [0]
+
+
+def test_auto_takes_what_is_sooner_by_its_own_price_and_on_always_the_trie(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seamless_verl.sharing_gain import Work
+    from seamless_verl.verl_adapter.shared_prefix import MODE, plans
+
+    monkeypatch.setattr(plans, "get_device_id", lambda: "cpu")
+    half, all_of_it = (Work(rows=10.0, trie=trie, tokens=10, computed=5) for trie in (5.0, 10.0))
+    monkeypatch.setenv(MODE, "auto")
+    assert [plans.could_gain(each, None) for each in (half, all_of_it)] == [True, False]
+    assert [plans.gains(half, price, None) for price in (1.02, 1.9, 2.1)] == [True, True, False]
+    monkeypatch.setenv(MODE, "on")
+    assert plans.could_gain(all_of_it, None)
+    assert plans.gains(all_of_it, 2.1, None)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,12 @@ def test_a_violation_cannot_be_overlooked():
     assert "AUDIT: 3 of 10 rows" in step_line(step(2, audit_violations=3), remaining_s=None)
 
 
+def test_what_was_computed_once_is_told_where_it_is_asked_for():
+    shared = step(2, row_tokens=8000, computed_tokens=2000, sharing_saved_s=3.25)
+    assert "computed 25% of 8.0k tokens (saved 3.2 s)" in step_line(shared, remaining_s=None)
+    assert "computed" not in step_line(step(2, row_tokens=8000), remaining_s=None)
+
+
 def test_rows_that_come_out_otherwise_where_prefixes_are_shared_are_an_alarm(tmp_path):
     stream = io.StringIO()
     reporter = Reporter(tmp_path, stream)

@@ -131,6 +131,17 @@ def test_what_a_reader_wants_to_know_is_said(made_up):
         assert part in text, part
 
 
+def test_what_rows_share_has_a_card_and_a_section_where_it_was_computed_once(made_up):
+    """The second step is of a run that was begun without it."""
+    shared = step(3, row_tokens=9000, computed_tokens=3000, sharing_saved_s=7.0)
+    page, _ = page_of(made_up_run(), [step(1), step(2, row_tokens=9000, computed_tokens=None), shared])
+    text = " ".join(page.text)
+    assert "33%" in text
+    assert "of 9.0k tokens in rows, the others shared · 7.0 s saved per step, estimated" in text
+    assert "seconds saved per step, estimated" in text
+    assert "What rows share" not in " ".join(made_up[0].text)
+
+
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;\'"'
 
 

@@ -64,6 +64,9 @@ def test_costs_noise_and_speeds_are_set_one_by_one() -> None:
     assert changed.costs == replace(base.costs, wake=9.0, spread=0.5)
     assert changed.noise == replace(base.noise, slowdown=0.1)
     assert changed.train == replace(base.train, gpu_s_per_token=0.5)
+    shared = apply(base, ["train.shared_prefix=0.5", "train.gpu_s_per_token=0.5"]).train
+    assert shared == replace(base.train, gpu_s_per_token=0.5, shared_prefix=0.5)
+    assert shared.seconds(100, 1) - shared.update_s == pytest.approx(25.0)
     slow = apply(base, ["decode.slowdown=4"])
     step_s = base.pools[0].engine.decode.step_s(10, 5000)
     assert all(pool.engine.decode.step_s(10, 5000) == pytest.approx(4 * step_s) for pool in slow.pools)
@@ -77,6 +80,8 @@ def test_fewer_steps_leave_fewer_out() -> None:
 
 _POOL = "resources=[{name: a, nodes: %s, gpus_per_node: %s, capabilities: %s}]"
 REFUSED = {
+    "train.shared_prefix=0": "is no share of the training time",
+    "train.shared_prefix=1.5": "is no share of the training time",
     "staleness.eta": "is no assignment",
     "staleness.eta=two": "staleness.eta=two: is no int",
     "staleness.eta=-1": "eta",

@@ -11,6 +11,7 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent, SliceState
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation.agents import Agentic, Constant, Turn
+from seamless_verl.simulation.options import apply
 from seamless_verl.simulation.recorded_run import NothingToReplay, Recorded, from_recording
 from seamless_verl.simulation.recorded_work import requests_of, served, serving_of, work_of
 from seamless_verl.simulation.replica import EnginePhysics
@@ -106,6 +107,19 @@ def test_a_recording_that_lacks_something_is_refused_by_its_name(lacks: str) -> 
     kept = tuple(event for event in events if type(event).__name__ != lacks)
     with pytest.raises(NothingToReplay, match=r"the recording holds no (trained rows|complete (step|group)|start)"):
         from_recording(Recording(events=kept))
+
+
+def test_what_sharing_saved_is_a_factor_of_the_training_time_that_a_question_may_take_away() -> None:
+    events: list[FlightEvent] = []
+    Simulation(scenario("predictive", steps=4, warm=0), record=events.append).run()
+    recording = Recording(events=tuple(events))
+    plain, shared = (from_recording(recording, saved_s=saved_s).scenario for saved_s in (0.0, 3.0))
+    assert (plain.train.shared_prefix, 0 < shared.train.shared_prefix < 1) == (1.0, True)
+    assert shared.train.seconds(9000, 4) == pytest.approx(plain.train.seconds(9000, 4))
+    without = apply(shared, ["train.shared_prefix=1"]).train
+    factor = shared.train.shared_prefix
+    assert without.seconds(9000, 4) == pytest.approx(shared.train.seconds(9000, 4) / factor)
+    assert any(f"leaves {factor:.2f} of it" in note for note in from_recording(recording, saved_s=3.0).notes)
 
 
 @pytest.mark.parametrize(("oldest_first", "x_ends", "y_ends"), [(True, 14.0, 20.0), (False, 20.0, 16.0)])
