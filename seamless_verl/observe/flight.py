@@ -131,6 +131,7 @@ class RequestStarted(FlightEvent):
 
     Attributes:
         slice: name of the slice or address of its server.
+        session: attempt that it is made for; empty where the writer does not say.
         resumed: an engine has seen these tokens before and they may have to be prefilled again.
         first_token_follows: the writer can tell when prefill ends, and writes `FirstToken` then.
     """
@@ -140,6 +141,7 @@ class RequestStarted(FlightEvent):
     prompt_tokens: int
     resumed: bool = False
     first_token_follows: bool = False
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,7 @@ class SessionEnded(FlightEvent):
         status: how the agent ended.
         drift: how often each reason kept a request from matching its session's tree cleanly.
         index: number of the attempt in its group; -1 where the writer does not say.
+        detail: what went wrong, in the runner's words; empty: nothing.
     """
 
     session: str
@@ -249,6 +252,7 @@ class SessionEnded(FlightEvent):
     status: str
     drift: Mapping[str, int] = field(default_factory=dict)
     index: int = -1
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,6 +257,7 @@ class Simulation:
                     slice=name,
                     prompt_tokens=round(request.context + request.done),
                     resumed=request.prefix > 0 or request.done > 0,
+                    session=attempt.session,
                 )
             )
         self.driver.tell(

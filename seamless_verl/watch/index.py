@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from seamless_verl.watch.readers import AttemptFacts, TrainedText
 from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 
 INDEX = "watch.sqlite"
-_VERSION = 2
-_MOST_KEPT = 100  # sessions per update
-_MOST_BYTES = 1 << 23  # per update, so that a large run is on the page before it is read to its end
-_MOST_UNTRAINED = 20_000  # a run that writes down no rows has all its attempts there
+_VERSION = 3
+_MOST_KEPT = 25  # sessions per update
+_MOST_BYTES = 1 << 21  # per update, so that a click is answered while a large run is still being read
+_MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
 _QUOTED = tuple(f'"{_NAMES.get(name, name)}"' for name in _FACTS)
@@ -38,7 +38,10 @@ CREATE TABLE attempts (session TEXT PRIMARY KEY, {", ".join(_QUOTED)}, file TEXT
 CREATE INDEX attempts_of ON attempts (grp, "index");
 CREATE TABLE texts (grp TEXT, "index" INTEGER, row INTEGER, step INTEGER, score REAL, file TEXT, start INTEGER,
     length INTEGER, PRIMARY KEY (grp, "index", row)) WITHOUT ROWID;
-CREATE INDEX texts_of ON texts (step);
+CREATE INDEX texts_of ON texts (file);
+CREATE TABLE groups (grp TEXT UNIQUE, step INTEGER);
+CREATE INDEX groups_of ON groups (step);
+CREATE TABLE summaries (step INTEGER PRIMARY KEY, told TEXT);
 PRAGMA user_version = {_VERSION};
 """
 _PUT = (
@@ -46,6 +49,9 @@ _PUT = (
     "ON CONFLICT (session) DO UPDATE SET "
     + ", ".join(f"{column} = coalesce(excluded.{column}, attempts.{column})" for column in (*_QUOTED, "file"))
 )
+_SEARCHED = ("session", "grp", "task", "status", "detail", "drift")
+_NAMES_OF = " || ' ' || ".join(f"coalesce({column}, '')" for column in _SEARCHED)
+_NAMED = f"SELECT session FROM attempts WHERE instr(replace(lower({_NAMES_OF}), ' ', '_'), ?) LIMIT ?"
 
 
 class RunIndex:
@@ -95,18 +101,30 @@ class RunIndex:
                 self._guarded(file, self._read_kept)
             for file in files_of(self._place, JOURNALS):
                 self._guarded(file, self._read_journal)
-            return self._lost | self._changed()
+            return self._changed()
         finally:
             self._db.execute("COMMIT")
 
     def _changed(self) -> set[int | None]:
-        if not self._groups:
-            return set()
+        if self._groups:
+            self._lost |= self._steps_of_groups()
+        self._db.executemany("DELETE FROM summaries WHERE step = ?", ((_number(step),) for step in self._lost))
+        return self._lost
+
+    def _steps_of_groups(self) -> set[int | None]:
         self._db.execute("CREATE TEMP TABLE IF NOT EXISTS changed (grp TEXT PRIMARY KEY) WITHOUT ROWID")
         self._db.execute("DELETE FROM changed")
         self._db.executemany("INSERT OR IGNORE INTO changed VALUES (?)", ((group,) for group in self._groups))
-        found = self._db.execute("SELECT DISTINCT step FROM texts WHERE grp IN (SELECT grp FROM changed)")
+        found = self._db.execute("SELECT DISTINCT step FROM groups WHERE grp IN (SELECT grp FROM changed)")
         return {None, *(step for (step,) in found)}
+
+    def summary(self, step: int | None) -> dict[str, Any] | None:
+        """What `keep_summary` was given last; ``None``: attempts of the step have changed since."""
+        row = self._db.execute("SELECT told FROM summaries WHERE step = ?", (_number(step),)).fetchone()
+        return json.loads(row[0]) if row is not None else None
+
+    def keep_summary(self, step: int | None, told: dict[str, Any]) -> None:
+        self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
 
     def problems(self) -> list[tuple[str, str]]:
         """Files that could not be read, and why."""
@@ -186,12 +204,13 @@ class RunIndex:
     def _put(self, found: Iterable[AttemptFacts], file: str | None) -> None:
         rows = []
         for facts in found:
-            plain = asdict(facts)
-            drift = plain["drift"]
-            plain["drift"] = None if drift is None else json.dumps(drift)
+            drift = None if facts.drift is None else json.dumps(facts.drift)
             self._groups.add(facts.group)
-            rows.append((facts.session, *(plain[name] for name in _FACTS), file))
+            told = (drift if name == "drift" else getattr(facts, name) for name in _FACTS)
+            rows.append((facts.session, *told, file))
         self._db.executemany(_PUT, rows)
+        at = _FACTS.index("group") + 1
+        self._db.executemany("INSERT OR IGNORE INTO groups (grp) VALUES (?)", {(row[at],) for row in rows})
 
     def _put_texts(self, found: list[TrainedText], file: str) -> None:
         self._groups |= {text.group for text in found}
@@ -199,11 +218,17 @@ class RunIndex:
             "INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             ((t.group, t.index, t.row, t.step, t.score, file, t.start, t.length) for t in found),
         )
+        self._db.executemany(
+            "INSERT INTO groups VALUES (?, ?) ON CONFLICT (grp) DO UPDATE SET step = excluded.step",
+            {(t.group, t.step) for t in found},
+        )
 
     def _forget_texts(self, file: str) -> None:
         self._groups |= {group for (group,) in self._db.execute("SELECT grp FROM texts WHERE file = ?", (file,))}
         self._lost |= {step for (step,) in self._db.execute("SELECT DISTINCT step FROM texts WHERE file = ?", (file,))}
+        self._db.execute("UPDATE groups SET step = NULL WHERE grp IN (SELECT grp FROM texts WHERE file = ?)", (file,))
         self._db.execute("DELETE FROM texts WHERE file = ?", (file,))
+        self._db.execute("DELETE FROM groups WHERE step IS NULL AND grp NOT IN (SELECT grp FROM attempts)")
 
     def _marks(self) -> list[tuple[Path, int]]:
         rows = self._db.execute("SELECT file, mark FROM sources").fetchall()
@@ -214,25 +239,62 @@ class RunIndex:
     def attempts(self, *, step: int | None) -> list[dict[str, Any]]:
         """Attempts of the groups that a step trained; ``None``: the latest of those that no step is known to have."""
         if step is None:
-            latest = "SELECT session FROM attempts WHERE grp NOT IN (SELECT grp FROM texts) ORDER BY began DESC LIMIT ?"
-            return self._joined(f"session IN ({latest})", (_MOST_UNTRAINED,), [])
-        return self._selected("grp IN (SELECT grp FROM texts WHERE step = ?)", (step,))
+            latest = "SELECT grp FROM groups WHERE step IS NULL ORDER BY rowid DESC LIMIT ?"
+            return self._joined(f"grp IN ({latest})", (_MOST_UNTRAINED,), [])
+        return self._selected("grp IN (SELECT grp FROM groups WHERE step = ?)", (step,))
 
     def group(self, name: str) -> list[dict[str, Any]]:
         return self._selected("grp = ?", (name,))
 
     def steps(self) -> list[int]:
         """Steps that are known to have trained something."""
-        return [step for (step,) in self._db.execute("SELECT DISTINCT step FROM texts ORDER BY step")]
+        found = self._db.execute("SELECT DISTINCT step FROM groups WHERE step IS NOT NULL ORDER BY step")
+        return [step for (step,) in found]
 
     def has_untrained(self) -> bool:
-        found = self._db.execute("SELECT 1 FROM attempts WHERE grp NOT IN (SELECT grp FROM texts) LIMIT 1")
-        return found.fetchone() is not None
+        return self._db.execute("SELECT 1 FROM groups WHERE step IS NULL LIMIT 1").fetchone() is not None
 
     def attempt(self, key: str) -> dict[str, Any] | None:
         group = self._db.execute("SELECT grp FROM attempts WHERE session = ?", (key,)).fetchone()
         name = group[0] if group is not None else key.rpartition("~")[0]
         return next((attempt for attempt in self.group(name) if attempt["key"] == key), None)
+
+    def numbered(self, group: str, index: int) -> dict[str, Any] | None:
+        return next((attempt for attempt in self.group(group) if attempt["index"] == index), None)
+
+    def named(self, text: str, most: int, until: Callable[[], bool]) -> tuple[list[dict[str, Any]], bool]:
+        """Attempts with ``text`` in their session, group, task, status, error or drift reasons, the latest first.
+
+        Args:
+            text: in lower case; spaces match underscores.
+            until: whether it is time to stop looking.
+
+        Returns:
+            So many attempts at most, and whether all were looked at.
+        """
+        sessions, whole = [], True
+        self._db.set_progress_handler(until, 20_000)
+        try:
+            for (session,) in self._db.execute(_NAMED, (text.replace(" ", "_"), most)):
+                sessions.append(session)
+        except sqlite3.OperationalError as error:
+            if "interrupted" not in str(error):
+                raise
+            whole = False
+        finally:
+            self._db.set_progress_handler(None, 0)
+        found = [attempt for session in sessions if (attempt := self.attempt(session)) is not None]
+        return sorted(found, key=lambda attempt: -(attempt["began"] or 0.0)), whole and len(sessions) < most
+
+    def kept(self) -> list[str]:
+        """Sessions of which a journal has the turns, the latest first."""
+        latest = "SELECT session FROM attempts WHERE file LIKE '%.sqlite' ORDER BY began DESC"
+        return [session for (session,) in self._db.execute(latest)]
+
+    def text_files(self) -> list[Path]:
+        """verl's dumps, those of the latest steps first."""
+        known = [file for (file,) in self._db.execute("SELECT file FROM sources") if Path(file).stem.isdecimal()]
+        return [self._place / file for file in sorted(known, key=lambda file: -int(Path(file).stem))]
 
     def _selected(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
         texts = self._db.execute(
@@ -302,9 +364,14 @@ class RunIndex:
         return db
 
     def _begin_anew(self) -> None:
-        for table in ("sources", "attempts", "texts"):
+        for table in ("sources", "attempts", "texts", "groups", "summaries"):
             self._db.execute(f"DELETE FROM {table}")
         self._open_sessions.clear()
+
+
+def _number(step: int | None) -> int:
+    """As it stands in the table of summaries."""
+    return -1 if step is None else step
 
 
 def _of_texts(group: str, index: int, step: int, score: float) -> dict[str, Any]:

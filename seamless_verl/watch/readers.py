@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
+
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_sessions, read_turns, restore, unpack
-from seamless_verl.proxy.session.sessions import Session, SessionState
+from seamless_verl.proxy.session.sessions import TASK, Session, SessionState
 from seamless_verl.trajectory.generation import FinishReason, TrajectoryError
 from seamless_verl.trajectory.tree import SessionTree
 
@@ -39,6 +41,8 @@ class AttemptFacts:
         cut: answers that ended at their limit of tokens.
         seams: places within answers at which new weights took over.
         oldest, newest: weight versions of its tokens.
+        detail: what went wrong, in the runner's words.
+        task: the data's name of the task.
         began, ended: seconds since 1970.
     """
 
@@ -52,6 +56,8 @@ class AttemptFacts:
     tokens: int | None = None
     rows: int | None = None
     status: str | None = None
+    detail: str | None = None
+    task: str | None = None
     drift: dict[str, int] | None = None
     cut: int | None = None
     seams: int | None = None
@@ -130,6 +136,7 @@ def ended_attempts(lines: Lines, offset_s: float) -> Iterator[AttemptFacts]:
             turns=record["turns"],
             rows=record["rows"],
             status=str(record["status"]),
+            detail=record.get("detail") or None,
             drift=dict(record.get("drift", {})),
             ended=ended,
             began=ended - record["seconds"],
@@ -146,7 +153,7 @@ def clock_offset(file: Path) -> float:
 def trained_texts(lines: Lines) -> Iterator[TrainedText]:
     """Rows of verl's dump; lines of another kind are left out."""
     for start, line in lines.lines:
-        record = _json(line)
+        record = _dumped(line)
         if record is None or "uid" not in record or "step" not in record:
             continue
         parts = str(record["uid"]).rsplit("_", 2)
@@ -160,6 +167,23 @@ def trained_texts(lines: Lines) -> Iterator[TrainedText]:
             start=start,
             length=len(line),
         )
+
+
+def _dumped(line: bytes) -> dict[str, Any] | None:
+    """A line of verl's dump without its texts, which are most of it; whole where it is not as verl writes it."""
+    try:
+        return msgspec.structs.asdict(_DUMPED.decode(line))
+    except (msgspec.MsgspecError, ValueError):
+        return _json(line)
+
+
+class _Dumped(msgspec.Struct):
+    uid: str
+    step: int
+    score: float | None = None
+
+
+_DUMPED = msgspec.json.Decoder(_Dumped)
 
 
 def line_at(file: Path, start: int, length: int) -> dict[str, Any]:
@@ -284,6 +308,7 @@ def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
         reward=session.reward,
         turns=turns,
         tokens=tokens,
+        task=session.spec.metadata.get(TASK),
         drift={reason.value: count for reason, count in tree.drift.items()},
         cut=cut,
         seams=seams,

@@ -3,7 +3,7 @@
     GET /TOKEN/                             the page        /TOKEN/static/…  its scripts and styles
     GET /TOKEN/api/runs                     all places
     GET /TOKEN/api/run/ID/page              the report's page, as the Run view takes it apart
-    GET /TOKEN/api/run/ID/steps, groups, attempt, tokens
+    GET /TOKEN/api/run/ID/steps, groups, attempt, tokens, times, search; figures, for comparing
 
 Who may read is decided before any route: the token in constant time; only the names under which this server was bound
 (another name is a page elsewhere that had its own name point here); no other origin. Answers may be neither framed, nor
@@ -44,7 +44,19 @@ _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _OURS = {
     **dict.fromkeys(("page.css", "lanes.js"), "seamless_verl.observe.page"),
     **dict.fromkeys(
-        ("watch.css", "main.js", "dom.js", "runs.js", "run.js", "steps.js", "attempt.js", "tokens.js"),
+        (
+            "watch.css",
+            "main.js",
+            "dom.js",
+            "runs.js",
+            "run.js",
+            "steps.js",
+            "attempt.js",
+            "tokens.js",
+            "compare.js",
+            "search.js",
+            "times.js",
+        ),
         "seamless_verl.watch",
     ),
 }
@@ -178,19 +190,33 @@ def _serve_runs(app: FastAPI, places: Places) -> None:
     @app.get("/api/run/{run}/page")
     def page(run: str, seen: str = "") -> Response:
         watched = run_of(run)
-        name, text = watched.page()
-        mark = blake2b(name.encode(), digest_size=8).hexdigest()
+        report = watched.report()
+        mark = blake2b(report.name.encode(), digest_size=8).hexdigest()
         if seen == mark:
             return Response(status_code=204)
-        return Response(text, media_type="text/plain", headers={"x-page": mark, "x-run": quote(watched.place.name)})
+        return Response(
+            report.page, media_type="text/plain", headers={"x-page": mark, "x-run": quote(watched.place.name)}
+        )
+
+    @app.get("/api/run/{run}/figures")
+    def figures(run: str) -> Response:
+        return _json(run_of(run).figures())
+
+    @app.get("/api/run/{run}/times")
+    def times(run: str, key: str = "", step: str = "") -> Response:
+        return _json(run_of(run).times(key, step))
+
+    @app.get("/api/run/{run}/search")
+    def search(run: str, text: str, start: int = 0) -> Response:
+        return _json(run_of(run).search(text, max(0, start)))
 
     @app.get("/api/run/{run}/steps")
     def steps(run: str) -> Response:
         return _json(run_of(run).steps())
 
     @app.get("/api/run/{run}/groups")
-    def groups(run: str, step: str, sort: str = "as begun", flag: str = "", text: str = "") -> Response:
-        return _json(run_of(run).groups(step, sort, flag, text))
+    def groups(run: str, step: str, sort: str = "as begun", flag: str = "", text: str = "", start: int = 0) -> Response:
+        return _json(run_of(run).groups(step, sort, flag, text, max(0, start)))
 
     @app.get("/api/run/{run}/attempt")
     def attempt(run: str, key: str) -> Response:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,27 @@ from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.rows import Row, build_rows
-from seamless_verl.watch import readers, transcript, watched_groups
+from seamless_verl.watch import compared, readers, transcript, watched_groups
+from seamless_verl.watch.attempt_time import AttemptTimes
 from seamless_verl.watch.index import RunIndex
 from seamless_verl.watch.run_places import JOURNALS, Place, files_of, standing
+from seamless_verl.watch.search import MOST, Search
 
 _UPDATE_S = 0.5
 _SHARE = 0.05
+_COUNT_S = 0.2
+_PAGE = 60  # groups of a step on one page
+_MOST_RECORDING = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is drawn of the run as a whole; ``name`` changes when it does."""
+
+    name: str
+    page: str
+    figures: dict[str, Any]
+    times: AttemptTimes
 
 
 class NotThere(SeamlessError):
@@ -44,16 +60,15 @@ class Watched:
         self._given = tokenizer
         self._is_alive = is_alive
         self._lock = threading.Lock()  # the server answers in threads
-        self._page_lock = threading.Lock()  # the report of a long run takes its time, and nobody else waits for it
+        self._report_lock = threading.Lock()  # the report of a long run takes its time, and nobody else waits for it
         self._index: RunIndex | None = None
         self._updated = 0.0
         self._tokenizer: FolderTokenizer | None = None
         self._why_no_text = ""
-        self._summaries: dict[int | None, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         self._trained: list[int | None] | None = None  # steps with attempts; `None` in it: some have no step
-        self._page: tuple[str, str] | None = None
+        self._report: Report | None = None
         self._stands: tuple[str, dict[str, Any]] = ("", {})
-        self._page_again = 0.0
+        self._report_again = 0.0
 
     def close(self) -> None:
         with self._lock:
@@ -71,24 +86,83 @@ class Watched:
 
     # ------------------------------------------------------------ views
 
-    def page(self) -> tuple[str, str]:
-        """The report's page, and a name that changes when it does.
+    def report(self) -> Report:
+        """Made again when the recording has grown.
 
         Raises:
-            NotThere: nothing of the run as a whole was recorded.
+            NotThere: nothing of the run as a whole was recorded, or too much to be held beside a run that trains.
             FlightFormatError: what was recorded cannot be read.
         """
-        with self._page_lock:
+        with self._report_lock:
             running = self._is_alive(self.place.path)
             name = self._content() + ("+" if running else "")
             now = time.monotonic()
-            if self._page is None or (name != self._page[0] and now >= self._page_again):
-                try:
-                    self._page = name, render(load_digest(self.place.path, running=running))
-                except NoRunFolder as error:
-                    raise NotThere(str(error)) from error
-                self._page_again = time.monotonic() + (time.monotonic() - now) / _SHARE
-            return self._page
+            if self._report is None or (name != self._report.name and now >= self._report_again):
+                self._report = self._made(name, running=running)
+                self._report_again = time.monotonic() + (time.monotonic() - now) / _SHARE
+            return self._report
+
+    def _made(self, name: str, *, running: bool) -> Report:
+        size = sum(file.stat().st_size for file in files_of(self.place.path, (f"{FLIGHT}/*.jsonl",)))
+        if size > _MOST_RECORDING:
+            raise NotThere(
+                f"The recording of this run has {size >> 20} MiB; to draw all of it takes about ten times that in "
+                f"memory, which this server does not take. The steps, groups and attempts are all there. For the "
+                f"whole on one page: seamless-verl report {self.place.path}"
+            )
+        try:
+            run = load_digest(self.place.path, running=running)
+        except NoRunFolder as error:
+            raise NotThere(str(error)) from error
+        return Report(name=name, page=render(run), figures=compared.figures(run), times=AttemptTimes(run))
+
+    def figures(self) -> dict[str, Any]:
+        """What is laid over another run."""
+        return {"run": {**self.standing(), "path": str(self.place.path)}, **self.report().figures}
+
+    def times(self, key: str, step: str) -> dict[str, Any]:
+        """Where the time of an attempt, or the device time of a step, went; ``why`` where that is not known."""
+        try:
+            times = self.report().times
+        except SeamlessError as error:
+            return {"why": str(error)}
+        told = times.attempt(key) if key else times.step(int(step)) if step.isdecimal() else None
+        if told is None:
+            return {"why": "The recording does not know it (yet): it is read again as it grows."}
+        if key and not times.tells_requests:
+            told["why"] = (
+                "This recording does not say which requests were of which attempt: it is of an earlier version."
+            )
+        return told
+
+    def search(self, text: str, start: int) -> dict[str, Any]:
+        """Attempts that have ``text`` in a name, an error, or in what was said.
+
+        Args:
+            start: where the last answer said to go on.
+        """
+        with self._lock:
+            index = self._current()
+            look = Search(text, lambda session: self._turns(index, session), time.monotonic)
+            named, all_named = index.named(text.lower(), MOST, look.is_over) if start == 0 else ([], True)
+            places = [*index.kept(), *index.text_files()]
+            onward = look.look(places, start)
+            found, seen = [], set()
+            for find in look.finds:
+                known = index.attempt(find["key"]) if "key" in find else index.numbered(find["group"], find["index"])
+                same = known and (known["group"], find["where"], find["before"], find["found"], find["after"])
+                if known is not None and same not in seen:  # attempts of a group were given the same
+                    seen.add(same)
+                    found.append({**find, "attempt": known})
+            return {
+                **self._head(index), "named": named, "all_named": all_named, "found": found, "onward": onward,
+                "of": len(places), "why_no_text": self._why_no_text,
+            }  # fmt: skip
+
+    def _turns(self, index: RunIndex, session: str) -> list[dict[str, Any]]:
+        known = index.attempt(session)
+        whole = self._whole(index, known) if known is not None else None
+        return transcript.conversation(*whole, transcript.with_pictures(self._decode())) if whole is not None else []
 
     def steps(self) -> dict[str, Any]:
         with self._lock:
@@ -101,14 +175,16 @@ class Watched:
                 *sorted({*records, *(step for step in trained if step is not None)}, reverse=True)
             ]
             steps += [None] if None in trained else []
+            told = self._summaries(index, steps, records)
             return {
                 **self._head(index),
-                "steps": [self._summary(index, step, records.get(step, {})) for step in steps],
+                "steps": told,
+                "is_behind": index.is_behind or any(line["groups"] is None for line in told),
                 "validations": _records(self.place.path / VALIDATION),
                 "flags": watched_groups.FLAGS,
             }
 
-    def groups(self, step: str, sort: str, flag: str, text: str) -> dict[str, Any]:
+    def groups(self, step: str, sort: str, flag: str, text: str, start: int) -> dict[str, Any]:
         """Raises:
         NotThere: no such order or flag.
         """
@@ -119,11 +195,14 @@ class Watched:
         with self._lock:
             index = self._current()
             found = watched_groups.groups_of(index.attempts(step=None if step == watched_groups.NO_STEP else int(step)))
+            chosen = watched_groups.chosen(found, sort=sort, flag=flag, text=text)
             return {
                 **self._head(index),
                 "step": step,
                 "of": len(found),
-                "groups": watched_groups.chosen(found, sort=sort, flag=flag, text=text),
+                "matching": len(chosen),
+                "groups": chosen[start : start + _PAGE],
+                "onward": start + _PAGE if start + _PAGE < len(chosen) else None,
                 "sorts": list(watched_groups.SORTS),
                 "flags": watched_groups.FLAGS,
             }
@@ -194,13 +273,21 @@ class Watched:
 
     # ------------------------------------------------------------ parts
 
-    def _summary(self, index: RunIndex, step: int | None, record: Mapping[str, Any]) -> dict[str, Any]:
-        """A step is counted again when an attempt of it has changed, or its record has come."""
-        known = self._summaries.get(step)
-        if known is None or known[0] != record:
+    def _summaries(
+        self, index: RunIndex, steps: Sequence[int | None], records: Mapping[int, Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """A line per step. Those whose attempts have changed are counted anew, for as long as `_COUNT_S`."""
+        until = time.monotonic() + _COUNT_S
+        found = []
+        for step in steps:
+            told = index.summary(step)
             name = watched_groups.NO_STEP if step is None else step
-            known = self._summaries[step] = record, watched_groups.summary(name, index.attempts(step=step), record)
-        return known[1]
+            if told is None and time.monotonic() < until:
+                told = watched_groups.summary(name, index.attempts(step=step))
+                index.keep_summary(step, told)
+            record = records.get(step, {}) if step is not None else {}
+            found.append(watched_groups.with_record(told or watched_groups.uncounted(name), record))
+        return found
 
     def _head(self, index: RunIndex) -> dict[str, Any]:
         problems = [f"{file}: {problem}" for file, problem in index.problems()]
@@ -210,8 +297,7 @@ class Watched:
         if self._index is None:
             self._index = RunIndex(self.place.path)
         if time.monotonic() - self._updated > _UPDATE_S:
-            for step in self._index.update():
-                self._summaries.pop(step, None)
+            if self._index.update():
                 self._trained = None
             self._updated = time.monotonic()
         return self._index

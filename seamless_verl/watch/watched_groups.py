@@ -99,16 +99,16 @@ def chosen(
 def _named(group: Mapping[str, Any]) -> str:
     words = [group["group"]]
     for attempt in group["attempts"]:
-        words += [attempt["key"], attempt.get("status") or "", *attempt["drift"]]
+        words += [
+            attempt["key"],
+            *(attempt.get(name) or "" for name in ("status", "detail", "task")),
+            *attempt["drift"],
+        ]
     return " ".join(words).casefold()
 
 
-def summary(step: Any, attempts: Sequence[Attempt], record: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of the list of steps.
-
-    Args:
-        record: of ``steps.jsonl``; empty where there is none.
-    """
+def summary(step: Any, attempts: Sequence[Attempt]) -> dict[str, Any]:
+    """What one line of the list of steps says of its attempts."""
     groups = groups_of(attempts)
     rewards = [attempt["reward"] for attempt in attempts if attempt["reward"] is not None]
     counts = {flag: sum(flag in group["flags"] for group in groups) for flag in FLAGS}
@@ -116,9 +116,20 @@ def summary(step: Any, attempts: Sequence[Attempt], record: Mapping[str, Any]) -
         "step": step,
         "groups": len(groups),
         "attempts": len(attempts),
-        "reward": record.get("reward", fmean(rewards) if rewards else None),
+        "reward": fmean(rewards) if rewards else None,
         "flags": {flag: count for flag, count in counts.items() if count},
-        "step_s": record.get("step_s"),
-        "staleness_max": record.get("staleness_max"),
-        "tokens_per_s": record.get("tokens_per_s"),
+    }
+
+
+def uncounted(step: Any) -> dict[str, Any]:
+    """The line of a step whose attempts have not been counted yet."""
+    return {"step": step, "groups": None, "attempts": None, "reward": None, "flags": {}}
+
+
+def with_record(told: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The line with what ``steps.jsonl`` says of the step; an empty record says nothing."""
+    return {
+        **told,
+        "reward": record.get("reward", told["reward"]),
+        **{name: record.get(name) for name in ("step_s", "staleness_max", "tokens_per_s")},
     }

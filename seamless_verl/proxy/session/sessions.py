@@ -27,6 +27,9 @@ from seamless_verl.proxy.text.pictures import ImageTable
 from seamless_verl.trajectory.messages import Message, Transcript
 from seamless_verl.trajectory.tree import SessionTree
 
+TASK = "task"
+"""Where the trainer notes in `SessionSpec.metadata` what the data calls the task."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:

@@ -19,13 +19,14 @@ from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.client import SessionResult
-from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.session.sessions import TASK, SessionSpec
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log, task_name
 from seamless_verl.verl_adapter.rollout.padded_rows import row_to_output
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 from seamless_verl.verl_adapter.rollout.request_log import recorder_of_worker, request_log
 
+_MOST_DETAIL = 500  # characters of what went wrong that are recorded
 _PATIENCE = 2.0  # deadlines that a runner may take: it grades after the agent's
 
 
@@ -112,6 +113,7 @@ class ProxyAgentLoop(AgentLoopBase):
             max_turns=seamless.agent.max_turns,
             max_tokens=self.rollout_config.response_length,
             sampling=decided,
+            metadata={TASK: task_name(kwargs)},
         )
 
     def _output(
@@ -172,4 +174,5 @@ def _session_ended(at: float, result: SessionResult, report: AgentReport, second
         status=report.status.value,
         drift=dict(result.drift),
         index=result.index,
+        detail=report.detail[:_MOST_DETAIL],
     )

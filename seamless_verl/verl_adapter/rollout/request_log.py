@@ -283,6 +283,7 @@ class ReplicaCall:
                 slice=address,
                 prompt_tokens=self._prompt_tokens,
                 resumed=self._resumed,
+                session=self._request_id,
             )
         )
 

@@ -2,28 +2,36 @@
 
 import { ask, duration, el, folded, link, long, number, part, when } from "./dom.js";
 import { groupBox } from "./steps.js";
+import { ofAttempt, times } from "./times.js";
 
 export const again_s = 1;
 export const load = ({ run, key }) => ask("run/" + part(run) + "/attempt?key=" + part(key));
 
-export function draw(main, data, { run, key }) {
+let scrolled = "";
+
+export function draw(main, data, { run, key, turn }) {
   const attempt = data.attempt;
   main.replaceChildren(
     el("h1", {}, "Attempt " + (attempt.index ?? "") + " ", el("span", { class: "badge " + (attempt.state === "open" ? "open" : "good") }, attempt.state === "open" ? "under way" : attempt.status ?? attempt.state ?? "recorded")),
     el("div", { class: "columns" }, facts(attempt), rewards(attempt)),
+    attempt.session ? times(run, { key: attempt.session }, ofAttempt) : "",
     groupBox(data.group, run, {}, key),
     attempt.damage ? el("p", { class: "problems" }, attempt.damage) : "",
     data.why_no_text ? el("p", { class: "problems" }, data.why_no_text) : "",
     data.rows.length ? el("p", {}, "Rows, token by token: ", data.rows.map((row, index) =>
       [link("/run/" + part(run) + "/tokens/" + part(key) + "/" + index, "row " + index + " (" + row.tokens + " tokens, " + row.trained + " trained)"), " "])) : "",
-    ...data.turns.map((turn) => turnBox(turn, depth(turn, data.turns))),
+    ...data.turns.map((one) => turnBox(one, depth(one, data.turns), "/run/" + part(run) + "/attempt/" + part(key))),
     data.why_no_turns ? el("p", { class: "absent" }, data.why_no_turns) : "",
     ...(data.turns.length ? [] : data.texts.map(textBox)));
+  const wanted = main.querySelector(`[data-turn="${Number(turn)}"]`);
+  wanted?.classList.add("here");
+  if (wanted && scrolled !== location.hash) wanted.scrollIntoView();
+  scrolled = location.hash;
 }
 
 function facts(attempt) {
-  const told = [["reward", number(attempt.reward)], ["trained in step", attempt.step ?? "none known"], ["group", attempt.group], ["session", attempt.session ?? "not recorded"],
-    ["turns", number(attempt.turns)], ["generated tokens", number(attempt.tokens)], ["time", duration(attempt.seconds)],
+  const told = [["reward", number(attempt.reward)], ["trained in step", attempt.step ?? "none known"], ["task", attempt.task ?? "not recorded"], ["group", attempt.group], ["session", attempt.session ?? "not recorded"],
+    ...(attempt.detail ? [["what went wrong", attempt.detail]] : []), ["turns", number(attempt.turns)], ["generated tokens", number(attempt.tokens)], ["time", duration(attempt.seconds)],
     ["weight versions", attempt.oldest === null || attempt.oldest === undefined ? "–" : attempt.oldest === attempt.newest ? attempt.oldest : attempt.oldest + " to " + attempt.newest],
     ["answers cut off", number(attempt.cut)], ["taken over by new weights", number(attempt.seams)],
     ["drift", Object.entries(attempt.drift).map(([reason, count]) => count + " × " + reason.replaceAll("_", " ")).join(", ") || "none"], ["began", when(attempt.began)]];
@@ -45,13 +53,13 @@ function depth(turn, turns) {
   return Math.min(found, 6);
 }
 
-function turnBox(turn, level) {
+function turnBox(turn, level, path) {
   const key = turn.generation_id, said = turn.answer;
-  const told = ["turn " + turn.ordinal, turn.parent === null ? "begins a conversation" : "continues turn " + turn.parent,
+  const told = [turn.parent === null ? "begins a conversation" : "continues turn " + turn.parent,
     turn.prompt_tokens + " prompt tokens", turn.generated_tokens + " generated", "ended by " + turn.finish_reason,
     "weights " + turn.versions.map(([version, tokens]) => turn.versions.length > 1 ? version + " (" + tokens + " tokens)" : version).join(" → ")];
-  return el("section", { class: "turn", style: `margin-left:${24 * level}px` },
-    el("h3", {}, told.join(" · "), " ", turn.kind === "clean" ? "" : el("span", { class: "mark" }, turn.kind),
+  return el("section", { class: "turn", "data-turn": turn.ordinal, style: `margin-left:${24 * level}px` },
+    el("h3", {}, link(path + "?turn=" + turn.ordinal, "turn " + turn.ordinal), " · " + told.join(" · "), " ", turn.kind === "clean" ? "" : el("span", { class: "mark" }, turn.kind),
       turn.reasons.map((reason) => el("span", { class: "mark", title: reason.explained }, reason.name))),
     turn.detail ? el("p", { class: "soft" }, "in the renderer's words: " + turn.detail) : "",
     turn.parting ? partingBox(turn) : "",

@@ -46,6 +46,7 @@ export function duration(seconds) {
 }
 export const number = (value, digits = 3) => (value === null || value === undefined ? "–"
   : Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(digits));
+export const percent = (value) => (value > 0 && value < 0.005 ? "<1%" : Math.round(100 * value) + "%");
 export const when = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "–");
 
 // A reward as a bar from red to green; where it lies between the lowest and highest of what it stands beside.

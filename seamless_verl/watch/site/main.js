@@ -2,8 +2,10 @@
 
 import { el, link, part, Refused } from "./dom.js";
 import * as attempt from "./attempt.js";
+import * as compare from "./compare.js";
 import * as run from "./run.js";
 import * as runs from "./runs.js";
+import * as search from "./search.js";
 import * as steps from "./steps.js";
 import * as tokens from "./tokens.js";
 
@@ -12,6 +14,9 @@ const VIEWS = [
   [/^\/$/, runs, []],
   [/^\/run\/([^/]+)$/, run, ["run"]],
   [/^\/run\/([^/]+)\/steps$/, steps.all, ["run"]],
+  [/^\/run\/([^/]+)\/search$/, search, ["run"]],
+  [/^\/compare\/([^/]+)$/, compare, ["run"]],
+  [/^\/compare\/([^/]+)\/([^/]+)$/, compare, ["run", "other"]],
   [/^\/run\/([^/]+)\/step\/([^/]+)$/, steps.one, ["run", "step"]],
   [/^\/run\/([^/]+)\/attempt\/([^/]+)$/, attempt, ["run", "key"]],
   [/^\/run\/([^/]+)\/tokens\/([^/]+)\/(\d+)$/, tokens, ["run", "key", "row"]],
@@ -43,8 +48,10 @@ async function show() {
 
 async function refresh(mine, first) {
   const { view, params } = address();
+  let behind = false;
   try {
     const data = await view.load(params);
+    behind = data.is_behind; // a large run is read as long as somebody looks
     if (mine !== round) return;
     const text = JSON.stringify(data) ?? "";
     if (first || text !== last) draw(view, data, params);
@@ -58,7 +65,8 @@ async function refresh(mine, first) {
     if (first) main.replaceChildren();
     if (!(error instanceof Refused || error instanceof TypeError)) console.error(error);
   }
-  timer = setTimeout(() => refresh(mine, false), 1000 * (document.hidden ? 10 : view.again_s));
+  const again_s = document.hidden ? 10 : behind ? 0.3 : view.again_s;
+  timer = setTimeout(() => refresh(mine, false), 1000 * again_s);
 }
 
 function draw(view, data, params) {
@@ -82,6 +90,8 @@ function crumbs(params, data) {
   const base = "/run/" + part(params.run), name = data?.run?.name ?? params.run;
   found.push(el("a", { href: "#" + base, title: "the whole run (w)" }, name));
   found.push(el("a", { href: "#" + base + "/steps", title: "its steps and groups (s)" }, "steps"));
+  found.push(el("a", { href: "#" + base + "/search", title: "search this run (/)" }, "search"));
+  found.push(el("a", { href: "#/compare/" + part(params.run), title: "lay it over another run (c)" }, "compare"));
   const step = params.step ?? data?.attempt?.step ?? (data?.attempt ? "none" : undefined);
   if (step !== undefined && step !== null) {
     found.push(el("a", { href: "#" + base + "/step/" + part(step) }, step === "none" ? "not trained" : "step " + step));
@@ -111,7 +121,12 @@ document.addEventListener("keydown", (event) => {
     u: () => { if (links.length > 1) location.hash = links[links.length - 2].getAttribute("href"); },
     j: () => move(1),
     k: () => move(-1),
-    "/": () => main.querySelector("[data-focus=search]")?.focus(),
+    c: () => { if (params.run) location.hash = "#/compare/" + part(params.run); },
+    "/": () => {
+      const box = main.querySelector("[data-focus=search]");
+      if (box) box.focus();
+      else if (params.run) location.hash = base + "/search";
+    },
   };
   if (!acts[event.key]) return;
   event.preventDefault();

@@ -12,9 +12,11 @@ export function draw(main, data) {
     el("td", {}, run.step === null ? "–" : run.step + " of " + run.total_steps),
     el("td", {}, number(run.reward)),
     el("td", {}, duration(run.step_s)),
-    el("td", {}, when(run.changed))));
+    el("td", {}, when(run.changed)),
+    el("td", {}, [["steps", "#/run/" + part(run.id) + "/steps"], ["search", "#/run/" + part(run.id) + "/search"], ["compare", "#/compare/" + part(run.id)]]
+      .map(([name, href]) => [el("a", { href }, name), " "]))));
   main.replaceChildren(el("h1", {}, "Runs"), rows.length
-    ? el("section", {}, el("table", {}, el("thead", {}, el("tr", {}, ["run", "state", "steps", "reward", "last step", "last change"]
+    ? el("section", {}, el("table", {}, el("thead", {}, el("tr", {}, ["run", "state", "steps", "reward", "last step", "last change", ""]
         .map((name) => el("th", {}, name)))), el("tbody", {}, rows)))
     : el("p", { class: "absent" }, "There is no run in this folder yet. A run appears here when it has begun."));
 }

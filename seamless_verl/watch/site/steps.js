@@ -1,6 +1,7 @@
 // The steps of a run, and the groups of one step with their attempts side by side.
 
 import { ask, bar, duration, el, link, marks, number, part, range } from "./dom.js";
+import { ofStep, times } from "./times.js";
 
 function notes(data) {
   const told = data.problems.map((one) => "not read: " + one);
@@ -15,7 +16,7 @@ export const all = {
     const heads = ["step", "groups", "attempts", "reward", "time", "trained tokens/s", "staleness ≤", "groups that are"];
     const rows = data.steps.map((step) => el("tr", {},
       el("td", {}, link("/run/" + part(run) + "/step/" + part(step.step), step.step === "none" ? "not trained, or not said by which step" : step.step)),
-      el("td", {}, step.groups), el("td", {}, step.attempts), el("td", {}, number(step.reward)), el("td", {}, duration(step.step_s)),
+      el("td", {}, number(step.groups)), el("td", {}, number(step.attempts)), el("td", {}, number(step.reward)), el("td", {}, duration(step.step_s)),
       el("td", {}, number(step.tokens_per_s, 0)), el("td", {}, number(step.staleness_max)),
       el("td", {}, Object.entries(step.flags).map(([flag, count]) =>
         el("a", { href: "#/run/" + part(run) + "/step/" + part(step.step) + "?flag=" + part(flag), class: "mark", title: data.flags[flag] }, count + " × " + flag)))));
@@ -27,10 +28,10 @@ export const all = {
 
 export const one = {
   again_s: 2,
-  load: ({ run, step, sort, flag, text }) => ask("run/" + part(run) + "/groups?" + new URLSearchParams({ step, sort: sort ?? "as begun", flag: flag ?? "", text: text ?? "" })),
+  load: ({ run, step, sort, flag, text, start }) => ask("run/" + part(run) + "/groups?" + new URLSearchParams({ step, sort: sort ?? "as begun", flag: flag ?? "", text: text ?? "", start: start ?? 0 })),
   draw(main, data, params) {
     const go = (change) => {
-      const { run, step, ...asked } = { ...params, ...change };
+      const { run, step, ...asked } = { ...params, start: "", ...change };
       const query = new URLSearchParams(Object.entries(asked).filter(([, value]) => value));
       location.replace("#/run/" + part(run) + "/step/" + part(step) + (query.size ? "?" + query : ""));
     };
@@ -39,18 +40,21 @@ export const one = {
     const controls = el("div", { class: "controls" },
       choice("sort", "order", data.sorts.map((sort) => [sort, sort]), params.sort ?? "as begun"),
       choice("flag", "only", [["", "all groups"], ...Object.entries(data.flags).map(([flag, title]) => [flag, flag, title])], params.flag ?? ""),
-      el("label", {}, "with ", el("input", { type: "search", "data-focus": "search", value: params.text ?? "", placeholder: "id, status or drift reason  ( / )",
+      el("label", {}, "with ", el("input", { type: "search", "data-focus": "search", value: params.text ?? "", placeholder: "task, id, status or drift reason  ( / )",
         onchange: (event) => go({ text: event.target.value }) })),
-      el("span", { class: "soft" }, data.groups.length + " of " + data.of + " groups"));
-    main.replaceChildren(el("h1", {}, data.step === "none" ? "Attempts that no step has trained" : "Step " + data.step), notes(data), controls,
+      el("span", { class: "soft" }, data.matching + " of " + data.of + " groups"));
+    const more = (start, label) => el("button", { onclick: () => go({ start }) }, label);
+    main.replaceChildren(el("h1", {}, data.step === "none" ? "Attempts that no step has trained" : "Step " + data.step), notes(data),
+      data.step === "none" ? "" : times(params.run, { step: data.step }, ofStep), controls,
       ...data.groups.map((group) => groupBox(group, params.run, data.flags)),
+      el("p", {}, Number(params.start ?? 0) ? more("", "the first groups") : "", " ", data.onward === null ? "" : more(data.onward, "more groups")),
       data.groups.length ? "" : el("p", { class: "absent" }, "No group of this step is like that."));
   },
 };
 
 export function groupBox(group, run, explained, here) {
   const [low, high] = range(group.attempts);
-  return el("section", { class: "group" }, el("h3", {}, group.group || "(no group)", " ", marks(group.flags, explained)),
+  return el("section", { class: "group" }, el("h3", {}, group.attempts.find((one) => one.task)?.task ?? (group.group || "(no group)"), " ", marks(group.flags, explained)),
     el("p", { class: "soft" }, "reward " + number(group.reward) + (group.seconds === null ? "" : " · slowest " + duration(group.seconds)) +
       (group.tokens === null ? "" : " · " + number(group.tokens) + " generated tokens")),
     el("div", { class: "strip" }, group.attempts.map((attempt) => el("a", {

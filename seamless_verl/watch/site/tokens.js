@@ -7,7 +7,7 @@ export const load = ({ run, key, row }) => ask("run/" + part(run) + "/tokens?key
 const PER_PAGE = 4000;
 
 export function draw(main, data, params) {
-  const by = params.by ?? "log-prob", from = Math.max(0, Number(params.from ?? 0) || 0);
+  const by = params.by ?? (data.seams.length || new Set(data.versions.filter((version) => version >= 0)).size > 1 ? "version" : "log-prob"), from = Math.max(0, Number(params.from ?? 0) || 0);
   const to = Math.min(data.token_ids.length, from + PER_PAGE);
   const at = (change) => "#/run/" + part(params.run) + "/tokens/" + part(params.key) + "/" + part(change.row ?? params.row) + "?" +
     new URLSearchParams({ by, from, ...change });

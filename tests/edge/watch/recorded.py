@@ -16,7 +16,7 @@ from seamless_verl.observe.recording import FLIGHT, write_recording
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.journal.kept_sessions import KeepingJournal
-from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.session.sessions import TASK, SessionSpec
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.watch.watch_app import make_app
 from seamless_verl.watch.watch_command import Root, names_of
@@ -65,8 +65,9 @@ async def training(run: Path, script: Callable[[str], str] = lambda prompt: "ok"
     await journal.close()
 
 
-async def begin(proxy: Served, group: str, index: int = 0) -> Agent:
-    return Agent(proxy, await proxy.admin.open_session(SessionSpec(group=group, index=index)))
+async def begin(proxy: Served, group: str, index: int = 0, task: str = "") -> Agent:
+    metadata = {TASK: task} if task else {}
+    return Agent(proxy, await proxy.admin.open_session(SessionSpec(group=group, index=index, metadata=metadata)))
 
 
 def write_texts(run: Path, step: int, texts: list[tuple[str, float, str]]) -> None:

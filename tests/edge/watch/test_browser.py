@@ -1,21 +1,24 @@
-"""The pages in a real Chromium: every view draws, and what agents wrote is text there, whatever it looks like.
+"""The pages in a real Chromium: every view draws, what agents wrote is text there, and ten questions are answered
+within four clicks each.
 
-Needs a Chromium on the PATH, as the report's tests do; skipped without one.
+Needs a Chromium on the PATH and playwright; skipped without them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-import subprocess
-from html import unescape
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.edge.test_report_page import BROWSER, in_browser
+from seamless_verl.observe import flight
+from seamless_verl.observe.recording import FLIGHT, write_recording
+from tests.edge.watch.browser import browsing, in_browser
 from tests.edge.watch.recorded import begin, get, only_run, save_tokenizer, training, user, watching, write_texts
-from tests.kernel.observe.made_up import write_made_up_run
+from tests.kernel.observe.made_up import HEADER, made_up_run, write_made_up_run
 
 ATTACK = (
     "<script>document.body.dataset.taken = 'script'</script>"
@@ -25,58 +28,171 @@ ATTACK = (
 )
 
 
-async def _dom(url: str, folder: Path) -> str:
-    """The page's DOM once its scripts have drawn it."""
-    command = [
-        str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
-        "--virtual-time-budget=4000", "--enable-logging=stderr", "--dump-dom", url,
-    ]  # fmt: skip
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True)
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert not said, said  # an error of ours, or something that the policy refused
-    return done.stdout
-
-
 @in_browser
 @pytest.mark.timeout(240)
 async def test_every_view_draws_and_hostile_text_stays_text(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "<img src=x onerror=alert(1)>"
     async with training(run, lambda prompt: "<blink>answer</blink>\u202e") as proxy:
-        agent = await begin(proxy, "<script>task</script>")
+        agent = await begin(proxy, "<script>group</script>", task="<script>task</script>")
         said = [user(ATTACK)]
         said = [*said, await agent.ask(said), user("more")]
         await agent.ask(said)
         await agent.ask([user(ATTACK), {"role": "assistant", "content": "compacted"}, user("go on")])
         await agent.end(0.5)
-    write_texts(run, 2, [("<script>task</script>_0_0", 0.5, ATTACK), ("old_0_0", 0.5, f"{ATTACK}\ud800")])
+    write_texts(run, 2, [("<script>group</script>_0_0", 0.5, ATTACK), ("old_0_0", 0.5, f"{ATTACK}\ud800")])
     write_made_up_run(run)
 
-    async with watching(tmp_path / "runs", save_tokenizer(tmp_path / "model")) as http:
+    async with watching(tmp_path / "runs", save_tokenizer(tmp_path / "model")) as http, browsing() as page:
         at = await only_run(http)
-        await get(http, f"{at}/attempt", key=agent.session.id)  # the first look at a run takes its time
-        pages = {
-            "runs": "/",
-            "run": f"/{at}",
-            "step": f"/{at}/step/2",
-            "attempt": f"/{at}/attempt/{agent.session.id}",
-            "old": f"/{at}/attempt/old~0",  # half a character, and the text of verl's dump
-            "tokens": f"/{at}/tokens/{agent.session.id}/0?by=version",
+        views = {
+            "runs": ("/", "table"),
+            "run": (f"/{at}", "#lane-legend span"),
+            "step": (f"/{at}/step/2", ".times h2"),
+            "attempt": (f"/{at}/attempt/{agent.session.id}?turn=2", ".turn.here"),
+            "old": (f"/{at}/attempt/old~0", ".turn"),  # half a character, and the text of verl's dump
+            "tokens": (f"/{at}/tokens/{agent.session.id}/0?by=version", ".tokens .trained"),
+            "search": (f"/{at}/search?text=dataset.taken", ".find"),
+            "compare": ("/compare/" + "/".join([at.removeprefix("run/")] * 2), ".curves svg"),
         }
-        doms = {name: await _dom(f"{http.base_url}#{path}", tmp_path) for name, path in pages.items()}
-
-    for name, dom in doms.items():
-        assert not re.search(r"<body[^>]*data-taken", dom), name
-        assert not re.search(r"<(img|script>|blink)", dom), name  # ours have attributes
-        assert 'id="trouble" role="status" hidden' in dom, name
-    assert "&lt;img src=x onerror=alert(1)&gt;" in doms["runs"]
-    assert 'id="lane-legend" class="legend"><span' in doms["run"]  # the lanes' script has drawn
-    assert "step 2" in doms["step"].lower()
-    assert "&lt;script&gt;task&lt;/script&gt;" in doms["step"]
+        doms = {}
+        for name, (path, drawn) in views.items():
+            await page.goto(f"{http.base_url}#{path}")
+            await page.wait_for_selector(drawn)
+            assert not await page.is_visible("#trouble"), name
+            doms[name] = await page.inner_text("body")
+            assert await page.evaluate("document.body.dataset.taken") is None, name
+            # Ours have attributes; an agent's would have been made of its text.
+            assert await page.evaluate("document.querySelectorAll('img, blink, #view script:not([type])').length") == 0
+    for name in ("runs", "compare"):
+        assert "<img src=x onerror=alert(1)>" in doms[name]
+    assert "<script>task</script>" in doms["step"]
     for name in ("attempt", "old"):
-        seen = unescape(doms[name])
-        assert "<script>document.body.dataset.taken = 'script'</script>" in seen
-        assert "⟨U+001B⟩[31mred⟨U+202E⟩gnp.exe" in seen
+        assert "<script>document.body.dataset.taken = 'script'</script>" in doms[name]
+        assert "⟨U+001B⟩[31mred⟨U+202E⟩gnp.exe" in doms[name]
     assert "what the request said" in doms["attempt"]
-    assert "⟨U+202E⟩" in doms["attempt"]
-    assert "&lt;|im_start|&gt;" in doms["tokens"]
-    assert 'class="trained"' in doms["tokens"]
+    assert "<|im_start|>" in doms["tokens"]
+    assert "dataset.taken = 'script'" in doms["search"]
+
+
+@asynccontextmanager
+async def two_runs(runs: Path) -> AsyncIterator[str]:
+    """``good``, whose second step trained a group of two attempts and one of an agent that drifted, and ``other``."""
+    run = runs / "good"
+    async with training(run, lambda prompt: "an answer") as proxy:
+        whole, failed = await begin(proxy, "even", 0, task="sort_list"), await begin(proxy, "even", 1, task="sort_list")
+        said = [user("please sort")]
+        for more in ("with tests", "thank you"):
+            said = [*said, await whole.ask(said), user(more)]
+        await whole.ask(said)
+        await failed.ask([user("please sort")])
+        drifted = await begin(proxy, "uneven", 0)
+        said = [user("hello"), await drifted.ask([user("hello")]), user("the story")]
+        await drifted.ask(said)
+        await drifted.ask([user("hello"), {"role": "assistant", "content": "compacted"}, user("go on")])
+        for agent in (whole, failed, drifted):
+            await agent.end(0.0)
+    write_texts(run, 2, [("even_0_0", 0.0, "a"), ("even_1_0", 0.0, "b"), ("uneven_0_0", 0.0, "c")])
+    events = made_up_run(steps=3)
+    second = next(e.at for e in events if isinstance(e, flight.StepBegan) and e.step == 2)
+    for number, (agent, status, detail) in enumerate(
+        [(whole, "finished", ""), (failed, "failed", "ValueError: no such file"), (drifted, "finished", "")]
+    ):
+        events.append(
+            flight.SessionEnded(
+                at=second + 20 + number, session=agent.session.id, group="uneven" if agent is drifted else "even",
+                seconds=15.0, turns=3, rows=1, reward=0.0, status=status, detail=detail,
+            )
+        )  # fmt: skip
+    write_recording(run / FLIGHT / "made-up.jsonl", HEADER, sorted(events, key=lambda event: event.at))
+    write_made_up_run(runs / "other", seed=7)
+    yield whole.session.id
+
+
+STEPS = 'tr:has-text("good") a:text-is("steps")'
+SECOND = 'a:text-is("2")'
+QUESTIONS: dict[str, tuple[list[str], str]] = {
+    "what runs, and how does it stand?": ([], "finished"),
+    "why was step 2 slow?": ([STEPS, SECOND], "waiting for"),
+    "which attempt did the GPUs wait for?": ([STEPS, SECOND, ".times a >> nth=0"], "GPUs that waited for it"),
+    "which groups of the step teach nothing?": (
+        [STEPS, 'tr:has(a:text-is("2")) a:has-text("zero variance")'],
+        "1 of 2 groups",
+    ),
+    "which rollouts of this prompt failed, and why?": (
+        [STEPS, 'tr:has(a:text-is("2")) a:has-text("not finished")', '.strip a[title*="failed"]'],
+        "ValueError: no such file",
+    ),
+    "what did the agent see and say in its third turn?": ([STEPS, SECOND, ".strip a >> nth=0"], "thank you"),
+    "which tokens came from old weights?": (
+        [STEPS, 'tr:has(a:text-is("2")) a:has-text("interrupted")', ".strip a >> nth=0", 'a:has-text("row 0")'],
+        "new weights took over at token",
+    ),
+    "what drifted, and what did the client send?": (
+        [STEPS, 'tr:has(a:text-is("2")) a:has-text("drifted")', '.strip a[title*="drifted"]'],
+        "what the request said",
+    ),
+    "did lending the slices pay?": (['a:text-is("good")'], "predicted"),
+    "is this run better than that one?": (
+        ['tr:has-text("good") a:text-is("compare")', 'select >> nth=1 >> "other"'],
+        "device-seconds in steps",
+    ),
+    "where was this said, or this error met?": (
+        ['tr:has-text("good") a:text-is("search")', 'input[type=search] >> "no such file"', ".find a"],
+        "ValueError: no such file",
+    ),
+}
+
+
+@in_browser
+@pytest.mark.timeout(240)
+async def test_ten_questions_are_answered_within_four_clicks_each(tmp_path: Path) -> None:
+    """A click is a link, a choice in a list, or a text typed and sent."""
+    async with (
+        two_runs(tmp_path / "runs"),
+        watching(tmp_path / "runs", save_tokenizer(tmp_path / "model")) as http,
+        browsing() as page,
+    ):
+        for run in (await get(http, "runs"))["runs"]:
+            await http.get(f"api/run/{run['id']}/page")  # the first look at a run takes its time
+        for question, (clicks, answer) in QUESTIONS.items():
+            await page.goto(f"{http.base_url}#/")
+            for click in clicks:
+                await _act(page, click)
+            assert len(clicks) <= 4
+            await page.get_by_text(re.compile(re.escape(answer))).first.wait_for(), question
+    assert len(QUESTIONS) >= 10
+
+
+async def _act(page: Any, click: str) -> None:
+    where, typed, text = click.partition(' >> "')
+    if not typed:
+        await page.click(where)
+    elif where.startswith("select"):
+        await page.select_option(where, label=text.removesuffix('"'))
+    else:
+        await page.fill(where, text.removesuffix('"'))
+        await page.press(where, "Enter")
+
+
+@in_browser
+@pytest.mark.timeout(240)
+async def test_keys_dark_and_a_turn_that_comes(tmp_path: Path) -> None:
+    async with (
+        training(tmp_path) as proxy,
+        watching(tmp_path, save_tokenizer(tmp_path / "model"), alive=True) as http,
+        browsing(dark=True) as page,
+    ):
+        agent = await begin(proxy, "task")
+        said = [user("hi")]
+        said = [*said, await agent.ask(said), user("the second question")]
+        await page.goto(f"{http.base_url}#/{await only_run(http)}/attempt/{agent.session.id}")
+        await page.wait_for_selector('[data-turn="0"]')
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+        await agent.ask(said)
+        await page.wait_for_selector('[data-turn="1"]', timeout=2000)  # the bar: two seconds
+        for key, view in (("s", "Steps"), ("/", "Search"), ("Escape", "Search")):
+            await page.keyboard.press(key)
+            await page.get_by_role("heading", name=view).wait_for()
+        await page.evaluate("document.activeElement.blur()")
+        await page.keyboard.press("c")
+        await page.get_by_role("heading", name="Compare").wait_for()

@@ -17,7 +17,8 @@ from seamless_verl.cli import main
 from tests.edge.watch.recorded import TOKEN, watching, write_flight
 
 ROUTES = ["", "static/main.js", "static/page.css", "api/runs", "api/run/x/page", "api/run/x/steps", "api/run/x/groups",
-          "api/run/x/attempt", "api/run/x/tokens", "openapi.json", "docs", "nothing"]  # fmt: skip
+          "api/run/x/attempt", "api/run/x/tokens", "api/run/x/figures", "api/run/x/times",
+          "api/run/x/search", "openapi.json", "docs", "nothing"]  # fmt: skip
 
 
 async def test_without_the_token_every_route_is_refused_and_says_nothing(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_the_pages_are_of_ours_alone() -> None:
     """No address outside the machine, nothing that makes HTML of text, no script inside of HTML."""
     site = Path(main.__code__.co_filename).parent / "watch" / "site"
     sources = {file.name: file.read_text(encoding="utf-8") for file in site.iterdir()}
-    assert len(sources) == 9
+    assert len(sources) == 12
     for name, text in sources.items():
         outside = set(re.findall(r"https?://[^\s\"'`/]*", text)) - {"http://127.0.0.1:8000"}
         assert not outside, name

@@ -12,6 +12,7 @@ import pytest
 from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.watch import watched
 from seamless_verl.watch.index import INDEX
 from tests.edge.watch.recorded import (
     begin,
@@ -76,10 +77,10 @@ async def test_from_the_run_to_a_group_an_attempt_and_its_tokens(tmp_path: Path)
     assert "watched" in page.text
 
 
-def _ended(session: str, index: int, reward: float, seconds: float, status: str) -> SessionEnded:
+def _ended(session: str, index: int, reward: float, seconds: float, status: str, detail: str = "") -> SessionEnded:
     return SessionEnded(
         at=1.0 + index, session=session, group="task", index=index, seconds=seconds, turns=2, rows=1, reward=reward,
-        status=status,
+        status=status, detail=detail,
     )  # fmt: skip
 
 
@@ -167,6 +168,66 @@ async def test_a_recording_of_the_proxy_alone_is_shown_from_its_rows(tmp_path: P
     assert tokens["token_ids"] == list(rows[0].token_ids)
     assert page.status_code == 404
     assert "neither flight/ nor steps.jsonl" in page.json()["error"]
+
+
+async def test_a_text_is_found_in_names_errors_conversations_and_rows(tmp_path: Path) -> None:
+    async with training(tmp_path, lambda prompt: "the Answer") as proxy:
+        agent = await begin(proxy, "group-1", 0, task="sort_list")
+        said = [user("please SORT it")]
+        await agent.ask([*said, await agent.ask(said), user("more")])
+        await agent.end(1.0)
+    write_texts(tmp_path, 4, [("old_0_0", 0.5, "an older text")])
+    write_flight(tmp_path, _ended("s9", 3, 0.0, 1.0, "failed", detail="ValueError: no such file"))
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
+        at = await only_run(http)
+
+        async def found(text: str) -> tuple[list[str], list[tuple]]:
+            told = await get(http, f"{at}/search", text=text)
+            assert (told["onward"], told["all_named"]) == (None, True)
+            finds = [(find["attempt"]["key"], find.get("turn"), find["found"]) for find in told["found"]]
+            return [attempt["key"] for attempt in told["named"]], finds
+
+        assert await found("Sort List") == ([agent.session.id], [])
+        assert await found("no such FILE") == (["s9"], [])
+        assert await found("please sort") == ([], [(agent.session.id, 0, "please SORT")])
+        assert await found("the answer") == ([], [(agent.session.id, 0, "the Answer")])
+        assert await found("older") == ([], [("old~0", None, "older")])
+        assert await found("nowhere at all") == ([], [])
+        told = await get(http, f"{at}/attempt", key="s9")
+    assert told["attempt"]["detail"] == "ValueError: no such file"
+
+
+async def test_times_of_an_attempt_and_of_a_step_and_what_two_runs_compare(tmp_path: Path) -> None:
+    write_made_up_run(tmp_path / "made-up")
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        figures = await get(http, f"{at}/figures")
+        step = await get(http, f"{at}/times", step=2)
+        (key, seconds), *_ = step["blamed"]
+        attempt = await get(http, f"{at}/times", key=key)
+        nobody = await get(http, f"{at}/times", key="nobody")
+    assert figures["run"]["name"] == "made-up"
+    assert {"idle", "mean step"} <= {fact[0] for fact in figures["facts"]}
+    assert 0 < seconds <= step["idle"]
+    assert sum(attempt["idle"].values()) >= seconds
+    assert "earlier version" in attempt["why"]  # its requests do not say whose they are
+    assert "does not know it" in nobody["why"]
+
+
+async def test_a_recording_too_long_for_this_server_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_made_up_run(tmp_path)
+    monkeypatch.setattr(watched, "_MOST_RECORDING", 1000)
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        page = await http.get(f"api/{at}/page")
+        times = await get(http, f"{at}/times", step=1)
+        steps = (await get(http, f"{at}/steps"))["steps"]
+    assert page.status_code == 404
+    assert "seamless-verl report" in page.json()["error"]
+    assert "seamless-verl report" in times["why"]
+    assert len(steps) == 1
 
 
 async def test_tool_calls_are_told_apart_from_text(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.watch.watched_groups import FLAGS, SORTS, chosen, groups_of, summary
+from seamless_verl.watch.watched_groups import FLAGS, SORTS, chosen, groups_of, summary, with_record
 
 
 def _attempt(group: str, index: int | None, reward: float | None, **told: Any) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def test_filters_by_mark_and_by_any_name() -> None:
 
 def test_a_step_counts_groups_and_prefers_its_record() -> None:
     attempts = [_attempt("a", 0, 0.0), _attempt("a", 1, 0.0), _attempt("b", 0, 1.0, cut=1)]
-    told = summary(3, attempts, {"reward": 0.25, "step_s": 7.0})
+    told = with_record(summary(3, attempts), {"reward": 0.25, "step_s": 7.0})
     assert (told["groups"], told["attempts"], told["reward"], told["step_s"]) == (2, 3, 0.25, 7.0)
     assert told["flags"] == {"zero variance": 1, "cut off": 1}
-    assert summary("none", attempts, {})["reward"] == pytest.approx(1 / 3)
+    assert with_record(summary("none", attempts), {})["reward"] == pytest.approx(1 / 3)
     assert all(FLAGS[flag] for flag in told["flags"])

@@ -1,0 +1,171 @@
+"""Where the time of each attempt went, and which of the GPUs' idle seconds fall on it. Pure.
+
+    requests of the attempt  ──► model ▏held up ▏agent        (in this order where several hold at once)
+    idle devices / attempts under way, moment by moment  ──► its share of idle device-seconds
+
+A device that has nothing to do waits for what agents are about to ask or to finish. So each moment of idle time is
+shared equally by the attempts under way then: the shares of all attempts add up to the idle time in which there was
+one, and a straggler that is alone at the end of a step has all of that wait.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from seamless_verl.observe import flight
+from seamless_verl.observe.digest import RunDigest, StepSpan
+from seamless_verl.observe.intervals import Intervals, union
+from seamless_verl.observe.page.words import LABELS, style_of
+from seamless_verl.observe.time_ledger import IDLE, Category
+
+_MOST_BLAMED = 8
+_INTERRUPTED = ("abort", "aborted")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Idle device-seconds per attempt since the beginning, at moments between which it grows evenly."""
+
+    moments: list[float]
+    grown: list[float]
+    rates: list[float]
+
+    @classmethod
+    def of(cls, changes: Iterable[tuple[float, int, int]]) -> _Shares:
+        """Args:
+        changes: ``(when, change of idle devices, change of attempts under way)``.
+        """
+        moments, grown, rates = [0.0], [0.0], [0.0]
+        idle = attempts = 0
+        for at, more_idle, more_attempts in sorted(changes):
+            grown.append(grown[-1] + rates[-1] * (at - moments[-1]))
+            moments.append(at)
+            idle += more_idle
+            attempts += more_attempts
+            rates.append(idle / attempts if attempts else 0.0)
+        return cls(moments, grown, rates)
+
+    def at(self, moment: float) -> float:
+        last = bisect_right(self.moments, moment) - 1
+        return self.grown[last] + self.rates[last] * (moment - self.moments[last])
+
+
+class AttemptTimes:
+    """Of every attempt that the recording knows, those under way included."""
+
+    def __init__(self, run: RunDigest) -> None:
+        self._requests, self._held = _requests(run)
+        self.tells_requests = bool(self._requests)
+        self._spans = {s: (r[0][0], run.span_s) for s, r in self._requests.items() if r}  # not ended yet
+        for event in run.recording.events:
+            if isinstance(event, flight.SessionEnded):
+                self._spans[event.session] = max(0.0, event.at - event.seconds), event.at
+        self._steps = {span.step: span for span in run.step_spans}
+        under_way = [change for began, ended in self._spans.values() for change in ((began, 0, 1), (ended, 0, -1))]
+        idle: defaultdict[str, list[tuple[float, int, int]]] = defaultdict(list)
+        for lane in run.lanes:
+            for stretch in lane.stretches:
+                if stretch.category in IDLE:
+                    idle[lane.pool] += [(stretch.start, lane.devices, 0), (stretch.stop, -lane.devices, 0)]
+        self._shares = {pool: _Shares.of([*changes, *under_way]) for pool, changes in idle.items()}
+
+    def attempt(self, session: str) -> dict[str, Any] | None:
+        """``None``: the recording does not know it.
+
+        Returns:
+            ``seconds``; ``parts``: ``(what, seconds)``, empty where requests do not say whose they are; ``spans``:
+            ``(what, share of the attempt at which it begins, share at which it ends)``; ``idle``: device-seconds by
+            pool.
+        """
+        if session not in self._spans:
+            return None
+        began, ended = self._spans[session]
+        seconds = ended - began
+        model = union(self._requests.get(session, ()))
+        held = _without(union(self._held.get(session, ())), model)
+        spent = [("model", _total(model)), ("held up", _total(held))]
+        spans = [("model", *span) for span in model] + [("held up", *span) for span in held]
+        rest = max(0.0, seconds - sum(value for _, value in spent))
+        return {
+            "seconds": seconds,
+            "parts": [*spent, ("agent", rest)] if self.tells_requests else [],
+            "spans": [(what, _share(at, began, seconds), _share(to, began, seconds)) for what, at, to in spans],
+            "idle": self._idle(began, ended),
+        }
+
+    def step(self, step: int) -> dict[str, Any] | None:
+        """``None``: the recording does not know it.
+
+        Returns:
+            ``seconds``; ``pools``: for each, ``(what, its style, device-seconds)``; ``idle``: device-seconds of all
+            pools; ``blamed``: the attempts with the largest shares of these.
+        """
+        span = self._steps.get(step)
+        if span is None:
+            return None
+        shares = [(key, sum(idle.values())) for key, idle in self._blamed(span)]
+        shares.sort(key=lambda pair: -pair[1])
+        return {
+            "seconds": span.stop - span.start,
+            "pools": {pool: _parts(seconds) for pool, seconds in span.pools.items()},
+            "idle": sum(seconds[category] for seconds in span.pools.values() for category in IDLE),
+            "blamed": [pair for pair in shares[:_MOST_BLAMED] if pair[1] > 0],
+        }
+
+    def _blamed(self, span: StepSpan) -> Iterable[tuple[str, dict[str, float]]]:
+        for session, (began, ended) in self._spans.items():
+            if began < span.stop and ended > span.start:
+                yield session, self._idle(max(began, span.start), min(ended, span.stop))
+
+    def _idle(self, began: float, ended: float) -> dict[str, float]:
+        return {pool: shares.at(ended) - shares.at(began) for pool, shares in self._shares.items()}
+
+
+def _requests(run: RunDigest) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[tuple[float, float]]]]:
+    """By session: when a replica had a request of it, and when an interrupted one waited to go on."""
+    out: dict[str, flight.RequestStarted] = {}
+    had: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    held: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    since: dict[str, float] = {}  # session -> when its latest request was interrupted
+    for event in run.recording.events:
+        if isinstance(event, flight.RequestStarted) and event.session:
+            out[event.request] = event
+            if event.resumed and event.session in since:
+                held[event.session].append((since.pop(event.session), event.at))
+        elif isinstance(event, flight.RequestEnded) and (start := out.pop(event.request, None)) is not None:
+            had[start.session].append((start.at, event.at))
+            if event.finish in _INTERRUPTED:
+                since[start.session] = event.at
+    for start in out.values():
+        had[start.session].append((start.at, run.span_s))
+    return {session: sorted(spans) for session, spans in had.items()}, held
+
+
+def _without(intervals: Intervals, taken: Intervals) -> list[tuple[float, float]]:
+    """What is left of ``intervals`` outside of ``taken``."""
+    left: list[tuple[float, float]] = []
+    for begin, end in intervals:
+        for low, high in taken:
+            if low >= end:
+                break
+            if high > begin:
+                left += [(begin, low)] if low > begin else []
+                begin = max(begin, high)
+        left += [(begin, end)] if begin < end else []
+    return left
+
+
+def _total(intervals: Intervals) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _share(at: float, began: float, seconds: float) -> float:
+    return min(1.0, max(0.0, (at - began) / seconds)) if seconds > 0 else 0.0
+
+
+def _parts(seconds: Mapping[Category, float]) -> Sequence[tuple[str, str, float]]:
+    return [(LABELS[category], style_of(category), value) for category, value in seconds.items() if value > 0]

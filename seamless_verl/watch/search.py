@@ -1,0 +1,101 @@
+"""Where a text occurs in a run: names and errors from the index, then conversations, then the text of trained rows.
+
+    names ──► conversations that journals hold, latest first ──► verl's dumps, latest steps first
+              └───────────── so many until the time is up; the answer says where to go on ─────┘
+
+Invariant: nothing is indexed for it, and an answer takes about `LOOK_S`, however large the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from seamless_verl.watch import readers
+
+LOOK_S = 0.4
+MOST = 50  # finds of one answer
+_AROUND = 80  # characters that are shown on each side of a find
+_PART_BYTES = 1 << 22
+
+Turns = Callable[[str], Sequence[dict[str, Any]]]
+"""The turns of a session's conversation; empty where they are gone."""
+
+
+class Search:
+    """One question.
+
+    Args:
+        turns_of: see `Turns`.
+        clock: in seconds.
+    """
+
+    def __init__(self, text: str, turns_of: Turns, clock: Callable[[], float]) -> None:
+        self._text = text.lower()
+        self._turns_of = turns_of
+        self._clock = clock
+        self._until = clock() + LOOK_S
+        self.finds: list[dict[str, Any]] = []
+
+    def is_over(self) -> bool:
+        """Whether the time for this answer is up."""
+        return self._clock() >= self._until
+
+    def look(self, places: Sequence[str | Path], start: int) -> int | None:
+        """Look through sessions (their names) and dumps (their files), from number ``start`` on.
+
+        Returns:
+            Where to go on; ``None``: everything was looked through.
+        """
+        for number in range(start, len(places)):
+            if number > start and (self.is_over() or len(self.finds) >= MOST):
+                return number
+            place = places[number]
+            self.finds += self._in_session(place) if isinstance(place, str) else self._in_dump(place)
+        return None
+
+    def _in_session(self, session: str) -> Iterator[dict[str, Any]]:
+        for turn in self._turns_of(session):
+            called = " ".join(call["name"] for call in (turn["answer"] or {}).get("tool_calls", ()))
+            for where, text in (("given", turn["given"]), ("answer", turn["text"]), ("tool called", called)):
+                if (shown := excerpt(text, self._text)) is not None:
+                    yield {"key": session, "turn": turn["ordinal"], "where": where, **shown}
+                    break
+
+    def _in_dump(self, file: Path) -> Iterator[dict[str, Any]]:
+        # As the text may stand in a line of JSON: with its characters, or with their numbers.
+        spelled = {json.dumps(self._text, ensure_ascii=plain)[1:-1].lower().encode() for plain in (True, False)}
+        end, found = 0, 0
+        while (part := readers.new_lines(file, end, _PART_BYTES)).lines:
+            end = part.end
+            for start, line in part.lines:
+                lowered = line.lower()
+                if not any(needle in lowered for needle in spelled):
+                    continue
+                yield from self._in_line(start, line)
+                found += 1
+                if found >= MOST:
+                    return
+
+    def _in_line(self, start: int, line: bytes) -> Iterator[dict[str, Any]]:
+        for text in readers.trained_texts(readers.Lines(lines=[(start, line)])):
+            record = json.loads(line)
+            for where in ("input", "output", "gts"):
+                if (shown := excerpt(str(record.get(where, "")), self._text)) is not None:
+                    yield {"group": text.group, "index": text.index, "where": where, **shown}
+                    break
+
+
+def excerpt(text: str, wanted: str) -> dict[str, str] | None:
+    """The first place of ``wanted`` (in lower case) with what stands around it; ``None``: it is not there."""
+    at = text.lower().find(wanted)
+    if at < 0:
+        return None
+    stop = at + len(wanted)
+    return {
+        "before": ("…" if at > _AROUND else "") + text[max(0, at - _AROUND) : at],
+        "found": text[at:stop],
+        "after": text[stop : stop + _AROUND] + ("…" if len(text) > stop + _AROUND else ""),
+    }

@@ -1,0 +1,46 @@
+// Where the time of an attempt or of a step went. Asked for after the rest is there: it needs the whole recording.
+
+import { ask, duration, el, link, part, percent } from "./dom.js";
+import { stack } from "./compare.js";
+
+const PARTS = {
+  model: "a replica had a request of it; its place in the replica's queue counts here, for verl does not tell it apart",
+  "held up": "an answer had been interrupted by new weights or a reclaim and waited to go on",
+  agent: "the rest: tools, sandbox, the agent's own work, and waiting for a replica to be chosen",
+};
+const COLOURS = { model: "c-generate", "held up": "c-switch", agent: "c-wait-data" };
+
+// A place on the page that fills itself. It stays from one drawing to the next, and is asked for anew with each.
+let kept = { name: "", box: null };
+export function times(run, query, draw) {
+  const name = run + JSON.stringify(query);
+  if (kept.name !== name) kept = { name, box: el("div", { class: "times" }, el("p", { class: "soft" }, "reading where its time went …")) };
+  const { box } = kept;
+  ask("run/" + part(run) + "/times?" + new URLSearchParams(query))
+    .then((told) => box.replaceChildren(...draw(told, run).flat().filter(Boolean)), (error) => box.replaceChildren(el("p", { class: "soft" }, error.message)));
+  return box;
+}
+
+export function ofAttempt(told) {
+  if (told.why && !told.idle) return [el("p", { class: "soft" }, "Where its time went: " + told.why)];
+  const idle = Object.entries(told.idle).filter(([, seconds]) => seconds > 0.05);
+  return [
+    told.parts.length ? [
+      el("div", { class: "strip-time", title: "from its beginning to its end" }, told.spans.map(([what, from, to]) =>
+        el("i", { class: COLOURS[what], style: `left:${100 * from}%;width:${100 * Math.max(to - from, 0.002)}%`, title: what + " " + duration((to - from) * told.seconds) }))),
+      el("p", { class: "legend" }, told.parts.map(([what, seconds]) => el("span", { title: PARTS[what] }, el("i", { class: "key " + COLOURS[what] }),
+        what + " " + duration(seconds) + " (" + percent(told.seconds ? seconds / told.seconds : 0) + ")"))),
+    ] : el("p", { class: "soft" }, told.why),
+    el("p", { class: "soft", title: "Each moment in which a device had nothing to do is shared equally by the attempts under way then. All shares add up to the idle time." },
+      "GPUs that waited for it: " + (idle.length ? idle.map(([pool, seconds]) => duration(seconds) + " of " + pool).join(", ") + " (device-seconds, its share)" : "none")),
+  ];
+}
+
+export function ofStep(told, run) {
+  if (told.why) return [el("p", { class: "soft" }, "Where the time of its devices went: " + told.why)];
+  return [el("section", {}, el("h2", {}, "Where the time of its devices went"),
+    Object.entries(told.pools).map(([pool, parts]) => stack(pool, parts)),
+    told.blamed.length ? el("p", { title: "Each moment in which a device had nothing to do is shared equally by the attempts under way then." },
+      "Of " + duration(told.idle) + " of idle device time most fell on: ",
+      told.blamed.map(([key, seconds], at) => [at ? ", " : "", link("/run/" + part(run) + "/attempt/" + part(key), "attempt " + key.slice(0, 8)), " (" + duration(seconds) + ")"])) : "")];
+}

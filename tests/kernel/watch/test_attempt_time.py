@@ -1,0 +1,115 @@
+"""Where an attempt's time went, and which idle seconds of devices fall on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from seamless_verl.observe import flight
+from seamless_verl.observe.digest import digest
+from seamless_verl.observe.flight import FlightEvent, SliceState
+from seamless_verl.observe.recording import Recording
+from seamless_verl.observe.time_ledger import IDLE
+from seamless_verl.watch.attempt_time import AttemptTimes
+from tests.kernel.observe.made_up import made_up_run
+
+
+def _run(*events: FlightEvent) -> AttemptTimes:
+    """Of one slice of two devices that generates."""
+    begin = [
+        flight.RunStarted(at=0.0, name="a run", policy="", eta=1, total_steps=1),
+        flight.SliceAdded(
+            at=0.0, slice="r", pool="rollouts", devices=2, capabilities=("rollout",), state=SliceState.ROLLOUT
+        ),
+        flight.StepBegan(at=0.0, step=1),
+    ]
+    told = sorted([*begin, *events, flight.StepEnded(at=20.0, step=1)], key=lambda event: event.at)
+    return AttemptTimes(digest(Recording(events=tuple(told)), [], []))
+
+
+def _request(name: str, session: str, began: float, ended: float, *, finish: str = "completed") -> list[FlightEvent]:
+    return [
+        flight.RequestStarted(
+            at=began, request=name, slice="r", prompt_tokens=10, session=session, resumed=name.startswith("again")
+        ),
+        flight.RequestEnded(at=ended, request=name, slice="r", tokens=5, finish=finish),
+    ]
+
+
+def _ended(session: str, began: float, ended: float) -> FlightEvent:
+    return flight.SessionEnded(
+        at=ended, session=session, group="g", seconds=ended - began, turns=1, rows=1, reward=0.0, status="finished"
+    )
+
+
+def _parts(times: AttemptTimes, session: str) -> dict[str, float]:
+    told = times.attempt(session)
+    assert told is not None
+    return dict(told["parts"])
+
+
+def test_requests_that_overlap_count_once_and_the_rest_is_the_agents() -> None:
+    times = _run(
+        *_request("one", "s", 1, 4), *_request("two", "s", 3, 6), *_request("x", "other", 0, 9), _ended("s", 0, 10)
+    )
+    assert _parts(times, "s") == {"model": 5.0, "held up": 0.0, "agent": 5.0}
+
+
+def test_an_interrupted_answer_is_held_up_until_it_goes_on() -> None:
+    times = _run(*_request("one", "s", 1, 4, finish="abort"), *_request("again", "s", 7, 9), _ended("s", 0, 10))
+    assert _parts(times, "s") == {"model": 5.0, "held up": 3.0, "agent": 2.0}
+    told = times.attempt("s")
+    assert told is not None
+    assert told["spans"] == [("model", 0.1, 0.4), ("model", 0.7, 0.9), ("held up", 0.4, 0.7)]
+
+
+def test_another_request_meanwhile_is_not_held_up() -> None:
+    times = _run(
+        *_request("one", "s", 1, 4, finish="abort"), *_request("sub-agent", "s", 5, 6), *_request("again", "s", 7, 9),
+        _ended("s", 0, 10),
+    )  # fmt: skip
+    assert _parts(times, "s") == {"model": 6.0, "held up": 2.0, "agent": 2.0}
+
+
+def test_idle_devices_are_shared_by_the_attempts_under_way() -> None:
+    """Busy from 0 to 6; then both wait for 4 s, then the straggler alone for 10 s."""
+    times = _run(*_request("one", "a", 0, 6), *_request("two", "b", 0, 6), _ended("a", 0, 10), _ended("b", 0, 20))
+    (short, long) = (times.attempt(session) for session in "ab")
+    assert short is not None
+    assert long is not None
+    assert short["idle"] == {"rollouts": pytest.approx(2 * 4 / 2)}
+    assert long["idle"] == {"rollouts": pytest.approx(2 * 4 / 2 + 2 * 10)}
+    step = times.step(1)
+    assert step is not None
+    assert step["idle"] == pytest.approx(28.0)
+    assert step["blamed"] == [("b", pytest.approx(24.0)), ("a", pytest.approx(4.0))]
+
+
+def test_the_shares_of_all_add_up_to_the_idle_time_with_an_attempt_under_way() -> None:
+    run = digest(Recording(events=tuple(made_up_run())), [], [])
+    times = AttemptTimes(run)
+    ended = [event for event in run.recording.events if isinstance(event, flight.SessionEnded)]
+    shares: Sequence[float] = [sum((times.attempt(event.session) or {"idle": {}})["idle"].values()) for event in ended]
+    idle = sum(
+        lane.devices * (stretch.stop - stretch.start) * run.idle_with_agents(lane.pool)
+        for lane in run.lanes
+        for stretch in lane.stretches
+        if stretch.category in IDLE
+    )
+    assert sum(shares) == pytest.approx(idle, rel=1e-6)
+    assert min(shares) >= 0
+
+
+def test_an_attempt_under_way_counts_until_now_and_one_of_an_older_recording_has_no_parts() -> None:
+    times = _run(*_request("one", "s", 2, 6))
+    told = times.attempt("s")
+    assert told is not None
+    assert (told["seconds"], dict(told["parts"])["model"]) == (18.0, 4.0)
+    old = _run(*_request("one", "", 0, 6), _ended("s", 0, 10))
+    told = old.attempt("s")
+    assert told is not None
+    assert (old.tells_requests, told["parts"]) == (False, [])
+    assert told["idle"] == {"rollouts": 8.0}
+    assert old.attempt("nobody") is None
+    assert old.step(7) is None
