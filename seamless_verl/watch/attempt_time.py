@@ -22,7 +22,7 @@ from seamless_verl.observe.intervals import Intervals, union
 from seamless_verl.observe.page.words import LABELS, style_of
 from seamless_verl.observe.time_ledger import IDLE, Category
 
-_MOST_BLAMED = 8
+_MOST_BLAMED, _LEAST_BLAMED = 8, 0.01  # attempts, share of the idle time
 _INTERRUPTED = ("abort", "aborted")
 
 
@@ -102,18 +102,20 @@ class AttemptTimes:
 
         Returns:
             ``seconds``; ``pools``: for each, ``(what, its style, device-seconds)``; ``idle``: device-seconds of all
-            pools; ``blamed``: the attempts with the largest shares of these.
+            pools, ``alone``: those while no attempt was under way; ``blamed``: the attempts with the largest shares.
         """
         span = self._steps.get(step)
         if span is None:
             return None
         shares = [(key, sum(idle.values())) for key, idle in self._blamed(span)]
         shares.sort(key=lambda pair: -pair[1])
+        idle_s = sum(seconds[category] for seconds in span.pools.values() for category in IDLE)
         return {
             "seconds": span.stop - span.start,
             "pools": {pool: _parts(seconds) for pool, seconds in span.pools.items()},
-            "idle": sum(seconds[category] for seconds in span.pools.values() for category in IDLE),
-            "blamed": [pair for pair in shares[:_MOST_BLAMED] if pair[1] > 0],
+            "idle": idle_s,
+            "alone": max(0.0, idle_s - sum(share for _, share in shares)),
+            "blamed": [pair for pair in shares[:_MOST_BLAMED] if pair[1] > _LEAST_BLAMED * idle_s],
         }
 
     def _blamed(self, span: StepSpan) -> Iterable[tuple[str, dict[str, float]]]:

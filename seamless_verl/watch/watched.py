@@ -106,7 +106,7 @@ class Watched:
         size = sum(file.stat().st_size for file in files_of(self.place.path, (f"{FLIGHT}/*.jsonl",)))
         if size > _MOST_RECORDING:
             raise NotThere(
-                f"The recording of this run has {size >> 20} MiB; to draw all of it takes about ten times that in "
+                f"The recording of this run has {size >> 20} MiB; to draw all of it takes several times that in "
                 f"memory, which this server does not take. The steps, groups and attempts are all there. For the "
                 f"whole on one page: seamless-verl report {self.place.path}"
             )

@@ -86,4 +86,5 @@ function curve(name, sides) {
   return el("figure", {}, el("figcaption", { title: lines.find(Boolean)?.about }, name), svg);
 }
 
-const short = (value) => (Math.abs(value) >= 1000 ? (value / 1000).toFixed(1) + "k" : Math.abs(value) >= 10 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(3));
+const short = (value) => (Math.abs(value) >= 1000 ? (value / 1000).toFixed(1) + "k" : Math.abs(value) >= 10 || Number.isInteger(value) ? value.toFixed(0)
+  : Math.abs(value) >= 0.01 ? value.toFixed(3) : value.toPrecision(2));

@@ -90,8 +90,8 @@ function crumbs(params, data) {
   const base = "/run/" + part(params.run), name = data?.run?.name ?? params.run;
   found.push(el("a", { href: "#" + base, title: "the whole run (w)" }, name));
   found.push(el("a", { href: "#" + base + "/steps", title: "its steps and groups (s)" }, "steps"));
-  found.push(el("a", { href: "#" + base + "/search", title: "search this run (/)" }, "search"));
-  found.push(el("a", { href: "#/compare/" + part(params.run), title: "lay it over another run (c)" }, "compare"));
+  const aside = el("span", { class: "keys" }, el("a", { href: "#" + base + "/search", title: "search this run (/)" }, "search"), " · ", el("a", { href: "#/compare/" + part(params.run), title: "lay it over another run (c)" }, "compare"),
+    " · ", el("span", { title: "r: runs, w: the run, s: steps, c: compare, u: one level up, j and k: next and previous, Enter: open, /: search" }, "keys"));
   const step = params.step ?? data?.attempt?.step ?? (data?.attempt ? "none" : undefined);
   if (step !== undefined && step !== null) {
     found.push(el("a", { href: "#" + base + "/step/" + part(step) }, step === "none" ? "not trained" : "step " + step));
@@ -100,8 +100,7 @@ function crumbs(params, data) {
   if (params.row) found.push(el("a", { href: location.hash }, "tokens"));
   document.title = found.slice(1).map((one) => one.textContent).join(" · ") || "seamless-verl watch";
   return found.flatMap((one, index) => (index ? [" › ", one] : [one]))
-    .concat(el("span", { class: "keys", title: "r: runs, w: the run, s: steps, u: one level up, j and k: next and previous, Enter: open, /: search" },
-      "keys: r w s u j k /"));
+    .concat(aside);
 }
 
 function move(by) {
@@ -113,7 +112,7 @@ function move(by) {
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA|CANVAS)$/.test(event.target.tagName)) return;
   const { params } = address(), base = "#/run/" + part(params.run ?? "");
-  const links = [...where.querySelectorAll("a")];
+  const links = [...where.querySelectorAll(":scope > a")];
   const acts = {
     r: () => { location.hash = "#/"; },
     w: () => { if (params.run) location.hash = base; },

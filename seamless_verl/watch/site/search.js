@@ -3,9 +3,15 @@
 import { ask, bar, el, link, number, part } from "./dom.js";
 
 export const again_s = 3600; // an answer stays as it is until it is asked for again
+// A look takes the server half a second; while there is nothing to show, the next one follows.
+const LOOKS = 12;
 export async function load({ run, text, start }) {
-  if (text) return ask("run/" + part(run) + "/search?" + new URLSearchParams({ text, start: start ?? 0 }));
-  return { run: (await ask("runs")).runs.find((one) => one.id === run) };
+  if (!text) return { run: (await ask("runs")).runs.find((one) => one.id === run) };
+  let told = { named: [], onward: start ?? 0 };
+  for (let look = 0; look < LOOKS && told.onward !== null && !(told.named.length || told.found?.length); look += 1) {
+    told = await ask("run/" + part(run) + "/search?" + new URLSearchParams({ text, start: told.onward }));
+  }
+  return told;
 }
 
 export function draw(main, data, { run, text, start }) {

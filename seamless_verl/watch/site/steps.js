@@ -5,7 +5,7 @@ import { ofStep, times } from "./times.js";
 
 function notes(data) {
   const told = data.problems.map((one) => "not read: " + one);
-  if (data.is_behind) told.push("This run is large and still being read: more comes by itself.");
+  if (data.is_behind) told.push("This run is still being read: more comes by itself.");
   return told.length ? el("ul", { class: "problems" }, told.map((one) => el("li", {}, one))) : "";
 }
 

@@ -30,7 +30,7 @@ export function ofAttempt(told) {
         el("i", { class: COLOURS[what], style: `left:${100 * from}%;width:${100 * Math.max(to - from, 0.002)}%`, title: what + " " + duration((to - from) * told.seconds) }))),
       el("p", { class: "legend" }, told.parts.map(([what, seconds]) => el("span", { title: PARTS[what] }, el("i", { class: "key " + COLOURS[what] }),
         what + " " + duration(seconds) + " (" + percent(told.seconds ? seconds / told.seconds : 0) + ")"))),
-    ] : el("p", { class: "soft" }, told.why),
+    ] : el("p", { class: "soft" }, "Where its time went: " + told.why),
     el("p", { class: "soft", title: "Each moment in which a device had nothing to do is shared equally by the attempts under way then. All shares add up to the idle time." },
       "GPUs that waited for it: " + (idle.length ? idle.map(([pool, seconds]) => duration(seconds) + " of " + pool).join(", ") + " (device-seconds, its share)" : "none")),
   ];
@@ -40,7 +40,8 @@ export function ofStep(told, run) {
   if (told.why) return [el("p", { class: "soft" }, "Where the time of its devices went: " + told.why)];
   return [el("section", {}, el("h2", {}, "Where the time of its devices went"),
     Object.entries(told.pools).map(([pool, parts]) => stack(pool, parts)),
-    told.blamed.length ? el("p", { title: "Each moment in which a device had nothing to do is shared equally by the attempts under way then." },
-      "Of " + duration(told.idle) + " of idle device time most fell on: ",
+    told.idle > 0 ? el("p", { title: "Each moment in which a device had nothing to do is shared equally by the attempts under way then." },
+      "Idle device time: " + duration(told.idle) + ", of which " + duration(told.alone) + " while no attempt was under way. ",
+      told.blamed.length ? "The largest shares fall on: " : "",
       told.blamed.map(([key, seconds], at) => [at ? ", " : "", link("/run/" + part(run) + "/attempt/" + part(key), "attempt " + key.slice(0, 8)), " (" + duration(seconds) + ")"])) : "")];
 }

@@ -182,6 +182,7 @@ async def test_keys_dark_and_a_turn_that_comes(tmp_path: Path) -> None:
         watching(tmp_path, save_tokenizer(tmp_path / "model"), alive=True) as http,
         browsing(dark=True) as page,
     ):
+        write_made_up_run(tmp_path)
         agent = await begin(proxy, "task")
         said = [user("hi")]
         said = [*said, await agent.ask(said), user("the second question")]

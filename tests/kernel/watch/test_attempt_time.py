@@ -82,7 +82,7 @@ def test_idle_devices_are_shared_by_the_attempts_under_way() -> None:
     assert long["idle"] == {"rollouts": pytest.approx(2 * 4 / 2 + 2 * 10)}
     step = times.step(1)
     assert step is not None
-    assert step["idle"] == pytest.approx(28.0)
+    assert (step["idle"], step["alone"]) == (pytest.approx(28.0), pytest.approx(0.0))
     assert step["blamed"] == [("b", pytest.approx(24.0)), ("a", pytest.approx(4.0))]
 
 
@@ -111,5 +111,8 @@ def test_an_attempt_under_way_counts_until_now_and_one_of_an_older_recording_has
     assert told is not None
     assert (old.tells_requests, told["parts"]) == (False, [])
     assert told["idle"] == {"rollouts": 8.0}
+    step = old.step(1)
+    assert step is not None
+    assert step["alone"] == pytest.approx(20.0)  # after the attempt had ended
     assert old.attempt("nobody") is None
     assert old.step(7) is None
