@@ -1,9 +1,12 @@
 """What a rollout worker tells the trainer's scheduler about its requests."""
 
 import asyncio
+from pathlib import Path
 
+from seamless_verl.observe import flight
+from seamless_verl.observe.recording import FLIGHT, FlightRecorder, read_recording
 from seamless_verl.scheduling.events import Ending, RequestFinished, RequestStarted, SessionFinished, SliceFailed
-from seamless_verl.verl_adapter.rollout.request_log import RequestLog
+from seamless_verl.verl_adapter.rollout.request_log import ReplicaCall, RequestLog
 
 
 async def test_requests_belong_to_the_session_that_asks_or_that_was_named():
@@ -77,3 +80,14 @@ async def test_all_requests_of_a_session_are_as_old_as_the_session(monkeypatch):
         assert log.began_ms("chat") == log.began_ms("first") == 100_000
         assert log.began_ms("second") == 100_000  # its session is over: whoever asks now is this one
     assert log.began_ms("stranger") == 300_000
+
+
+def test_the_recording_says_which_attempt_a_request_was_for(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, "rollout")
+    with ReplicaCall(recorder, "session-1", prompt_tokens=3, resumed=True).recorded():
+        current = ReplicaCall.current()
+        assert current is not None
+        current.routed("a:1")
+    recorder.close()
+    started = next(e for e in read_recording(tmp_path / FLIGHT).events if isinstance(e, flight.RequestStarted))
+    assert (started.session, started.resumed) == ("session-1", True)
