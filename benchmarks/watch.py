@@ -154,7 +154,7 @@ def until_read(http: httpx.Client, at: str) -> float:
     """Seconds until the whole run is in the index, looking as the page does."""
     started = time.perf_counter()
     while timed(http, f"{at}/steps")[1]["is_behind"]:
-        time.sleep(0.5)
+        time.sleep(0.3)
     return time.perf_counter() - started
 
 

@@ -27,7 +27,7 @@ from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, file
 INDEX = "watch.sqlite"
 _VERSION = 3
 _MOST_KEPT = 25  # sessions per update
-_MOST_BYTES = 1 << 21  # per update, so that a click is answered while a large run is still being read
+_MOST_BYTES = 1 << 22  # per update, so that a click is answered while a large run is still being read
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
@@ -36,6 +36,7 @@ _SCHEMA = f"""
 CREATE TABLE sources (file TEXT PRIMARY KEY, mark INTEGER, problem TEXT, changed_ns INTEGER) WITHOUT ROWID;
 CREATE TABLE attempts (session TEXT PRIMARY KEY, {", ".join(_QUOTED)}, file TEXT) WITHOUT ROWID;
 CREATE INDEX attempts_of ON attempts (grp, "index");
+CREATE INDEX attempts_in ON attempts (file) WHERE file IS NOT NULL;
 CREATE TABLE texts (grp TEXT, "index" INTEGER, row INTEGER, step INTEGER, score REAL, file TEXT, start INTEGER,
     length INTEGER, PRIMARY KEY (grp, "index", row)) WITHOUT ROWID;
 CREATE INDEX texts_of ON texts (file);
@@ -288,7 +289,7 @@ class RunIndex:
 
     def kept(self) -> list[str]:
         """Sessions of which a journal has the turns, the latest first."""
-        latest = "SELECT session FROM attempts WHERE file LIKE '%.sqlite' ORDER BY began DESC"
+        latest = "SELECT session FROM attempts WHERE file IS NOT NULL AND file LIKE '%.sqlite' ORDER BY began DESC"
         return [session for (session,) in self._db.execute(latest)]
 
     def text_files(self) -> list[Path]:

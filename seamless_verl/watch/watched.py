@@ -296,7 +296,7 @@ class Watched:
     def _current(self) -> RunIndex:
         if self._index is None:
             self._index = RunIndex(self.place.path)
-        if time.monotonic() - self._updated > _UPDATE_S:
+        if self._index.is_behind or time.monotonic() - self._updated > _UPDATE_S:
             if self._index.update():
                 self._trained = None
             self._updated = time.monotonic()
