@@ -366,6 +366,28 @@ async def test_two_servers_of_one_run_do_not_disturb_each_other(tmp_path: Path) 
             assert len((await get(http, f"{await only_run(http)}/steps"))["steps"]) == 2
 
 
+async def test_a_large_run_is_counted_and_shown_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_flight(tmp_path)
+    for step in (1, 2):
+        write_texts(tmp_path, step, [(f"{group}-{step}_0_0", 0.5, "text") for group in ("a", "b", "c")])
+    monkeypatch.setattr(watched, "_COUNT_S", -1.0)
+    monkeypatch.setattr(watched, "_PAGE", 2)
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        told = await get(http, f"{at}/steps")
+        assert ([step["groups"] for step in told["steps"]], told["is_behind"]) == ([None, None], True)
+        monkeypatch.setattr(watched, "_COUNT_S", 10.0)
+        assert [step["groups"] for step in (await get(http, f"{at}/steps"))["steps"]] == [3, 3]
+        first = await get(http, f"{at}/groups", step=1)
+        second = await get(http, f"{at}/groups", step=1, start=first["onward"])
+    monkeypatch.setattr(watched, "_COUNT_S", -1.0)
+    async with watching(tmp_path) as http:  # another server of the same index need not count again
+        told = await get(http, f"{at}/steps")
+    assert ([step["groups"] for step in told["steps"]], told["is_behind"]) == ([3, 3], False)
+    assert [len(part["groups"]) for part in (first, second)] == [2, 1]
+    assert (first["matching"], first["onward"], second["onward"]) == (3, 2, None)
+
+
 async def test_a_step_that_a_restarted_run_repeats_shows_its_new_attempts(tmp_path: Path) -> None:
     write_flight(tmp_path)
     write_texts(tmp_path, 1, [("old_0_0", 0.5, "text")])
