@@ -145,7 +145,7 @@ class Watched:
             index = self._current()
             look = Search(text, lambda session: self._turns(index, session), time.monotonic)
             named, all_named = index.named(text.lower(), MOST, look.is_over) if start == 0 else ([], True)
-            places = [*index.kept(), *index.text_files()]
+            places: list[str | Path] = [*index.kept(), *index.text_files()]
             onward = look.look(places, start)
             found, seen = [], set()
             for find in look.finds:
