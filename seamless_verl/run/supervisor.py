@@ -94,6 +94,8 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
+        if interrupts:  # before there was a trainer to hand them on to
+            trainer.kill()
         code = _wait(trainer, interrupts)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)

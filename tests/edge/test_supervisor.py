@@ -228,6 +228,33 @@ def test_a_killed_supervisor_takes_its_trainer_along(tmp_path):
         assert run.stdout.read() == "asked\n", "to the end of what both of them held open"
 
 
+EARLY = """
+import os, signal, sys
+from pathlib import Path
+from seamless_verl.run import supervisor
+
+make = supervisor._short_folder
+
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    return make()
+
+supervisor._short_folder = interrupted
+trainer = Path(sys.argv[1]) / "trainer"
+trainer.write_text(f"#!/bin/sh\\nread waits < {sys.argv[2]}\\n")
+trainer.chmod(0o755)
+supervisor.sys.executable = str(trainer)
+sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}))
+"""
+
+
+def test_an_interrupt_before_there_is_a_trainer_is_not_lost(tmp_path):
+    never = tmp_path / "never"
+    os.mkfifo(never)
+    command = [sys.executable, "-c", EARLY, str(tmp_path), str(never)]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 128 + signal.SIGINT
+
+
 def test_the_processes_of_a_real_swe_attempt_ask_the_sweep_for_the_time_that_their_sandbox_needs(tmp_path):
     attempt = child.Child(module="m", token="t", request=b"", timeout_s=1.0)
     assert float(child._environment(attempt, tmp_path)[GRACE]) == child.GRACE_S > 10.0
