@@ -233,7 +233,7 @@ _FAILURES = (
     ),
     _in_own_words(
         "reward is no number",
-        ("nan", "is no finite number"),
+        ("nan", "no finite number", "Fix:"),
         rewritten("reward.py", '{"reward": 0.0,', '{"reward": float("nan"),'),
     ),
 )
