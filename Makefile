@@ -39,7 +39,8 @@ test-edge: $(READY) $(CLIENTS)/.ready ## proxy over real HTTP, published clients
 
 test-clients: $(READY) $(FRAMEWORKS)/.ready ## published SDKs, mini-swe-agent and frameworks for agents (docs/clients.md)
 	SEAMLESS_CLIENTS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python SEAMLESS_FRAMEWORKS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python \
-		$(BIN)/python -m pytest tests/edge/proxy/test_clients.py tests/edge/proxy/test_frameworks.py -q -n 2
+		$(BIN)/python -m pytest tests/edge/proxy/test_clients.py tests/edge/proxy/test_frameworks.py \
+		tests/edge/proxy/test_fuzz.py -q -n 2
 
 test-contract: $(READY) ## contracts with the installed verl, vLLM and Ray
 	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile

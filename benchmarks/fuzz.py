@@ -5,7 +5,7 @@ Three parts, on a proxy over real HTTP whose engine is scripted:
 * good bodies with up to three values replaced (seeded; ``--bodies`` per route);
 * hostile bytes on every route: deep JSON, huge numbers, broken UTF-8, floods (``tests/bodies.py``);
 * schemathesis over our OpenAPI description, as the agent and as the admin, where an interpreter that has it is named:
-  ``SEAMLESS_CLIENTS_PYTHON=/path/to/python python -m benchmarks.fuzz`` (the ``clients`` extra).
+  ``SEAMLESS_FRAMEWORKS_PYTHON=/path/to/python python -m benchmarks.fuzz`` (the ``clients`` extra).
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ async def run(bodies: int, examples: int) -> list[Record]:
                 _none(f"{name}: audits that are not clean", tally.dirty),
                 Record(name=f"{name}: slowest answer", value=round(tally.slowest_s, 3), unit="s"),
             ]
-        interpreter = os.environ.get("SEAMLESS_CLIENTS_PYTHON")
+        interpreter = os.environ.get("SEAMLESS_FRAMEWORKS_PYTHON")
         if interpreter:
             cases, failed = await _schemathesis(proxy, interpreter, examples)
             records.append(Record(name="schemathesis: requests generated", value=cases, unit=""))
             records.append(_none("schemathesis: runs with a server error or timeout", failed))
         else:
-            print("schemathesis: not run, SEAMLESS_CLIENTS_PYTHON is not set")
+            print("schemathesis: not run, SEAMLESS_FRAMEWORKS_PYTHON is not set")
     return records
 
 

@@ -36,6 +36,7 @@ BACKEND = "nccl_over_gloo"
 _FOR_EVER = datetime.timedelta(days=1)
 _RENDEZVOUS_S = 180.0  # as long as Ray's NCCL group looks for its peers
 _KEY = "default"
+_COPY = "verls_nccl_checkpoint_engine"  # pickle looks up what workers tell each other by this name
 
 
 class Aborted(RuntimeError):
@@ -186,10 +187,12 @@ def _cupy() -> types.ModuleType:
 
 def _verls_engine() -> types.ModuleType:
     """A copy of verl's module; the registry keeps whatever ``nccl`` is on this machine."""
-    spec = importlib.util.find_spec("verl.checkpoint_engine.nccl_checkpoint_engine")
+    found = importlib.util.find_spec("verl.checkpoint_engine.nccl_checkpoint_engine")
+    assert found is not None
+    spec = importlib.util.spec_from_file_location(_COPY, found.origin or "")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[_COPY] = importlib.util.module_from_spec(spec)
     registry = CheckpointEngineRegistry._registry
     before = registry.get("nccl")
     with patch.dict(sys.modules, {"cupy": _cupy()}):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +46,25 @@ def _checkpoint_engine(rank: int | None) -> Any:
     from benchmarks.nccl_over_gloo import NcclOverGlooEngine
 
     return NcclOverGlooEngine(bucket_size=BUCKET_MB << 20, is_master=rank == 0)
+
+
+def _slow_line(address: tuple[str, int], delay_s: float) -> int:
+    """The port of a relay that takes connections at once and passes on their first byte after ``delay_s``."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+
+    def relay() -> None:
+        caller, _ = listening.accept()
+        time.sleep(delay_s)
+        ends = caller, socket.create_connection(address)
+        for source, sink in (ends, ends[::-1]):
+            threading.Thread(target=pump, args=(source, sink), daemon=True).start()
+
+    threading.Thread(target=relay, daemon=True).start()
+    return listening.getsockname()[1]
 
 
 class Trainer:
@@ -104,19 +126,27 @@ class Engine:
 
 
 class Worker:
-    """As verl's `CheckpointEngineWorker` with its `ServerAdapter`; dies when it has received ``dies_at`` weights."""
+    """As verl's `CheckpointEngineWorker` with its `ServerAdapter`; dies when it has received ``dies_at`` weights.
+
+    It hears of buckets only ``connects_after_s`` later than it believes.
+    """
 
     def __init__(self, handle: str, engine: Any) -> None:
         self.checkpoint_engine = _checkpoint_engine(None)
         self._handle = handle
         self._engine = engine
         self.dies_at: int | None = None
+        self.connects_after_s = 0.0
 
     def set(self, **changes: Any) -> None:
         for name, value in changes.items():
             setattr(self, name, value)
 
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        master = kwargs.get("master_metadata")
+        if master is not None and self.connects_after_s:
+            port = _slow_line((master.zmq_ip, master.zmq_port), self.connects_after_s)
+            kwargs["master_metadata"] = replace(master, zmq_ip="127.0.0.1", zmq_port=port)
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
 
     async def update_weights(self, global_steps: int | None = None) -> None:

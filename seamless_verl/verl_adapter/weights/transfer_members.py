@@ -37,6 +37,7 @@ _LISTEN_S = 0.5
 _NAMESPACE = "seamless_transfer"
 _TRANSFER_S = float(os.environ.get("SEAMLESS_TRANSFER_TIMEOUT_S", "120"))  # per bucket
 _POLL_MS = 200
+_SNDMORE = 2  # zmq's number, which this module would have to import zmq for
 _GRACE_S = 5.0  # for an engine that lives to acknowledge the bucket it has, in a transfer that was given up
 _FAREWELL = {"bucket_meta": None, "is_last": True}  # what the receiver cannot load, so that its call fails
 
@@ -96,6 +97,39 @@ def begin(worker: Any, transfer: str, in_group: bool, replica: int) -> None:
 
 def end(_: Any) -> None:
     current.over.set()
+
+
+def greet(worker: Any, last: bool) -> None:
+    """Publish a greeting where verl's engine publishes what is in each bucket; nothing is published after the last."""
+    for engine in _checkpoint_engines(worker):
+        if getattr(engine, "is_master", False) and hasattr(engine, "topic"):
+            engine.socket.send_string(engine.topic, flags=_SNDMORE)
+            engine.socket.send_pyobj(last)
+
+
+def hear(worker: Any) -> None:
+    """Until a greeting has come, or the transfer is given up."""
+    for engine in _listening(worker):
+        while not (engine.socket.poll(_POLL_MS) or current.aborted.is_set()):
+            pass
+
+
+def skip_greetings(worker: Any) -> None:
+    """Take greetings from the socket, to the last, so that the first bucket is next."""
+    for engine in _listening(worker):
+        while not current.aborted.is_set():
+            if engine.socket.poll(_POLL_MS):
+                engine.socket.recv_string()
+                if engine.socket.recv_pyobj():
+                    break
+
+
+def _listening(worker: Any) -> Iterator[Any]:
+    """Engines that are told of buckets over ZeroMQ's PUB/SUB (verl's nccl and hccl), by others."""
+    for engine in _checkpoint_engines(worker):
+        told = getattr(engine, "rank", None) is not None and engine.rank >= getattr(engine, "num_senders", 1)
+        if told and hasattr(engine, "topic"):
+            yield engine
 
 
 def renew_group(worker: Any, generation: int) -> None:

@@ -16,7 +16,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -31,6 +31,7 @@ from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth
 from seamless_verl.verl_adapter.weights import transfer_members as members
 
 _LOOK_S = 2.0
+_GREET_S = 0.05
 _WALK_S = 10.0  # for the members of a dead replica to walk through the rest of the weights
 _SETTLE_S = 15.0  # for members to return from what was given up
 _SILENT_S = 30.0  # a server that has not answered for so long will not
@@ -115,6 +116,7 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         trainers = self.actor_wg.world_size
         topology = self.backend_cls.build_topology(trainers, rollout.world_size, metadata)
         transfer.finish(transfer.each(everybody, "init_process_group", topology))
+        transfer.meet()
         sending = _send(self.actor_wg, global_steps=version, mode=self.backend)
         results = transfer.finish(transfer.calls_of(sending + _send(rollout, global_steps=version)))
         transfer.finish(transfer.each(everybody, "finalize"))
@@ -192,6 +194,18 @@ class _Transfer:
         told = {w: (owner,) if function is members.begin else () for w, owner in self._owners.items()}
         self.finish({w.__ray_call__.remote(function, *arguments, *told[w]): w for w in self.workers})
 
+    def meet(self) -> None:
+        """Until everybody hears what the trainer says of its buckets: ZeroMQ drops what comes before a subscription.
+
+        verl 0.9.1 does not wait for that (`_connect_zmq_client`, in every transfer), and a member that missed the first
+        bucket waits for it for ever. Remove when it does.
+        """
+        master = self._trainers[0]
+        hearing = {w.__ray_call__.remote(members.hear): w for w in self.workers}
+        self.finish(hearing, meanwhile=lambda: master.__ray_call__.remote(members.greet, False))
+        master.__ray_call__.remote(members.greet, True)
+        self.all(members.skip_greetings)
+
     def control(self, work: Coroutine[Any, Any, None]) -> None:
         """Calls to servers, which answer at once if they live."""
         try:
@@ -209,11 +223,15 @@ class _Transfer:
                 raise TransferBroken(self._version, dead, "")
         task.result()
 
-    def finish(self, calls: Calls) -> list[Any]:
-        """The results of all of them, in order."""
+    def finish(self, calls: Calls, meanwhile: Callable[[], object] | None = None) -> list[Any]:
+        """The results of all of them, in order.
+
+        Args:
+            meanwhile: done at once, and again before each look.
+        """
         began = time.monotonic()
         failed_at = aborted_at = float("inf")
-        while len(open_ := ray.wait(list(calls), num_returns=len(calls), timeout=_LOOK_S)[1]):
+        while len(open_ := self._look(calls, meanwhile)):
             now = time.monotonic()
             found = self._health.silent(_SILENT_S) | self._health.deaths()
             broken = self._broken(calls, open_)
@@ -234,6 +252,13 @@ class _Transfer:
         self._judge(calls, broken, open_)
         story = "; ".join(f"{type(error).__name__}: {str(error).strip()}" for error in broken.values())
         raise TransferBroken(self._version, self._dead, story or f"given up after {time.monotonic() - began:.0f} s")
+
+    def _look(self, calls: Calls, meanwhile: Callable[[], object] | None) -> list[Any]:
+        """Those that are still open after a while."""
+        if meanwhile is not None:
+            meanwhile()
+        open_: list[Any] = ray.wait(list(calls), num_returns=len(calls), timeout=_GREET_S if meanwhile else _LOOK_S)[1]
+        return open_
 
     def _broken(self, calls: Calls, open_: Sequence[Any]) -> dict[Any, RayError]:
         """The errors of calls that have failed."""

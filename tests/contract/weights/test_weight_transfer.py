@@ -143,6 +143,16 @@ def test_a_worker_killed_in_a_transfer_lets_peers_that_wait_for_it_go(fleet: Fle
     assert fleet.holds(other) == fleet.version
 
 
+def test_nothing_is_published_before_everybody_listens(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl announces each bucket over PUB/SUB, where what comes before a subscription does is lost without a word."""
+    monkeypatch.setattr("seamless_verl.verl_adapter.weights.weight_transfer._LIMIT_S", 15.0)
+    late = fleet.replicas[1].workers[0]
+    ray.get(late.set.remote(connects_after_s=1.0))
+    fleet.publish()
+    assert [fleet.holds(replica) for replica in fleet.replicas] == [fleet.version] * 2
+    ray.get(late.set.remote(connects_after_s=0.0))
+
+
 def test_a_peer_that_is_not_let_go_waits_for_ever(fleet: Fleet) -> None:
     """What the guard is for: verl's manager alone."""
     from verl.checkpoint_engine import CheckpointEngineManager

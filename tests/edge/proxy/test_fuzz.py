@@ -27,7 +27,7 @@ from seamless_verl.proxy.text.parsing import TagParser
 from tests.bodies import CALLING, GONE, GOOD, changed, hostile, places_of
 from tests.fakes import Served, serving
 
-_PYTHON = os.environ.get("SEAMLESS_CLIENTS_PYTHON", "")
+_PYTHON = os.environ.get("SEAMLESS_FRAMEWORKS_PYTHON", "")
 _BATCH = 25
 _EXAMPLES = max(1, int(os.environ.get("SEAMLESS_FUZZ", "150")) // _BATCH)
 _JSON = st.recursive(
@@ -204,8 +204,7 @@ async def test_every_route_is_described() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not _PYTHON,
-    reason="SEAMLESS_CLIENTS_PYTHON is not set; it names an interpreter with the 'clients' extra (schemathesis), "
-    "see tests/edge/proxy/test_clients.py",
+    reason="SEAMLESS_FRAMEWORKS_PYTHON is not set; `make test-clients` sets it",
 )
 @pytest.mark.parametrize("key", ["agent", "admin"])
 async def test_schemathesis_finds_no_server_error(key: str) -> None:
