@@ -39,6 +39,9 @@ class StalenessConfig:
             (``rollout.calculate_log_probs``). ``token`` sets verl's token-level truncated importance weights, unless
             ``algorithm.rollout_correction`` says otherwise or ``eta`` is 0. ``a3po`` interpolates the proximal policy
             instead of computing it. ``verl`` leaves everything to verl's keys.
+        mask_older_than: tokens made by weights more than so many versions older than those being trained do not count
+            in the losses; the row's newer tokens do. None: all count. From ``eta`` on there is nothing to leave out. A
+            batch of which nothing would be left counts as it is.
     """
 
     eta: int = 1
@@ -49,9 +52,12 @@ class StalenessConfig:
     stuck: str = "wait"
     stuck_patience_s: float = 60.0
     correction: str = "token"
+    mask_older_than: int | None = None
 
     def __post_init__(self) -> None:
         check_bound(self.eta, self.in_flight)
+        if self.mask_older_than is not None:
+            whole("seamless.staleness.mask_older_than", self.mask_older_than, 0, "write 0 or more, or null")
         one_of("seamless.staleness.policy", self.policy, ("reserve", "verl"))
         if self.in_flight is not None and self.policy != "reserve":
             problem = "verl's own buffer counts its batches by trainer.v1.separate_async.num_warmup_batches"

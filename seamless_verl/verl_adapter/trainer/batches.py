@@ -95,6 +95,8 @@ def correct(
         metrics["training/overlong_share"] = zero_overlong_advantages(batch, limit)
     if seamless.staleness.correction == "a3po":
         batch = write_interpolation_weights(batch, version)
+    if seamless.staleness.mask_older_than is not None:
+        metrics["training/masked_share"] = mask_old_tokens(batch, version, seamless.staleness.mask_older_than)
     return batch
 
 
@@ -128,6 +130,36 @@ def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:
     return len(overlong) / len(real)
 
 
+def mask_old_tokens(batch: KVBatchMeta, version: int, most: int) -> float:
+    """Leave tokens out of the losses that weights more than ``most`` versions older than ``version`` made.
+
+    Advantages are there already and stay: a reward is the whole row's. verl's own rejection masks in the same field.
+    Where nothing would be left, nothing is left out.
+
+    Returns:
+        Share of the policy's tokens that this concerns.
+    """
+    fields = ["response_mask", "extra_fields"]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    masks = list(data["response_mask"].unbind())
+    kept = []
+    for mask, stamp, tag in zip(masks, _stamps(data["extra_fields"]), batch.tags, strict=True):
+        lags = _lags(mask, tag, stamp.get("version_spans"), version)
+        kept.append(mask if lags is None else _without(mask, lags > most))
+    before, after = (sum(int(mask.sum()) for mask in each) for each in (masks, kept))
+    if not after:  # losses are means over tokens: of none they would be no numbers
+        return 0.0
+    _put(batch.partition_id, batch.keys, "response_mask", kept)
+    return 1 - after / before
+
+
+def _without(mask: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor:
+    """``mask`` with 0 at those of its tokens that ``left_out`` names."""
+    result = mask.clone()
+    result[mask.bool().nonzero().flatten()[left_out]] = 0
+    return result
+
+
 def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta:
     """A-3PO's ``a`` per response token, from the weight version that generated it.
 
@@ -159,17 +191,28 @@ def interpolation_weights(
         spans: ``(weight version, policy tokens)`` along the row.
     """
     weights = torch.ones(mask.shape, dtype=torch.float32)
+    lags = _lags(mask, tag, spans, version)
+    if lags is not None:
+        weights[mask.bool().nonzero().flatten()] = 1.0 / lags.clamp(min=1.0)
+    return weights
+
+
+def _lags(
+    mask: torch.Tensor, tag: Mapping[str, Any], spans: Sequence[tuple[int, int]] | None, version: int
+) -> torch.Tensor | None:
+    """Versions between the weights that made each policy token of a row and ``version``; None where none is known.
+
+    The arguments are those of `interpolation_weights`.
+    """
     oldest = tag.get("min_global_steps")
     if oldest is None:
-        return weights
-    policy = mask.bool().nonzero().flatten()
-    lags = torch.full((len(policy),), float(version - oldest))
+        return None
+    lags = torch.full((int(mask.bool().sum()),), float(version - oldest))
     begin = 0
     for generated_by, tokens in spans or ():
         lags[begin : begin + tokens] = float(version - generated_by)
         begin += tokens
-    weights[policy] = 1.0 / lags.clamp(min=1.0)
-    return weights
+    return lags
 
 
 def _stamps(extra_fields: Any) -> list[Mapping[str, Any]]:

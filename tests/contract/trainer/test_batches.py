@@ -208,3 +208,20 @@ def test_interpolation_weights_are_stored_where_verl_passes_them_on(stored):
     assert "rollout_is_weights" in written.fields  # else no worker fetches them
     assert stored["a"]["rollout_is_weights"].tolist() == [1.0, 1.0]
     assert stored["b"]["rollout_is_weights"].tolist() == [0.5] * 4
+
+
+def test_tokens_of_too_old_weights_do_not_count_and_their_row_does(stored):
+    import torch
+
+    from seamless_verl.verl_adapter.trainer.batches import mask_old_tokens
+
+    # Version 1 made a token, a tool said one, version 2 went on with two.
+    stored["b"]["response_mask"] = torch.tensor([1, 0, 1, 1])
+    stored["b"]["extra_fields"] = {"seamless": {"version_spans": [(1, 1), (2, 2)]}}
+    assert mask_old_tokens(batch(), version=3, most=2) == 0.0
+    assert mask_old_tokens(batch(), version=3, most=1) == pytest.approx(1 / 5)
+    assert stored["b"]["response_mask"].tolist() == [0, 0, 1, 1]
+    assert stored["a"]["response_mask"].tolist() == [1, 1], "of version 3"
+    assert stored["b"]["advantages"].tolist() == [-1.0] * 4
+    assert mask_old_tokens(batch(), version=9, most=1) == 0.0
+    assert stored["a"]["response_mask"].tolist() == [1, 1], "a mean over no token is no number"
