@@ -18,7 +18,7 @@ CLIENTS := .venv-clients
 FRAMEWORKS := .venv-frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-kernel test-edge test-clients test-contract test-lending test-e2e lint types docs doctor clean
+.PHONY: help demo test test-newest test-kernel test-edge test-clients test-contract test-lending test-e2e model lint types docs doctor clean
 
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,7 +26,9 @@ help: ## what can be made
 demo: $(READY) ## install what is pinned, then run the main job on the CPU (about 15 minutes on two cores)
 	$(BIN)/python -m seamless_verl.main +recipe=swe
 
-test: $(READY) lint types test-kernel test-edge test-e2e ## every check and every test tier (STACK=newest: on the newest set)
+test: $(READY) ## every check and every test tier (STACK=newest: on the newest set)
+	$(MAKE) -j 2 model lint types $(CLIENTS)/.ready
+	$(MAKE) test-kernel test-edge test-e2e
 
 test-newest: ## on the newest set: pure tests, contracts, one run that lends
 	$(MAKE) STACK=newest test-kernel test-contract test-lending
@@ -50,6 +52,9 @@ test-lending: $(READY) ## one real run in which a slice is lent and reclaimed in
 
 test-e2e: $(READY) ## real verl, Ray and vLLM on the CPU
 	$(BIN)/python -m pytest tests/e2e -q
+
+model: $(READY) ## build the demo's tiny model and data, which takes one core two minutes the first time
+	$(BIN)/python -m seamless_verl.recipes.swe.tiny.assets
 
 lint: $(READY) ## ruff and the import layers
 	$(BIN)/ruff check .

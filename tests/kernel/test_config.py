@@ -58,6 +58,7 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
         ({"router": {"policy": "random"}}, "seamless.router.policy"),
         ({"router": {"mu": 1.5}}, "seamless.router.mu"),
         ({"router": {"cost": "70b"}}, "seamless.router.cost"),
+        ({"staleness": {"mask_older_than": -1}}, "seamless.staleness.mask_older_than"),
         ({"staleness": {"redundancy": 0.5}}, "seamless.staleness.redundancy"),
         ({"staleness": {"in_flight": 3}}, "seamless.staleness.in_flight"),
         ({"staleness": {"in_flight": 0}}, "seamless.staleness.in_flight"),
