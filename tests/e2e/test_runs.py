@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.loans import loans_of
 from seamless_verl.cli import main
-from seamless_verl.observe.flight import Phase
+from seamless_verl.observe.flight import Phase, PullEnded
 from seamless_verl.observe.recording import read_recording
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
@@ -168,6 +168,7 @@ def requests_out(folder: Path) -> int:
 def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     timeline = machine.folder / "timeline.json"
     settings = ("trainer.total_training_steps=3", "data.val_max_samples=24", "seamless.scheduler.policy=predictive")
+    settings += ("seamless.weights.sync=rolling",)
     process = machine.start("+recipe=swe", *settings, f"ray_kwargs.timeline_json_file={timeline}")
     said = read_until(process, "validation after step 0")
     (folder,) = machine.runs()
@@ -203,6 +204,8 @@ def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     loans = assert_loans_are_whole(recording, "trainer/0")
     assert loans.wakes > 0
     assert_books_balance(recording)
+    pulls = [event for event in recording.events if isinstance(event, PullEnded)]
+    assert [(event.before, event.version) for event in pulls] == [(None, 0), (0, 1), (1, 2), (2, 3)]
     machine.assert_nothing_left()
 
 
