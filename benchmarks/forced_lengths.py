@@ -15,7 +15,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 from seamless_verl.recipes.arithmetic import assets
 from seamless_verl.recipes.arithmetic.reward import compute_score
-from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD, RowStamp, row_digest
+from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD, RowStamp, row_digest
 
 NAME = "forced_length"
 

@@ -275,7 +275,7 @@ def test_log_probs_at_once_are_those_of_verl():
     torch.testing.assert_close(logprobs_from_logits(logits, labels), logprobs_from_logits_naive(logits, labels))
 
 
-def test_right_padded_rows_need_no_attention_mask():
+def test_right_verl_samples_need_no_attention_mask():
     import torch
     from tensordict import TensorDict
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -562,7 +562,7 @@ def _parts_of_groups(keys, size):
 def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differs():
     import torch
 
-    from seamless_verl.verl_adapter.rollout.padded_rows import row_digest
+    from seamless_verl.verl_adapter.rollout.verl_samples import row_digest
 
     row = ([1, 2], [3, 4, 5], [1, 0, 1], [-0.1, 0.0, -0.3])
     tensors = tuple(torch.tensor(part) for part in row)
@@ -582,7 +582,7 @@ def _audited(monkeypatch, **changes):
     import torch
     from transfer_queue import KVBatchMeta
 
-    from seamless_verl.verl_adapter.rollout.padded_rows import row_digest
+    from seamless_verl.verl_adapter.rollout.verl_samples import row_digest
     from seamless_verl.verl_adapter.trainer import step_report
 
     stored = {

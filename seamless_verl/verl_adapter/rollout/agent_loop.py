@@ -22,9 +22,9 @@ from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.session.sessions import TASK, SessionSpec
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log, task_name
-from seamless_verl.verl_adapter.rollout.padded_rows import row_to_output
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 from seamless_verl.verl_adapter.rollout.request_log import recorder_of_worker, request_log
+from seamless_verl.verl_adapter.rollout.verl_samples import row_to_output
 
 _MOST_DETAIL = 500  # characters of what went wrong that are recorded
 _PATIENCE = 2.0  # deadlines that a runner may take: it grades after the agent's

@@ -21,7 +21,7 @@ from transfer_queue import KVBatchMeta
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.token_trie import deal
-from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD
+from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD
 
 
 def in_training_order(

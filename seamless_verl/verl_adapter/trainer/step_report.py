@@ -17,7 +17,7 @@ from seamless_verl.observe.flight import RowsTrained
 from seamless_verl.observe.reporter import PoolStanding, Reporter, StepReport, ValidationReport
 from seamless_verl.observe.summary import clustered_mean
 from seamless_verl.observe.time_ledger import SliceSeconds, idle_shares
-from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD, row_digest
+from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD, row_digest
 from seamless_verl.verl_adapter.trainer.trainer_flight import ROLLOUT, TRAINER
 
 _AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]

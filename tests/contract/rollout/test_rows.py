@@ -1,18 +1,17 @@
-"""Rows as verl's samples and batches, held against verl's own post-processing of the same rows."""
+"""Rows as verl's samples: what verl's own post-processing makes of them is the rows."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopWorker
 
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row
-from seamless_verl.verl_adapter.rollout.padded_rows import ROW_FIELD, row_digest, row_to_output, rows_to_dataproto
+from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD, row_digest, row_to_output
 from tests.fakes import ScriptedEdge, assistant, small_tokenizer, system, user
 
 PROMPT, RESPONSE = 12, 40
@@ -65,25 +64,22 @@ def _verls_own(rows: tuple[Row, ...], rewards: list[float | None]) -> Any:
     return asyncio.run(finish())
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 0.0, -0.5], None])
-def test_a_batch_is_what_verl_would_make_of_the_same_rows(rows: tuple[Row, ...], rewards: list[float] | None) -> None:
-    theirs = _verls_own(rows, [None] * 3 if rewards is None else list(rewards))
-    ours = rows_to_dataproto(
-        rows,
-        prompt_length=PROMPT,
-        response_length=RESPONSE,
-        pad_token_id=_tokenizer().pad_token_id,
-        rewards=rewards,
-    )
-    assert set(ours.batch.keys()) == set(theirs.batch.keys())
-    assert ("rm_scores" in set(ours.batch.keys())) == (rewards is not None)
-    for name in list(ours.batch.keys()):
-        assert ours.batch[name].dtype == theirs.batch[name].dtype, name
-        assert torch.equal(ours.batch[name], theirs.batch[name]), name
-    for name, values in ours.non_tensor_batch.items():
-        assert np.array_equal(values, theirs.non_tensor_batch[name]), name
-        assert values.dtype == theirs.non_tensor_batch[name].dtype, name
-    assert int(ours.batch["response_mask"].sum()) == sum(row.num_trained for row in rows)
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, -0.5], [None] * 3])
+def test_what_verl_makes_of_our_samples_is_the_rows(rows: tuple[Row, ...], rewards: list[float | None]) -> None:
+    batch = _verls_own(rows, rewards)
+    assert ("rm_scores" in set(batch.batch.keys())) == (rewards[0] is not None)
+    for number, (row, reward) in enumerate(zip(rows, rewards, strict=True)):
+        seen = batch.batch["attention_mask"][number].bool()
+        said = slice(0, len(row.token_ids) - row.prompt_len)
+        assert batch.batch["input_ids"][number][seen].tolist() == list(row.token_ids)
+        assert batch.batch["prompts"][number][-row.prompt_len :].tolist() == list(row.token_ids[: row.prompt_len])
+        assert batch.batch["response_mask"][number][said].tolist() == list(row.mask[row.prompt_len :])
+        log_probs = torch.tensor(row.log_probs[row.prompt_len :], dtype=torch.float32)
+        assert torch.equal(batch.batch["rollout_log_probs"][number][said], log_probs)
+        if reward is not None:
+            assert batch.batch["rm_scores"][number].nonzero().flatten().tolist() == [said.stop - 1] * bool(reward)
+        assert batch.non_tensor_batch["min_global_steps"][number] == min(span.version for span in row.version_spans)
+    assert int(batch.batch["response_mask"].sum()) == sum(row.num_trained for row in rows)
 
 
 def test_a_sample_carries_its_versions_and_a_stamp_of_what_left_the_proxy(rows: tuple[Row, ...]) -> None:
@@ -115,12 +111,3 @@ def test_the_stamp_says_whether_an_answer_that_the_row_trains_was_cut_off() -> N
     ]
     # The first row has most tokens and trains the answer that it shares with the second.
     assert [output.extra_fields[ROW_FIELD]["cut_off"] for output in outputs] == [True, False, False]
-
-
-def test_what_does_not_fit_is_named(rows: tuple[Row, ...]) -> None:
-    with pytest.raises(ValueError, match=r"row 0 has \d+ prompt and \d+ response tokens; the batch has room for 2 and"):
-        rows_to_dataproto(rows, prompt_length=2, response_length=RESPONSE, pad_token_id=0)
-    with pytest.raises(ValueError, match="one reward per row"):
-        rows_to_dataproto(rows, prompt_length=PROMPT, response_length=RESPONSE, pad_token_id=0, rewards=[1.0])
-    with pytest.raises(ValueError, match="at least one row"):
-        rows_to_dataproto([], prompt_length=PROMPT, response_length=RESPONSE, pad_token_id=0)
