@@ -19,7 +19,7 @@ from benchmarks.records import Record, arguments, report
 from benchmarks.timed_memory import FOLDER
 
 _ROOT = Path(__file__).parents[1]
-_STEPS, _QUICK = 12, 3
+_STEPS, _QUICK = 8, 2
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
         command += ["trainer.val_before_train=false", "trainer.test_freq=-1", f"hydra.run.dir={folder}"]
         subprocess.run(command, cwd=_ROOT, env=environment, check=True)
         seconds, calls = _spent(times)
-        told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        told = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return report(_records(sum(step["step_s"] for step in told), seconds, calls), options.json)
 
 
