@@ -68,6 +68,7 @@ class RunDigest:
         lanes, books: one entry per slice.
         versions: ``(time, weight version)``.
         steps, validations: records of the run folder.
+        guard: by step, how far rows computed with ``seamless.shared_prefix`` and without it were apart.
         lost: events that the recorder dropped.
         memory: one entry per slice whose memory was counted.
         weights_checked: loans whose weights were the published ones (True), and those whose were not.
@@ -93,6 +94,7 @@ class RunDigest:
     weights_checked: Mapping[bool, int]
     steps: tuple[Mapping[str, Any], ...]
     validations: tuple[Mapping[str, Any], ...]
+    guard: tuple[Mapping[str, Any], ...]
 
     @property
     def outcome(self) -> str | None:
@@ -144,12 +146,14 @@ def digest(
     *,
     start_up_s: Mapping[str, float] | None = None,
     running: bool = False,
+    guard: Sequence[Mapping[str, Any]] = (),
 ) -> RunDigest:
     """Args:
     steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
         the last counts.
     start_up_s: of ``summary.json``.
     running: whether the process of the run lives.
+    guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
     """
     stretches: defaultdict[str, list[Stretch]] = defaultdict(list)
     ledger = Ledger(lambda stretch: stretches[stretch.slice].append(stretch))
@@ -182,6 +186,7 @@ def digest(
         weights_checked=tallies.weights_checked,
         steps=tuple({record["step"]: record for record in steps}.values()),
         validations=tuple(validations),
+        guard=tuple({record["step"]: record for record in guard}.values()),
     )
 
 

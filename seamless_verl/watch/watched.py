@@ -16,7 +16,7 @@ from typing import Any
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import FLIGHT
-from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
+from seamless_verl.observe.reporter import METRICS, STEPS, VALIDATION, read_records
 from seamless_verl.observe.run_folder import CONFIG, NoRunFolder, load_digest
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
@@ -367,7 +367,7 @@ class Watched:
 
     def _content(self, beside: tuple[str, ...] = ()) -> str:
         """Names what the report is made of, and files beside that, without reading any."""
-        patterns = (f"{FLIGHT}/*.jsonl", STEPS, VALIDATION, *beside)
+        patterns = (f"{FLIGHT}/*.jsonl", STEPS, METRICS, VALIDATION, *beside)
         states = ((file.name, file.stat()) for file in files_of(self.place.path, patterns))
         return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
 
