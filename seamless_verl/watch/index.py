@@ -25,7 +25,7 @@ from seamless_verl.watch.readers import AttemptFacts, TrainedText
 from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 
 INDEX = "watch.sqlite"
-_VERSION = 3
+_VERSION = 4
 _MOST_KEPT = 25  # sessions per update
 _MOST_BYTES = 1 << 22  # per update, so that a click is answered while a large run is still being read
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
@@ -254,6 +254,11 @@ class RunIndex:
 
     def has_untrained(self) -> bool:
         return self._db.execute("SELECT 1 FROM groups WHERE step IS NULL LIMIT 1").fetchone() is not None
+
+    def silent(self, before: float) -> list[tuple[str, float]]:
+        """Sessions under way whose last answer is older than that, with when it came; the longest first."""
+        asked = "SELECT session, latest FROM attempts WHERE state = 'open' AND latest < ? AND file IS NOT NULL"
+        return list(self._db.execute(f"{asked} ORDER BY latest", (before,)))
 
     def attempt(self, key: str) -> dict[str, Any] | None:
         group = self._db.execute("SELECT grp FROM attempts WHERE session = ?", (key,)).fetchone()

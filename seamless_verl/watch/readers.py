@@ -43,7 +43,7 @@ class AttemptFacts:
         oldest, newest: weight versions of its tokens.
         detail: what went wrong, in the runner's words.
         task: the data's name of the task.
-        began, ended: seconds since 1970.
+        began, ended: seconds since 1970; ``latest``: when it got its last answer, or began.
     """
 
     session: str
@@ -65,6 +65,7 @@ class AttemptFacts:
     newest: int | None = None
     began: float | None = None
     ended: float | None = None
+    latest: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +317,7 @@ def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
         newest=max(versions, default=None),
         began=session.opened_at,
         ended=last if session.state is not SessionState.OPEN else None,
+        latest=last if last is not None else session.opened_at,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.observe.page.findings import silent_attempts
 from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import METRICS, STEPS, VALIDATION, read_records
@@ -70,6 +71,10 @@ class Watched:
         self._stands: tuple[str, dict[str, Any]] = ("", {})
         self._report_again = 0.0
 
+    def _now(self) -> float:
+        """Seconds since 1970; 0 where no time goes by for the run any more."""
+        return time.time() if self._is_alive(self.place.path) else 0.0
+
     def close(self) -> None:
         with self._lock:
             if self._index is not None:
@@ -95,14 +100,20 @@ class Watched:
         """
         with self._report_lock:
             running = self._is_alive(self.place.path)
-            name = self._content() + ("+" if running else "")
+            silent = self._silent() if running else []
+            name = f"{self._content()}{'+' if running else ''}{' '.join(sorted(silent))}"
             now = time.monotonic()
             if self._report is None or (name != self._report.name and now >= self._report_again):
-                self._report = self._made(name, running=running)
+                self._report = self._made(name, silent, running=running)
                 self._report_again = time.monotonic() + (time.monotonic() - now) / _SHARE
             return self._report
 
-    def _made(self, name: str, *, running: bool) -> Report:
+    def _silent(self) -> list[str]:
+        with self._lock:
+            before = self._now() - watched_groups.SILENT_S
+            return [session for session, _ in self._current().silent(before)]
+
+    def _made(self, name: str, silent: Sequence[str], *, running: bool) -> Report:
         size = sum(file.stat().st_size for file in files_of(self.place.path, (f"{FLIGHT}/*.jsonl",)))
         if size > _MOST_RECORDING:
             raise NotThere(
@@ -114,7 +125,12 @@ class Watched:
             run = load_digest(self.place.path, running=running)
         except NoRunFolder as error:
             raise NotThere(str(error)) from error
-        return Report(name=name, page=render(run), figures=compared.figures(run), times=AttemptTimes(run))
+        return Report(
+            name=name,
+            page=render(run, also=silent_attempts(silent)),
+            figures=compared.figures(run),
+            times=AttemptTimes(run),
+        )
 
     def figures(self) -> dict[str, Any]:
         """What is laid over another run."""
@@ -194,7 +210,9 @@ class Watched:
             raise NotThere(f"{step} is no step: a number, or {watched_groups.NO_STEP}")
         with self._lock:
             index = self._current()
-            found = watched_groups.groups_of(index.attempts(step=None if step == watched_groups.NO_STEP else int(step)))
+            found = watched_groups.groups_of(
+                index.attempts(step=None if step == watched_groups.NO_STEP else int(step)), self._now()
+            )
             chosen = watched_groups.chosen(found, sort=sort, flag=flag, text=text)
             return {
                 **self._head(index),
@@ -233,7 +251,7 @@ class Watched:
             told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
             told["why_no_turns"] = "" if told["turns"] else self._why_nothing(known)
             told["why_no_text"] = self._why_no_text
-            told["group"] = watched_groups.groups_of(index.group(known["group"]))[0]
+            told["group"] = watched_groups.groups_of(index.group(known["group"]), self._now())[0]
             return told
 
     def tokens(self, key: str, row: int) -> dict[str, Any]:
@@ -283,8 +301,9 @@ class Watched:
             told = index.summary(step)
             name = watched_groups.NO_STEP if step is None else step
             if told is None and time.monotonic() < until:
-                told = watched_groups.summary(name, index.attempts(step=step))
-                index.keep_summary(step, told)
+                told = watched_groups.summary(name, index.attempts(step=step), self._now())
+                if "under way" not in told["flags"]:  # what is silent changes by itself
+                    index.keep_summary(step, told)
             record = records.get(step, {}) if step is not None else {}
             found.append(watched_groups.with_record(told or watched_groups.uncounted(name), record))
         return found

@@ -57,9 +57,9 @@ def groups_without_signal(run: RunDigest) -> Told:
         f"{share(len(silent) / len(recent))} of the latest {len(recent)} groups have the same reward for every attempt",
         f"Their advantage is zero: GRPO learns nothing from them, and their device time is lost. {solved} have the "
         f"best reward that was seen ({best:g}): they are too easy; seamless.curriculum.history_resampling=true takes "
-        f"such prompts out. {len(silent) - solved} have a lower one: they are too hard, or the reward or the agent does "
-        "not work; read one of them (seamless-verl watch, mark zero variance). A larger rollout.n finds differences "
-        "more often.",
+        f"such prompts out. {len(silent) - solved} have a lower one: they are too hard, or the reward or the agent "
+        "does not work; read one of them (seamless-verl watch, mark zero variance). A larger rollout.n finds "
+        "differences more often.",
     )
 
 

@@ -8,7 +8,7 @@ table at the end. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -43,14 +43,33 @@ class Finding:
     anchor: str
 
 
-def findings(digest: RunDigest) -> list[Finding]:
-    """All that apply, the most urgent first; the order of the rules breaks ties."""
-    found = [
+def findings(digest: RunDigest, also: Sequence[Finding] = ()) -> list[Finding]:
+    """All that apply, the most urgent first; the order of the rules breaks ties, and ``also`` comes before them."""
+    found = [*also] + [
         Finding(weight=weight, title=title, advice=advice, anchor=anchor)
         for rule, weight, anchor in _RULES
         for title, advice in rule(digest)
     ]
     return sorted(found, key=lambda finding: list(Weight).index(finding.weight))
+
+
+def silent_attempts(sessions: Sequence[str]) -> list[Finding]:
+    """Args:
+    sessions: under way, without an answer for five minutes; journals tell them, not the recording.
+    """
+    if not sessions:
+        return []
+    named = ", ".join(session[:8] for session in sessions[:5])
+    return [
+        Finding(
+            weight=Weight.COSTLY,
+            title=f"Attempts under way that got no answer for five minutes: {len(sessions)} ({named})",
+            advice="Their agent or a tool hangs, or their request waits that long; the batch may wait for them. Their "
+            "latest turn says what they were at (steps, not trained, mark silent). A limit on tools ends them sooner, "
+            "seamless.agent.deadline_s ends the whole attempt.",
+            anchor="lanes",
+        )
+    ]
 
 
 _LIVE = (

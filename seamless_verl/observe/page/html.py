@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -16,7 +16,7 @@ from typing import Any
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.page import figures
-from seamless_verl.observe.page.findings import findings
+from seamless_verl.observe.page.findings import Finding, findings
 from seamless_verl.observe.page.lane_data import as_script, lane_data
 from seamless_verl.observe.page.words import DRIFT, LABELS, duration, share, si, style_of
 from seamless_verl.observe.tallies import DecisionRow
@@ -30,8 +30,8 @@ _Card = tuple[str, str, str]
 """Label, value, detail."""
 
 
-def render(run: RunDigest) -> str:
-    """The whole page."""
+def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
+    """The whole page; ``also``: what to look at that the recording does not say."""
     import jinja2  # as the template engine of chat templates it comes with the trainer
     from markupsafe import Markup
 
@@ -59,7 +59,7 @@ def render(run: RunDigest) -> str:
         state=_state(run),
         told=_told(run),
         cards=list(_cards(run)),
-        findings=findings(run),
+        findings=findings(run, also),
         memory=list(map(drawn, figures.memory(run))),
         whole=whole,
         inside=run.pools_in_steps(),

@@ -12,7 +12,7 @@ import pytest
 from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
-from seamless_verl.watch import watched
+from seamless_verl.watch import watched, watched_groups
 from seamless_verl.watch.index import INDEX
 from tests.edge.watch.recorded import (
     begin,
@@ -120,7 +120,48 @@ async def test_an_attempt_that_the_trainer_gave_up_is_not_under_way(tmp_path: Pa
         await proxy.admin.delete_session(agent.session.id)
     async with watching(tmp_path) as http:
         told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
-    assert (told["attempt"]["state"], told["group"]["flags"], len(told["turns"])) == ("given up", ["interrupted"], 1)
+    assert (told["attempt"]["state"], told["group"]["flags"], len(told["turns"])) == (
+        "given up",
+        ["interrupted", "given up"],
+        1,
+    )
+
+
+async def test_an_attempt_that_was_not_needed_is_marked_and_found_by_its_mark(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        kept, surplus = await begin(proxy, "task", 0), await begin(proxy, "task", 1)
+        for agent in (kept, surplus):
+            await agent.ask([user("hi")])
+        await kept.end(1.0)
+        await proxy.admin.delete_session(surplus.session.id)
+    write_texts(tmp_path, 1, [("task_0_0", 1.0, "a")])
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        (step,) = (await get(http, f"{at}/steps"))["steps"]
+        marked = await get(http, f"{at}/groups", step=1, flag="cut off by redundancy")
+        told = await get(http, f"{at}/attempt", key=surplus.session.id)
+    assert step["flags"]["cut off by redundancy"] == 1
+    assert (marked["matching"], "group_redundancy" in marked["flags"]["cut off by redundancy"]) == (1, True)
+    assert told["group"]["attempts"][1]["flags"][-1] == "cut off by redundancy"
+    assert len(told["turns"]) == 1
+
+
+async def test_attempts_that_hang_are_an_alarm_on_the_page_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_flight(tmp_path)
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("hi")])
+        for alive, silent_s in ((True, 300.0), (False, -10.0), (True, -10.0)):
+            monkeypatch.setattr(watched_groups, "SILENT_S", silent_s)
+            async with watching(tmp_path, alive=alive) as http:
+                at = await only_run(http)
+                page = (await http.get(f"api/{at}/page")).text
+                (group,) = (await get(http, f"{at}/groups", step="none"))["groups"]
+            hangs = alive and silent_s < 0
+            assert ("got no answer for five minutes: 1" in page) is hangs
+            assert ("silent" in group["flags"]) is hangs
 
 
 async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path: Path) -> None:
