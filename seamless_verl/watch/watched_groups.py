@@ -26,9 +26,9 @@ FLAGS: Mapping[str, str] = {
     "stale": "its first tokens are from weights two or more versions older than those that its step changed",
     "cut off by redundancy": "the trainer had taken as many attempts of its group as it needs, and ended this one "
     "(seamless.staleness.group_redundancy above 1), or its runner raised",
-    "given up": "the trainer ended it and trained none of its group: surplus (seamless.staleness.redundancy above 1), "
-    "failed, or begun anew",
-    "silent": "under way, and for five minutes it got no answer: its agent or a tool hangs, or its request waits that long",
+    "given up": "the trainer ended it: its group was surplus (seamless.staleness.redundancy above 1), failed, or was "
+    "begun anew",
+    "silent": "under way, and for five minutes without an answer: its agent or a tool hangs, or its request waits",
     "under way": "an attempt of it has not ended",
     "not finished": "an agent ended otherwise than by finishing",
 }
