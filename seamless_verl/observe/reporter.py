@@ -212,7 +212,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Records of a JSONL file; a last line cut short by a crash is left out. A missing file has no records."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -23,9 +23,10 @@ from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.rows import Row, build_rows
-from seamless_verl.watch import compared, readers, transcript, watched_groups
+from seamless_verl.watch import compared, long_texts, readers, transcript, watched_groups
 from seamless_verl.watch.attempt_time import AttemptTimes
 from seamless_verl.watch.index import RunIndex
+from seamless_verl.watch.long_texts import mark_of
 from seamless_verl.watch.run_places import JOURNALS, Place, files_of, standing
 from seamless_verl.watch.search import MOST, Search
 
@@ -225,8 +226,14 @@ class Watched:
                 "flags": watched_groups.FLAGS,
             }
 
-    def attempt(self, key: str) -> dict[str, Any]:
-        """Facts, turns and rows of one attempt, from the best source that is left of it.
+    def attempt(self, key: str, seen: str = "") -> dict[str, Any] | None:
+        """Facts, turns and rows of one attempt, from the best source that is left of it; of long texts the beginning.
+
+        Args:
+            seen: the ``mark`` of an earlier answer.
+
+        Returns:
+            ``None``: it would be that answer again. Nothing is read of the attempt to know that.
 
         Raises:
             NotThere: the run knows no such attempt.
@@ -234,28 +241,56 @@ class Watched:
         with self._lock:
             index = self._current()
             known = self._known(index, key)
-            decode = self._decode()
-            told: dict[str, Any] = {**self._head(index), "turns": [], "rows": [], "texts": []}
-            if known["index"] is not None:
-                told["texts"] = index.texts(known["group"], known["index"])
-            whole = self._whole(index, known)
-            if whole is not None:
-                session, answers = whole
-                rows = build_rows(session.tree)
-                told |= {"turns": transcript.conversation(session, answers, transcript.with_pictures(decode))}
-                told["attempt"] = transcript.facts(known, session)
-            else:
-                rows = self._closed_rows(known)
-                told["turns"] = transcript.told_by_rows(rows, decode)
-                told["attempt"] = transcript.facts(known, None)
-            told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
-            told["why_no_turns"] = "" if told["turns"] else self._why_nothing(known)
-            told["why_no_text"] = self._why_no_text
+            told: dict[str, Any] = self._head(index)
             told["group"] = watched_groups.groups_of(index.group(known["group"]), self._now())[0]
+            state = known["index"] is not None and index.state_of_texts(known["group"], known["index"])
+            told["mark"] = mark_of([known, told["group"], told["problems"], told["is_behind"], state])
+            if seen == told["mark"]:
+                return None
+            told |= self._content_of(index, known)
+            for part in ("turns", "texts"):
+                told[part] = long_texts.cut(told[part], part)
             return told
 
-    def tokens(self, key: str, row: int) -> dict[str, Any]:
-        """A row token by token.
+    def text(self, key: str, at: str) -> dict[str, str]:
+        """The whole of a text that `attempt` has the beginning of.
+
+        Args:
+            at: where it stands, as that says.
+
+        Raises:
+            NotThere: there is no such attempt, or no text there (any more).
+        """
+        with self._lock:
+            index = self._current()
+            found = long_texts.found(self._content_of(index, self._known(index, key)), at)
+        if found is None:
+            raise NotThere(f"attempt {key} has no text {at} (any more)")
+        return {"text": found}
+
+    def _content_of(self, index: RunIndex, known: dict[str, Any]) -> dict[str, Any]:
+        """What was said in an attempt, and what was made of it."""
+        decode = self._decode()
+        told: dict[str, Any] = {"texts": []}
+        if known["index"] is not None:
+            told["texts"] = index.texts(known["group"], known["index"])
+        whole = self._whole(index, known)
+        if whole is not None:
+            session, answers = whole
+            rows = build_rows(session.tree)
+            told["turns"] = transcript.conversation(session, answers, transcript.with_pictures(decode))
+            told["attempt"] = transcript.facts(known, session)
+        else:
+            rows = self._closed_rows(known)
+            told["turns"] = transcript.told_by_rows(rows, decode)
+            told["attempt"] = transcript.facts(known, None)
+        told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
+        told["why_no_turns"] = "" if told["turns"] else self._why_nothing(known)
+        told["why_no_text"] = self._why_no_text
+        return told
+
+    def tokens(self, key: str, row: int, seen: str = "") -> dict[str, Any] | None:
+        """A row token by token; ``seen`` and ``None`` as for `attempt`.
 
         Raises:
             NotThere: no such attempt or row, or its tokens are not recorded.
@@ -263,6 +298,10 @@ class Watched:
         with self._lock:
             index = self._current()
             known = self._known(index, key)
+            head = self._head(index)
+            mark = mark_of([known, row, head["problems"], head["is_behind"]])
+            if seen == mark:
+                return None
             whole = self._whole(index, known)
             rows = (
                 tuple(whole[0].images.released(made) for made in build_rows(whole[0].tree))
@@ -285,7 +324,7 @@ class Watched:
 
             told = transcript.token_view(rows[row], text_of)
             return {
-                **self._head(index), "attempt": known, "row": row, "num_rows": len(rows),
+                **head, "attempt": known, "row": row, "num_rows": len(rows), "mark": mark,
                 "why_no_text": self._why_no_text, **told,
             }  # fmt: skip
 

@@ -1,6 +1,6 @@
 // The steps of a run, and the groups of one step with their attempts side by side.
 
-import { ask, bar, duration, el, link, marks, number, part, range } from "./dom.js";
+import { ask, bar, brief, duration, el, link, marks, number, part, range } from "./dom.js";
 import { ofStep, times } from "./times.js";
 
 function notes(data) {
@@ -54,7 +54,7 @@ export const one = {
 
 export function groupBox(group, run, explained, here) {
   const [low, high] = range(group.attempts);
-  return el("section", { class: "group" }, el("h3", {}, group.attempts.find((one) => one.task)?.task ?? (group.group || "(no group)"), " ", marks(group.flags, explained)),
+  return el("section", { class: "group" }, el("h3", {}, brief(group.attempts.find((one) => one.task)?.task ?? (group.group || "(no group)")), " ", marks(group.flags, explained)),
     el("p", { class: "soft" }, "reward " + number(group.reward) + (group.seconds === null ? "" : " · slowest " + duration(group.seconds)) +
       (group.tokens === null ? "" : " · " + number(group.tokens) + " generated tokens")),
     el("div", { class: "strip" }, group.attempts.map((attempt) => el("a", {

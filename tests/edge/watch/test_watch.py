@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -382,6 +383,73 @@ async def test_a_line_cut_short_is_read_when_it_is_whole(tmp_path: Path) -> None
     async with watching(tmp_path) as http:
         (step,) = (await get(http, f"{at}/steps"))["steps"]
     assert step["attempts"] == 1
+
+
+async def test_broken_bytes_are_shown_as_such_and_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
+    write_texts(tmp_path, 1, [("task_0_0", 0.5, "x"), ("task_1_0", 1.0, "second")])
+    dump = tmp_path / "rows" / "1.jsonl"
+    broken = dump.read_bytes().replace(b'"x"', b'"caf\xe9 \xff\xfe au lait"')
+    deep = b'{"uid":"deep_0_0","step":' + b"[" * 200_000 + b"\n"
+    dump.write_bytes(b"no record\n" + deep + broken + b'{"uid":"task_2_0","step":"many"}\n')
+    recording = write_flight(tmp_path, _ended("s1", 0, 1.0, 2.0, "finished"))
+    with recording.open("ab") as file:
+        file.write(recording.read_bytes().splitlines()[-1].replace(b'"s1"', b'"s2\xff"') + b"\n")
+        file.write(b'{"event":"SessionEnded","at":3.0}\n')
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        steps = await get(http, f"{at}/steps")
+        told = await get(http, f"{at}/attempt", key="s1")
+        search = await get(http, f"{at}/search", text="au lait")
+        ended = await get(http, f"{at}/attempt", key="s2\ufffd")
+    problems = sorted(steps["problems"])
+    assert problems[0].startswith("flight/trainer.jsonl: 1 line is no record")
+    assert problems[1].startswith("rows/1.jsonl: 3 lines are no record")
+    assert told["texts"][0]["output"] == "caf\ufffd \ufffd\ufffd au lait"
+    assert [find["found"] for find in search["found"]] == ["au lait"]
+    assert ended["attempt"]["status"] == "finished"
+
+
+async def test_of_a_long_text_the_beginning_is_sent_and_what_was_seen_is_not_sent_again(tmp_path: Path) -> None:
+    line = "x" * 10_000_000
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("y" * 30_000)])
+        await agent.end(1.0)
+    write_texts(tmp_path, 1, [("old_0_0", 0.5, line)])
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
+        at = await only_run(http)
+        answer = await http.get(f"api/{at}/attempt", params={"key": "old~0"})
+        told = answer.json()
+        again = await http.get(f"api/{at}/attempt", params={"key": "old~0", "seen": told["mark"]})
+        whole = await get(http, f"{at}/text", key="old~0", at=told["texts"][0]["output"]["at"])
+        kept = await get(http, f"{at}/attempt", key=agent.session.id)
+        given = await get(http, f"{at}/text", key=agent.session.id, at=kept["turns"][0]["given"]["at"])
+        nothing = await http.get(f"api/{at}/text", params={"key": "old~0", "at": "texts.7.output"})
+        row = await get(http, f"{at}/tokens", key=agent.session.id)
+        row_again = await http.get(f"api/{at}/tokens", params={"key": agent.session.id, "seen": row["mark"]})
+        write_texts(tmp_path, 1, [("old_0_0", 0.5, "short")])
+        await asyncio.sleep(0.6)
+        changed = await http.get(f"api/{at}/attempt", params={"key": "old~0", "seen": told["mark"]})
+    assert len(answer.content) < 100_000
+    assert told["texts"][0]["output"] == {"part": line[:20_000], "of": len(line), "at": "texts.0.output"}
+    assert whole["text"] == line
+    assert (again.status_code, again.content, row_again.status_code) == (204, b"", 204)
+    assert "y" * 30_000 in given["text"]
+    assert nothing.status_code == 404
+    assert changed.json()["texts"][0]["output"] == "short"
+
+
+async def test_a_journal_with_broken_text_shows_its_sessions(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task", task="sort")
+        await agent.ask([user("hi")])
+        await agent.end(1.0)
+    with sqlite3.connect(tmp_path / "proxy" / "agent_loop_worker_0" / "kept.sqlite") as db:
+        db.execute("UPDATE sessions SET spec = CAST(replace(CAST(spec AS BLOB), 'sort', X'736FFF74') AS TEXT)")
+    db.close()
+    async with watching(tmp_path) as http:
+        told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
+    assert (told["attempt"]["task"], len(told["turns"]), told["problems"]) == ("so\ufffdt", 1, [])
 
 
 async def test_where_the_folder_cannot_be_written_the_index_is_elsewhere(tmp_path: Path) -> None:
