@@ -21,6 +21,7 @@ from typing import Any
 
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.watch import readers
+from seamless_verl.watch.index_file import opened
 from seamless_verl.watch.readers import AttemptFacts, TrainedText
 from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 
@@ -68,7 +69,7 @@ class RunIndex:
         self._place = place
         self._scratch = tempfile.TemporaryDirectory(prefix="seamless-watch-")
         self.scratch = Path(self._scratch.name)
-        self.where, self._db = self._open()
+        self.where, self._db = opened((place, self.scratch), INDEX, _SCHEMA, _VERSION)
         self._open_sessions: dict[str, dict[str, int]] = {}
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
@@ -356,35 +357,6 @@ class RunIndex:
             text = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
             found.append({"row": row, "step": step, "score": score, **text})
         return found
-
-    # ------------------------------------------------------------ the file
-
-    def _open(self) -> tuple[Path, sqlite3.Connection]:
-        for where in (self._place / INDEX, self.scratch / INDEX):
-            try:
-                return where, self._opened(where)
-            except sqlite3.Error:
-                continue
-        raise sqlite3.OperationalError(f"no index can be written in {self._place} or {self.scratch}")
-
-    @staticmethod
-    def _opened(where: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=0.5)
-        try:
-            if db.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
-                db.close()
-                where.unlink(missing_ok=True)
-                db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=0.5)
-                db.executescript(_SCHEMA)
-            db.execute("PRAGMA synchronous = OFF")  # it can be made again
-            # Held from here on, so that another server of this run makes an index of its own.
-            db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            db.execute("BEGIN EXCLUSIVE")
-            db.execute("COMMIT")
-        except sqlite3.Error:
-            db.close()
-            raise
-        return db
 
     def _begin_anew(self) -> None:
         for table in ("sources", "attempts", "texts", "groups", "summaries"):

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from seamless_verl.observe.reporter import read_records
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_sessions, read_turns, restore, unpack
 from seamless_verl.proxy.session.sessions import TASK, Session, SessionState
@@ -242,6 +243,14 @@ def facts_of_rows(rows: list[dict[str, Any]]) -> AttemptFacts:
         oldest=min((span[2] for span in spans), default=None),
         newest=max((span[2] for span in spans), default=None),
     )
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """As many whole records of ours as there are: of a file that is broken in its middle, the others."""
+    try:
+        return read_records(file)
+    except ValueError:
+        return [record for _, line in new_lines(file, 0).lines if (record := json_of(line)) is not None]
 
 
 def json_of(line: bytes) -> dict[str, Any] | None:

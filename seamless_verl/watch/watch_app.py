@@ -3,7 +3,7 @@
     GET /TOKEN/                             the page        /TOKEN/static/…  its scripts and styles
     GET /TOKEN/api/runs                     all places
     GET /TOKEN/api/run/ID/page              the report's page, as the Run view takes it apart
-    GET /TOKEN/api/run/ID/steps, groups, attempt, text, tokens, times, search; figures, for comparing
+    GET /TOKEN/api/run/ID/steps, groups, partings, attempt, text, tokens, times, search; figures, for comparing
 
 Who may read is decided before any route: the token in constant time; only the names under which this server was bound
 (another name is a page elsewhere that had its own name point here); no other origin. Answers may be neither framed, nor
@@ -225,6 +225,10 @@ def _serve_runs(app: FastAPI, places: Places) -> None:
     @app.get("/api/run/{run}/attempt")
     def attempt(run: str, key: str, seen: str = "") -> Response:
         return _unless_seen(run_of(run).attempt(key, seen))
+
+    @app.get("/api/run/{run}/partings")
+    def partings(run: str, group: str) -> Response:
+        return _json(run_of(run).partings(group))
 
     @app.get("/api/run/{run}/text")
     def text(run: str, key: str, at: str) -> Response:

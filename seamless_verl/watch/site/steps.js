@@ -52,6 +52,41 @@ export const one = {
   },
 };
 
+// Asked for by a click, kept as long as the page is.
+const parted = new Map();
+function partings(group, run) {
+  const name = run + "/" + group.group, place = el("div", { class: "partings" });
+  if (group.attempts.length < 2) return "";
+  const shows = () => place.replaceChildren(...[
+    el("button", { title: "the turn and the token at which each attempt leaves the first one", onclick: reads }, "where do they part?"),
+    ...(parted.has(name) ? parting(parted.get(name), group, run) : [])].filter(Boolean));
+  const reads = async () => {
+    parted.set(name, await ask("run/" + part(run) + "/partings?group=" + part(group.group)).catch((error) => ({ why: error.message })));
+    shows();
+  };
+  shows();
+  return place;
+}
+
+function parting(told, group, run) {
+  const numbers = new Map(group.attempts.map((one) => [one.key, one.index ?? one.key.slice(0, 8)]));
+  const to = (key, turn) => "/run/" + part(run) + "/attempt/" + part(key) + (turn === null ? "" : "?turn=" + turn);
+  if (told.why) return [el("p", { class: "soft" }, told.why)];
+  if (told.first === null) return [el("p", { class: "soft" }, "Neither tokens nor text of these attempts are left to compare.")];
+  return [el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "attempt"), el("th", {}, "parts from attempt " + numbers.get(told.first)), el("th", {}, "both"), el("th", {}, "attempt " + numbers.get(told.first)), el("th", {}, "this one"))),
+    el("tbody", {}, told.parted.map((one) => el("tr", {}, el("td", {}, link(to(one.key, one.turn), "attempt " + numbers.get(one.key))), el("td", {}, placed(one, told.unit)),
+      [one.before, one.first, one.this].map((text) => el("td", { class: "said" }, brief(text, 400))))))),
+  told.missing.length ? el("p", { class: "soft" }, "Nothing is left of attempt " + told.missing.map((key) => numbers.get(key)).join(", ") + ".") : null];
+}
+
+function placed(one, unit) {
+  const after = (count) => "after " + count.toLocaleString("en") + " " + unit + (count === 1 ? "" : "s");
+  if (one.place === "same") return "nowhere: the same " + one.at.toLocaleString("en") + " " + unit + "s";
+  if (one.turn === null) return after(one.at) + " of the text";
+  if (one.place === "end") return "one ends where the other goes on, " + after(one.at);
+  return (one.place === "answer" ? "in its answer of turn " : "in what it was given for turn ") + one.turn + ", " + after(one.into);
+}
+
 export function groupBox(group, run, explained, here) {
   const [low, high] = range(group.attempts);
   return el("section", { class: "group" }, el("h3", {}, brief(group.attempts.find((one) => one.task)?.task ?? (group.group || "(no group)")), " ", marks(group.flags, explained)),
@@ -60,7 +95,7 @@ export function groupBox(group, run, explained, here) {
     el("div", { class: "strip" }, group.attempts.map((attempt) => el("a", {
       href: "#/run/" + part(run) + "/attempt/" + part(attempt.key), "data-item": true,
       class: attempt.key === here ? "here" : "", title: about(attempt) },
-      bar(attempt.reward, low, high, ""), el("small", {}, number(attempt.reward, 2)), attempt.flags.length ? el("b", {}, "•") : null))));
+      bar(attempt.reward, low, high, ""), el("small", {}, number(attempt.reward, 2)), attempt.flags.length ? el("b", {}, "•") : null))), partings(group, run));
 }
 
 function about(attempt) {

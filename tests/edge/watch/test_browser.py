@@ -210,6 +210,10 @@ QUESTIONS: dict[str, tuple[list[str], str]] = {
         [STEPS, 'tr:has(a:text-is("2")) a:has-text("not finished")', '.strip a[title*="failed"]'],
         "ValueError: no such file",
     ),
+    "where do the attempts of this prompt part?": (
+        [STEPS, SECOND, '.group:has-text("sort_list") >> button:has-text("where do they part")'],
+        "one ends where the other goes on",
+    ),
     "what did the agent see and say in its third turn?": ([STEPS, SECOND, ".strip a >> nth=0"], "thank you"),
     "which tokens came from old weights?": (
         [STEPS, 'tr:has(a:text-is("2")) a:has-text("interrupted")', ".strip a >> nth=0", 'a:has-text("row 0")'],

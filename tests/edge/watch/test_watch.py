@@ -189,6 +189,31 @@ async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path
     assert "drifted" in told["group"]["flags"]
 
 
+async def test_where_the_attempts_of_a_group_part_is_told_from_tokens_and_from_texts(tmp_path: Path) -> None:
+    async with training(tmp_path, lambda prompt: "well" if "again" in prompt else "ok") as proxy:
+        agents = [await begin(proxy, "task", index) for index in range(3)]
+        for agent, more in zip(agents, ("more", "more", "again"), strict=True):
+            said = [user("hi")]
+            said = [*said, await agent.ask(said), user(more)]
+            await agent.ask(said)
+        for agent in agents:
+            await agent.end(1.0)
+    write_texts(tmp_path, 1, [("old_0_0", 1.0, "the same, then this"), ("old_1_0", 0.0, "the same, then that")])
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
+        at = await only_run(http)
+        told = await get(http, f"{at}/partings", group="task")
+        texts = await get(http, f"{at}/partings", group="old")
+        nobody = await http.get(f"api/{at}/partings", params={"group": "nobody"})
+    same, other = told["parted"]
+    assert (told["first"], told["unit"], told["missing"]) == (agents[0].session.id, "token", [])
+    assert (same["key"], same["place"]) == (agents[1].session.id, "same")
+    assert (other["key"], other["place"], other["turn"]) == (agents[2].session.id, "given", 1)
+    assert (other["first"].startswith("more"), other["this"].startswith("again")) == (True, True)
+    (parted,) = texts["parted"]
+    assert (texts["unit"], parted["at"], parted["first"], parted["this"]) == ("character", 17, "is", "at")
+    assert nobody.status_code == 404
+
+
 async def test_a_recording_of_the_proxy_alone_is_shown_from_its_rows(tmp_path: Path) -> None:
     record = tmp_path / "recorded"
     record.mkdir()
