@@ -128,6 +128,13 @@ class RunDigest:
         total = sum(stop - start for start, stop in idle)
         return sum(overlap(busy, start, stop) for start, stop in idle) / total if total else 0.0
 
+    def device_s_per_token(self) -> float | None:
+        """Device-seconds in steps per token that carried a gradient, over steps with both known; ``None``: none has."""
+        spans = {span.step: sum(sum(seconds.values()) for seconds in span.pools.values()) for span in self.step_spans}
+        known = [record for record in self.steps if spans.get(record["step"])]
+        tokens = sum(record["tokens_per_s"] * record["step_s"] for record in known)
+        return sum(spans[record["step"]] for record in known) / tokens if tokens else None
+
     def pools_in_steps(self) -> dict[str, dict[Category, float]]:
         """Device-seconds inside of training steps; validation and what lies between steps is left out."""
         found: dict[str, dict[Category, float]] = {}

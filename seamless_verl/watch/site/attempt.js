@@ -32,19 +32,23 @@ export function draw(main, data, { run, key, turn }) {
 }
 
 function facts(attempt) {
-  const told = [["reward", number(attempt.reward)], ["trained in step", attempt.step ?? "none known"], ["task", attempt.task ?? "not recorded"], ["group", attempt.group], ["session", attempt.session ?? "not recorded"],
-    ...(attempt.detail ? [["what went wrong", attempt.detail]] : []), ["turns", number(attempt.turns)], ["generated tokens", number(attempt.tokens)], ["time", duration(attempt.seconds)],
-    ["weight versions", attempt.oldest === null || attempt.oldest === undefined ? "–" : attempt.oldest === attempt.newest ? attempt.oldest : attempt.oldest + " to " + attempt.newest],
-    ["answers cut off", number(attempt.cut)], ["taken over by new weights", number(attempt.seams)],
-    ["drift", Object.entries(attempt.drift).map(([reason, count]) => count + " × " + reason.replaceAll("_", " ")).join(", ") || "none"], ["began", when(attempt.began)]];
-  return el("dl", {}, told.map(([name, value]) => [el("dt", {}, name), el("dd", {}, brief(value, 2000))]));
+  const known = attempt.oldest !== null && attempt.oldest !== undefined;
+  const told = [["reward", number(attempt.reward), "what the agent's runner gave it"], ["trained in step", attempt.step ?? "none known", "whose rows it is part of, as verl wrote them down"],
+    ["task", attempt.task ?? "not recorded", "its name in the data"], ["group", attempt.group, "attempts at the same prompt; advantages compare them"], ["session", attempt.session ?? "not recorded", "its name at the proxy"],
+    ...(attempt.detail ? [["what went wrong", attempt.detail, "in the runner's words"]] : []),
+    ["turns", number(attempt.turns), "requests that were answered"], ["generated tokens", number(attempt.tokens), "of all answers"], ["time", duration(attempt.seconds), "from its beginning to its end, tools included"],
+    ["weight versions", !known ? "–" : attempt.oldest === attempt.newest ? attempt.oldest : attempt.oldest + " to " + attempt.newest, "that generated its tokens, the oldest and the newest"],
+    ["answers cut off", number(attempt.cut), "that ended at their limit of tokens"], ["taken over by new weights", number(attempt.seams), "places within answers from which newer weights went on"],
+    ["drift", Object.entries(attempt.drift).map(([reason, count]) => count + " × " + reason.replaceAll("_", " ")).join(", ") || "none", "why requests did not continue what was recorded; the turn says what each means"],
+    ["began", when(attempt.began), "in this browser's time"]];
+  return el("dl", {}, told.map(([name, value, title]) => [el("dt", { title }, name), el("dd", { title }, brief(value, 2000))]));
 }
 
 function rewards(attempt) {
-  const told = [...Object.entries(attempt.rewards ?? {}).map(([name, value]) => [name, number(value)]),
-    ...Object.entries(attempt.sampling ?? {}).map(([name, value]) => ["sampling: " + name, JSON.stringify(value)]),
-    ...Object.entries(attempt.metadata ?? {}).map(([name, value]) => ["metadata: " + name, JSON.stringify(value)])];
-  return told.length ? el("dl", {}, told.map(([name, value]) => [el("dt", {}, name), el("dd", {}, brief(value, 2000))])) : null;
+  const told = [...Object.entries(attempt.rewards ?? {}).map(([name, value]) => [name, number(value), "a part of the reward"]),
+    ...Object.entries(attempt.sampling ?? {}).map(([name, value]) => ["sampling: " + name, JSON.stringify(value), "decided by the trainer for every request"]),
+    ...Object.entries(attempt.metadata ?? {}).map(([name, value]) => ["metadata: " + name, JSON.stringify(value), "given when the session was opened"])];
+  return told.length ? el("dl", {}, told.map(([name, value, title]) => [el("dt", { title }, name), el("dd", { title }, brief(value, 2000))])) : null;
 }
 
 // How many branches lie between a turn and the beginning: a turn that its parent's first child follows stays level.

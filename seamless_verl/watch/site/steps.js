@@ -9,11 +9,14 @@ function notes(data) {
   return told.length ? el("ul", { class: "problems" }, told.map((one) => el("li", {}, one))) : "";
 }
 
+const HEADS = [["step", "training step; attempts that none is known to have trained stand at the end"], ["groups", "prompts, each with its attempts"], ["attempts", "of agents, in these groups"],
+  ["reward", "mean over the rollouts of the step"], ["time", "of the step, from its beginning to its end"], ["trained tokens/s", "tokens that carried a gradient, over the time of the step"],
+  ["staleness ≤", "most versions between the weights of a row's first token and those that the step changed"], ["groups that are", "how many groups have an attempt like that; a click shows them"]];
+
 export const all = {
   again_s: 2,
   load: ({ run }) => ask("run/" + part(run) + "/steps"),
   draw(main, data, { run }) {
-    const heads = ["step", "groups", "attempts", "reward", "time", "trained tokens/s", "staleness ≤", "groups that are"];
     const rows = data.steps.map((step) => el("tr", {},
       el("td", {}, link("/run/" + part(run) + "/step/" + part(step.step), step.step === "none" ? "not trained, or not said by which step" : step.step)),
       el("td", {}, number(step.groups)), el("td", {}, number(step.attempts)), el("td", {}, number(step.reward)), el("td", {}, duration(step.step_s)),
@@ -21,7 +24,7 @@ export const all = {
       el("td", {}, Object.entries(step.flags).map(([flag, count]) =>
         el("a", { href: "#/run/" + part(run) + "/step/" + part(step.step) + "?flag=" + part(flag), class: "mark", title: data.flags[flag] }, count + " × " + flag)))));
     main.replaceChildren(el("h1", {}, "Steps"), notes(data), rows.length
-      ? el("section", {}, el("table", {}, el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))), el("tbody", {}, rows)))
+      ? el("section", {}, el("table", {}, el("thead", {}, el("tr", {}, HEADS.map(([name, title]) => el("th", { title }, name)))), el("tbody", {}, rows)))
       : el("p", { class: "absent" }, "No attempt of an agent is recorded here yet. verl's own agent loops leave none; rows are kept where trainer.rollout_data_dir names a folder."));
   },
 };
@@ -73,7 +76,8 @@ function parting(told, group, run) {
   const to = (key, turn) => "/run/" + part(run) + "/attempt/" + part(key) + (turn === null ? "" : "?turn=" + turn);
   if (told.why) return [el("p", { class: "soft" }, told.why)];
   if (told.first === null) return [el("p", { class: "soft" }, "Neither tokens nor text of these attempts are left to compare.")];
-  return [el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "attempt"), el("th", {}, "parts from attempt " + numbers.get(told.first)), el("th", {}, "both"), el("th", {}, "attempt " + numbers.get(told.first)), el("th", {}, "this one"))),
+  return [el("table", {}, el("thead", {}, el("tr", {}, [["attempt", "of the group"], ["parts from attempt " + numbers.get(told.first), "the first of the group of which something is left"], ["both", "the last text that both share"],
+    ["attempt " + numbers.get(told.first), "how that one goes on"], ["this one", "how this one goes on"]].map(([name, title]) => el("th", { title }, name)))),
     el("tbody", {}, told.parted.map((one) => el("tr", {}, el("td", {}, link(to(one.key, one.turn), "attempt " + numbers.get(one.key))), el("td", {}, placed(one, told.unit)),
       [one.before, one.first, one.this].map((text) => el("td", { class: "said" }, brief(text, 400))))))),
   told.missing.length ? el("p", { class: "soft" }, "Nothing is left of attempt " + told.missing.map((key) => numbers.get(key)).join(", ") + ".") : null];

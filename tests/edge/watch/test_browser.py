@@ -268,6 +268,20 @@ async def _act(page: Any, click: str) -> None:
 
 @in_browser
 @pytest.mark.timeout(240)
+async def test_every_head_and_fact_says_what_it_is_on_hover(tmp_path: Path) -> None:
+    async with two_runs(tmp_path / "runs") as key, watching(tmp_path / "runs") as http, browsing() as page:
+        runs = {run["name"]: run["id"] for run in (await get(http, "runs"))["runs"]}
+        at = f"run/{runs['good']}"
+        untold = "[...document.querySelectorAll('thead th, dl dt')].filter((one) => one.textContent && !one.title)"
+        for path, drawn in (("/", "table"), (f"/{at}/steps", "table"), (f"/{at}/attempt/{key}", "dl dt")):
+            await page.goto(f"{http.base_url}#{path}")
+            await page.wait_for_selector(drawn)
+            assert await page.evaluate(f"{untold}.map((one) => one.textContent)") == []
+            assert await page.evaluate("document.querySelectorAll('thead th[title], dl dt[title]').length") >= 6
+
+
+@in_browser
+@pytest.mark.timeout(240)
 async def test_keys_dark_and_a_turn_that_comes(tmp_path: Path) -> None:
     async with (
         training(tmp_path) as proxy,
