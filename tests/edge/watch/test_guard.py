@@ -17,7 +17,7 @@ from seamless_verl.cli import main
 from tests.edge.watch.recorded import TOKEN, watching, write_flight
 
 ROUTES = ["", "static/main.js", "static/page.css", "api/runs", "api/run/x/page", "api/run/x/steps", "api/run/x/groups",
-          "api/run/x/attempt", "api/run/x/tokens", "api/run/x/figures", "api/run/x/times",
+          "api/run/x/attempt", "api/run/x/text", "api/run/x/partings", "api/run/x/tokens", "api/run/x/figures", "api/run/x/times",
           "api/run/x/search", "openapi.json", "docs", "nothing"]  # fmt: skip
 
 
