@@ -159,7 +159,7 @@ async def test_a_line_of_ten_megabytes_leaves_the_page_usable(tmp_path: Path) ->
         assert await page.evaluate(end)
         await page.keyboard.press("s")
         await page.get_by_role("heading", name="Steps").wait_for()
-        assert time.monotonic() - began < 10.0  # it takes a second or so
+        assert time.monotonic() - began < 15.0  # 4 s on two busy cores
 
 
 @asynccontextmanager
