@@ -68,6 +68,7 @@ class RunDigest:
         lanes, books: one entry per slice.
         versions: ``(time, weight version)``.
         steps, validations: records of the run folder.
+        guard: by step, how far rows computed with ``seamless.shared_prefix`` and without it were apart.
         lost: events that the recorder dropped.
         memory: one entry per slice whose memory was counted.
         weights_checked: loans whose weights were the published ones (True), and those whose were not.
@@ -93,6 +94,7 @@ class RunDigest:
     weights_checked: Mapping[bool, int]
     steps: tuple[Mapping[str, Any], ...]
     validations: tuple[Mapping[str, Any], ...]
+    guard: tuple[Mapping[str, Any], ...]
 
     @property
     def outcome(self) -> str | None:
@@ -126,6 +128,13 @@ class RunDigest:
         total = sum(stop - start for start, stop in idle)
         return sum(overlap(busy, start, stop) for start, stop in idle) / total if total else 0.0
 
+    def device_s_per_token(self) -> float | None:
+        """Device-seconds in steps per token that carried a gradient, over steps with both known; ``None``: none has."""
+        spans = {span.step: sum(sum(seconds.values()) for seconds in span.pools.values()) for span in self.step_spans}
+        known = [record for record in self.steps if spans.get(record["step"])]
+        tokens = sum(record["tokens_per_s"] * record["step_s"] for record in known)
+        return sum(spans[record["step"]] for record in known) / tokens if tokens else None
+
     def pools_in_steps(self) -> dict[str, dict[Category, float]]:
         """Device-seconds inside of training steps; validation and what lies between steps is left out."""
         found: dict[str, dict[Category, float]] = {}
@@ -144,12 +153,14 @@ def digest(
     *,
     start_up_s: Mapping[str, float] | None = None,
     running: bool = False,
+    guard: Sequence[Mapping[str, Any]] = (),
 ) -> RunDigest:
     """Args:
     steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
         the last counts.
     start_up_s: of ``summary.json``.
     running: whether the process of the run lives.
+    guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
     """
     stretches: defaultdict[str, list[Stretch]] = defaultdict(list)
     ledger = Ledger(lambda stretch: stretches[stretch.slice].append(stretch))
@@ -182,6 +193,7 @@ def digest(
         weights_checked=tallies.weights_checked,
         steps=tuple({record["step"]: record for record in steps}.values()),
         validations=tuple(validations),
+        guard=tuple({record["step"]: record for record in guard}.values()),
     )
 
 

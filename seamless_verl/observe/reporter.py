@@ -148,7 +148,8 @@ def finite(value: Any) -> Any:
 
 STEPS, METRICS, VALIDATION, EPOCHS = "steps.jsonl", "metrics.jsonl", "validation.jsonl", "curriculum.jsonl"
 _BAR = 20  # characters of the progress bar
-_MOST_OFF, _MOST_NORM_OFF = 0.05, 0.1
+MOST_OFF, MOST_NORM_OFF = 0.05, 0.1
+"""How far rows computed both ways may differ, in the mean and in the gradient's norm."""
 
 
 class Reporter:
@@ -211,7 +212,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Records of a JSONL file; a last line cut short by a crash is left out. A missing file has no records."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -271,11 +272,11 @@ def _computed_once(report: StepReport) -> Iterator[str]:
 def computed_once_alarm(role: str, metrics: Mapping[str, Any]) -> str | None:
     """Where rows computed both ways (``shared_prefix/guard.py``) differ by more than bfloat16 explains."""
     off, norm = (metrics.get(f"{role}/shared_prefix/{name}", 0.0) for name in ("off", "grad_norm_off"))
-    if off <= _MOST_OFF and norm <= _MOST_NORM_OFF:  # not so for NaN
+    if off <= MOST_OFF and norm <= MOST_NORM_OFF:  # not so for NaN
         return None
     return (
         f"ALARM: the {role} computed two rows with seamless.shared_prefix and without: outputs differ by {off:.2g} in "
-        f"the mean (at most {_MOST_OFF}), the gradient's norm by {norm:.0%} (at most {_MOST_NORM_OFF:.0%}). Stop, and "
+        f"the mean (at most {MOST_OFF}), the gradient's norm by {norm:.0%} (at most {MOST_NORM_OFF:.0%}). Stop, and "
         "write seamless.shared_prefix=off"
     )
 

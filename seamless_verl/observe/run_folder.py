@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.digest import RunDigest, digest
 from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import FLIGHT, Recording, read_recording
-from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
+from seamless_verl.observe.reporter import METRICS, STEPS, VALIDATION, read_records
 
 REPORT, CONFIG, SUMMARY, LOGS = "report.html", "config.yaml", "summary.json", "logs"
 
@@ -46,6 +47,7 @@ def load_digest(run: Path, *, running: bool = False) -> RunDigest:
         read_records(run / VALIDATION),
         start_up_s=_start_up(run),
         running=running,
+        guard=_guard(run),
     )
 
 
@@ -94,6 +96,16 @@ def _why_nothing(run: Path, *, running: bool) -> str:
     if points:
         return f"{run} is a sweep; choose one of its points: {' '.join(str(point) for point in points)}"
     return f"{run} is no run folder: it has neither {FLIGHT}/ nor {STEPS}"
+
+
+def _guard(run: Path) -> list[dict[str, Any]]:
+    """What ``metrics.jsonl`` tells of rows computed both ways; nothing where a line of it is broken."""
+    try:
+        records = read_records(run / METRICS)
+    except ValueError:
+        return []
+    kept = ({k: v for k, v in record.items() if k == "step" or "/shared_prefix/" in k} for record in records)
+    return [record for record in kept if len(record) > 1 and "step" in record]
 
 
 def _start_up(run: Path) -> dict[str, float]:

@@ -54,11 +54,28 @@ class Rows:
 
 
 @dataclass(slots=True)
+class GroupRewards:
+    """Attempts of one group that ended.
+
+    Attributes:
+        at: when the last of them did.
+        validation: one of them ended while the trainer validated.
+    """
+
+    at: float
+    low: float
+    high: float
+    attempts: int
+    validation: bool
+
+
+@dataclass(slots=True)
 class Sessions:
     """Attempts of agents that ended, validation included.
 
     Attributes:
         spans: when each was under way.
+        groups: rewards by group.
     """
 
     ended: int = 0
@@ -67,6 +84,7 @@ class Sessions:
     spans: list[tuple[float, float]] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     drift: Counter[str] = field(default_factory=Counter)
+    groups: dict[str, GroupRewards] = field(default_factory=dict)
 
 
 class Tallies:
@@ -214,6 +232,13 @@ class Tallies:
         self.sessions.spans.append((event.at - event.seconds, event.at))
         self.sessions.statuses[event.status] += 1
         self.sessions.drift.update(event.drift)
+        validation = flight.Phase.VALIDATE in self._nested
+        group = self.sessions.groups.setdefault(
+            event.group, GroupRewards(event.at, event.reward, event.reward, 0, validation)
+        )
+        group.at, group.attempts = event.at, group.attempts + 1
+        group.low, group.high = min(group.low, event.reward), max(group.high, event.reward)
+        group.validation |= validation
 
     def _rows_trained(self, event: flight.RowsTrained) -> None:
         self.rows.staleness.update(event.staleness)

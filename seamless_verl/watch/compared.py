@@ -60,7 +60,7 @@ def _facts(run: RunDigest) -> Iterator[tuple[str, str, str]]:
     if total:
         idle = sum(seconds[category] for seconds in pools.values() for category in IDLE)
         yield "idle", share(idle / total), "of the device time in steps: waiting for data, work or stragglers"
-    if (cost := device_s_per_token(run)) is not None:
+    if (cost := run.device_s_per_token()) is not None:
         told = f"{duration(cost * 1000)}"
         yield "device time per 1,000 trained tokens", told, "device time in steps, over tokens that carried a gradient"
     for name, values, about in (
@@ -72,11 +72,3 @@ def _facts(run: RunDigest) -> Iterator[tuple[str, str, str]]:
             yield f"{name}, 90 %", si(quantile(values, 0.9)), about
     if run.sessions.ended:
         yield "turns of an attempt", f"{run.sessions.turns / run.sessions.ended:.2f}", "mean"
-
-
-def device_s_per_token(run: RunDigest) -> float | None:
-    """Device-seconds in steps per token that carried a gradient, over steps with both known; ``None``: no such step."""
-    spans = {span.step: sum(sum(seconds.values()) for seconds in span.pools.values()) for span in run.step_spans}
-    known = [record for record in run.steps if spans.get(record["step"])]
-    tokens = sum(record["tokens_per_s"] * record["step_s"] for record in known)
-    return sum(spans[record["step"]] for record in known) / tokens if tokens else None

@@ -21,11 +21,12 @@ from typing import Any
 
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.watch import readers
+from seamless_verl.watch.index_file import opened
 from seamless_verl.watch.readers import AttemptFacts, TrainedText
 from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 
 INDEX = "watch.sqlite"
-_VERSION = 3
+_VERSION = 5
 _MOST_KEPT = 25  # sessions per update
 _MOST_BYTES = 1 << 22  # per update, so that a click is answered while a large run is still being read
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
@@ -33,7 +34,8 @@ _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "sessi
 _NAMES = {"group": "grp"}
 _QUOTED = tuple(f'"{_NAMES.get(name, name)}"' for name in _FACTS)
 _SCHEMA = f"""
-CREATE TABLE sources (file TEXT PRIMARY KEY, mark INTEGER, problem TEXT, changed_ns INTEGER) WITHOUT ROWID;
+CREATE TABLE sources (file TEXT PRIMARY KEY, mark INTEGER, problem TEXT, changed_ns INTEGER,
+    unread INTEGER) WITHOUT ROWID;
 CREATE TABLE attempts (session TEXT PRIMARY KEY, {", ".join(_QUOTED)}, file TEXT) WITHOUT ROWID;
 CREATE INDEX attempts_of ON attempts (grp, "index");
 CREATE INDEX attempts_in ON attempts (file) WHERE file IS NOT NULL;
@@ -67,11 +69,11 @@ class RunIndex:
         self._place = place
         self._scratch = tempfile.TemporaryDirectory(prefix="seamless-watch-")
         self.scratch = Path(self._scratch.name)
-        self.where, self._db = self._open()
+        self.where, self._db = opened((place, self.scratch), INDEX, _SCHEMA, _VERSION)
         self._open_sessions: dict[str, dict[str, int]] = {}
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
-        self._budget = 0
+        self._budget = self._unread = 0
         self.is_behind = True
 
     def close(self) -> None:
@@ -128,23 +130,28 @@ class RunIndex:
         self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
 
     def problems(self) -> list[tuple[str, str]]:
-        """Files that could not be read, and why."""
-        return list(self._db.execute("SELECT file, problem FROM sources WHERE problem != ''"))
+        """Files that could not be read, or not all lines of which, and why."""
+        found = self._db.execute("SELECT file, problem, unread FROM sources WHERE problem != '' OR unread")
+        return [(file, "; ".join(filter(None, (problem, _unread(unread))))) for file, problem, unread in found]
 
     def _guarded(self, file: Path, read: Any) -> None:
         name = str(file.relative_to(self._place))
-        known = self._db.execute("SELECT mark, problem, changed_ns FROM sources WHERE file = ?", (name,)).fetchone()
-        mark, problem, changed_ns = known or (0, "", 0)
+        asked = "SELECT mark, problem, changed_ns, unread FROM sources WHERE file = ?"
+        known = self._db.execute(asked, (name,)).fetchone()
+        mark, problem, changed_ns, unread = known or (0, "", 0, 0)
+        self._unread = 0
         try:
             now_ns = file.stat().st_mtime_ns
             if read == self._read_rows and mark and changed_ns != now_ns:
                 self._forget_texts(name)
-                mark = 0
+                mark = unread = 0
             mark, problem, changed_ns = read(file, name, mark), "", now_ns
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError, IndexError) as error:
             problem = f"{type(error).__name__}: {error}"
-        if (mark, problem, changed_ns) != known:
-            self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?)", (name, mark, problem, changed_ns))
+        unread += self._unread
+        if (mark, problem, changed_ns, unread) != known:
+            values = (name, mark, problem, changed_ns, unread)
+            self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", values)
 
     def _new_lines(self, file: Path, mark: int) -> readers.Lines:
         found = readers.new_lines(file, mark, self._budget)
@@ -156,16 +163,19 @@ class RunIndex:
         found = self._new_lines(file, mark)
         if found.lines:
             self._put(readers.ended_attempts(found, readers.clock_offset(file)), None)
+            self._unread += found.unread
         return found.end
 
     def _read_rows(self, file: Path, name: str, mark: int) -> int:
         if not mark and self._budget > 0 and (rows := readers.closed_session(file)):
             self._put([readers.facts_of_rows(rows)], name)
             size = file.stat().st_size
+            self._unread += max(0, sum(1 for line in file.read_bytes().splitlines() if line.strip()) - len(rows))
             self._budget -= size
             return size
         found = self._new_lines(file, mark)
         self._put_texts(list(readers.trained_texts(found)), name)
+        self._unread += found.unread
         return found.end
 
     def _read_kept(self, file: Path, name: str, mark: int) -> int:
@@ -255,6 +265,11 @@ class RunIndex:
     def has_untrained(self) -> bool:
         return self._db.execute("SELECT 1 FROM groups WHERE step IS NULL LIMIT 1").fetchone() is not None
 
+    def silent(self, before: float) -> list[tuple[str, float]]:
+        """Sessions under way whose last answer is older than that, with when it came; the longest first."""
+        asked = "SELECT session, latest FROM attempts WHERE state = 'open' AND latest < ? AND file IS NOT NULL"
+        return list(self._db.execute(f"{asked} ORDER BY latest", (before,)))
+
     def attempt(self, key: str) -> dict[str, Any] | None:
         group = self._db.execute("SELECT grp FROM attempts WHERE session = ?", (key,)).fetchone()
         name = group[0] if group is not None else key.rpartition("~")[0]
@@ -322,6 +337,14 @@ class RunIndex:
             _of_texts(group, index, steps[group], score) for (group, index), score in scores.items()
         ]
 
+    def state_of_texts(self, group: str, index: int) -> list[Any]:
+        """Changes when what `texts` tells does."""
+        asked = (
+            "SELECT row, file, start, length, changed_ns FROM texts LEFT JOIN sources USING (file) "
+            'WHERE grp = ? AND "index" = ? ORDER BY row'
+        )
+        return self._db.execute(asked, (group, index)).fetchall()
+
     def texts(self, group: str, index: int) -> list[dict[str, Any]]:
         """What was trained of an attempt, as verl wrote it down."""
         rows = self._db.execute(
@@ -335,39 +358,15 @@ class RunIndex:
             found.append({"row": row, "step": step, "score": score, **text})
         return found
 
-    # ------------------------------------------------------------ the file
-
-    def _open(self) -> tuple[Path, sqlite3.Connection]:
-        for where in (self._place / INDEX, self.scratch / INDEX):
-            try:
-                return where, self._opened(where)
-            except sqlite3.Error:
-                continue
-        raise sqlite3.OperationalError(f"no index can be written in {self._place} or {self.scratch}")
-
-    @staticmethod
-    def _opened(where: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=0.5)
-        try:
-            if db.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
-                db.close()
-                where.unlink(missing_ok=True)
-                db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=0.5)
-                db.executescript(_SCHEMA)
-            db.execute("PRAGMA synchronous = OFF")  # it can be made again
-            # Held from here on, so that another server of this run makes an index of its own.
-            db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            db.execute("BEGIN EXCLUSIVE")
-            db.execute("COMMIT")
-        except sqlite3.Error:
-            db.close()
-            raise
-        return db
-
     def _begin_anew(self) -> None:
         for table in ("sources", "attempts", "texts", "groups", "summaries"):
             self._db.execute(f"DELETE FROM {table}")
         self._open_sessions.clear()
+
+
+def _unread(count: int) -> str:
+    lines = "line is" if count == 1 else "lines are"
+    return f"{count} {lines} no record that this version can read, and left out" if count else ""
 
 
 def _number(step: int | None) -> int:

@@ -6,6 +6,7 @@
     journal.sqlite     sessions under way, kept.sqlite those that are over (under the trainer)
 
 Invariant: nothing is written, and no lock is held between calls. Lines that are cut short are read when they are whole.
+No line vanishes without a word: bytes that are no UTF-8 become replacement characters, what is no record is counted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from seamless_verl.observe.reporter import read_records
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_sessions, read_turns, restore, unpack
 from seamless_verl.proxy.session.sessions import TASK, Session, SessionState
@@ -29,6 +31,7 @@ from seamless_verl.trajectory.generation import FinishReason, TrajectoryError
 from seamless_verl.trajectory.tree import SessionTree
 
 _MOST_BYTES = 1 << 24
+_MOST_NAME = 2000  # characters of a task's name or an error, which stand in every list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class AttemptFacts:
         oldest, newest: weight versions of its tokens.
         detail: what went wrong, in the runner's words.
         task: the data's name of the task.
-        began, ended: seconds since 1970.
+        began, ended: seconds since 1970; ``latest``: when it got its last answer, or began.
     """
 
     session: str
@@ -65,6 +68,7 @@ class AttemptFacts:
     newest: int | None = None
     began: float | None = None
     ended: float | None = None
+    latest: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +91,13 @@ class Lines:
     Attributes:
         end: where to read on.
         is_part: the file goes on beyond what one call takes.
+        unread: lines that whoever took them could not read.
     """
 
     lines: list[tuple[int, bytes]] = field(default_factory=list)
     end: int = 0
     is_part: bool = False
+    unread: int = 0
 
 
 def new_lines(file: Path, start: int, most: int = _MOST_BYTES) -> Lines:
@@ -114,7 +120,7 @@ def new_lines(file: Path, start: int, most: int = _MOST_BYTES) -> Lines:
 
 
 def ended_attempts(lines: Lines, offset_s: float) -> Iterator[AttemptFacts]:
-    """Attempts in lines of a recording.
+    """Attempts in lines of a recording; what cannot be read is counted in ``lines``.
 
     Args:
         offset_s: from the writer's clock to seconds since 1970.
@@ -122,59 +128,77 @@ def ended_attempts(lines: Lines, offset_s: float) -> Iterator[AttemptFacts]:
     for _, line in lines.lines:
         if b'"SessionEnded"' not in line:  # most lines are requests
             continue
-        record = _json(line)
-        if record is None or record.get("event") != "SessionEnded":
+        record = json_of(line)
+        if record is not None and record.get("event") != "SessionEnded":
             continue
-        ended = float(record["at"]) + offset_s
-        yield AttemptFacts(
-            session=str(record["session"]),
-            group=str(record["group"]),
-            index=index if (index := int(record.get("index", -1))) >= 0 else None,
-            state="closed",
-            reward=record["reward"],
-            seconds=record["seconds"],
-            turns=record["turns"],
-            rows=record["rows"],
-            status=str(record["status"]),
-            detail=record.get("detail") or None,
-            drift=dict(record.get("drift", {})),
-            ended=ended,
-            began=ended - record["seconds"],
-        )
+        try:
+            yield _ended({} if record is None else record, offset_s)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            lines.unread += 1
+
+
+def _ended(record: dict[str, Any], offset_s: float) -> AttemptFacts:
+    """Raises:
+    KeyError, TypeError, ValueError, AttributeError: it is not as the recorder writes it.
+    """
+    ended = float(record["at"]) + offset_s
+    index = int(record.get("index", -1))
+    return AttemptFacts(
+        session=str(record["session"]),
+        group=str(record["group"]),
+        index=index if index >= 0 else None,
+        state="closed",
+        reward=float(record["reward"]),
+        seconds=float(record["seconds"]),
+        turns=int(record["turns"]),
+        rows=int(record["rows"]),
+        status=str(record["status"])[:_MOST_NAME],
+        detail=str(record.get("detail") or "")[:_MOST_NAME] or None,
+        drift={str(reason): int(count) for reason, count in record.get("drift", {}).items()},
+        ended=ended,
+        began=ended - float(record["seconds"]),
+    )
 
 
 def clock_offset(file: Path) -> float:
     """From the clock of a recording's writer to seconds since 1970; 0 while its header is not whole."""
     with file.open("rb") as stream:
-        header = _json(stream.readline()) or {}
+        header = json_of(stream.readline()) or {}
     return float(header.get("wall_s", 0.0)) - float(header.get("clock_s", 0.0))
 
 
 def trained_texts(lines: Lines) -> Iterator[TrainedText]:
-    """Rows of verl's dump; lines of another kind are left out."""
+    """Rows of verl's dump; lines of another kind are left out, those that cannot be read are counted in ``lines``."""
     for start, line in lines.lines:
         record = _dumped(line)
-        if record is None or "uid" not in record or "step" not in record:
+        if record is not None and ("uid" not in record or "step" not in record):
             continue
-        parts = str(record["uid"]).rsplit("_", 2)
-        group, index, row = parts if len(parts) == 3 and parts[1].isdigit() else (str(record["uid"]), "0", "0")
-        yield TrainedText(
-            group=group,
-            index=int(index),
-            row=int(row) if row.isdigit() else 0,
-            step=int(record["step"]),
-            score=float(record.get("score") or 0.0),
-            start=start,
-            length=len(line),
-        )
+        try:
+            yield _trained({} if record is None else record, start, len(line))
+        except (KeyError, TypeError, ValueError):
+            lines.unread += 1
+
+
+def _trained(record: dict[str, Any], start: int, length: int) -> TrainedText:
+    parts = str(record["uid"]).rsplit("_", 2)
+    group, index, row = parts if len(parts) == 3 and parts[1].isdecimal() else (str(record["uid"]), "0", "0")
+    return TrainedText(
+        group=group,
+        index=int(index),
+        row=int(row) if row.isdecimal() else 0,
+        step=int(record["step"]),
+        score=float(record.get("score") or 0.0),
+        start=start,
+        length=length,
+    )
 
 
 def _dumped(line: bytes) -> dict[str, Any] | None:
     """A line of verl's dump without its texts, which are most of it; whole where it is not as verl writes it."""
     try:
         return msgspec.structs.asdict(_DUMPED.decode(line))
-    except (msgspec.MsgspecError, ValueError):
-        return _json(line)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return json_of(line)
 
 
 class _Dumped(msgspec.Struct):
@@ -189,15 +213,15 @@ _DUMPED = msgspec.json.Decoder(_Dumped)
 def line_at(file: Path, start: int, length: int) -> dict[str, Any]:
     with file.open("rb") as stream:
         stream.seek(start)
-        return _json(stream.read(length)) or {}
+        return json_of(stream.read(length)) or {}
 
 
 def closed_session(file: Path) -> list[dict[str, Any]]:
     """The rows of a closed session; empty for a file of another kind."""
     with file.open("rb") as stream:
-        if "token_ids" not in (_json(stream.readline()) or {}):
+        if "token_ids" not in (json_of(stream.readline()) or {}):
             return []
-    rows = [record for line in file.read_bytes().splitlines() if (record := _json(line)) is not None]
+    rows = [record for line in file.read_bytes().splitlines() if (record := json_of(line)) is not None]
     return rows if rows and all("token_ids" in row and "session" in row for row in rows) else []
 
 
@@ -221,10 +245,19 @@ def facts_of_rows(rows: list[dict[str, Any]]) -> AttemptFacts:
     )
 
 
-def _json(line: bytes) -> dict[str, Any] | None:
+def records(file: Path) -> list[dict[str, Any]]:
+    """As many whole records of ours as there are: of a file that is broken in its middle, the others."""
     try:
-        record = json.loads(line)
+        return read_records(file)
     except ValueError:
+        return [record for _, line in new_lines(file, 0).lines if (record := json_of(line)) is not None]
+
+
+def json_of(line: bytes) -> dict[str, Any] | None:
+    """A record; bytes that are no UTF-8 become replacement characters. ``None``: it is none, or nests too deep."""
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
@@ -256,9 +289,14 @@ def journal(file: Path, scratch: Path) -> Iterator[sqlite3.Connection]:
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version != VERSION:
             raise sqlite3.DatabaseError(f"it was written in format {version}, this installation reads {VERSION}")
+        db.text_factory = _text
         yield db
     finally:
         db.close()
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
 
 
 def _open(file: Path, how: str) -> sqlite3.Connection:
@@ -308,7 +346,7 @@ def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
         reward=session.reward,
         turns=turns,
         tokens=tokens,
-        task=session.spec.metadata.get(TASK),
+        task=task[:_MOST_NAME] if isinstance(task := session.spec.metadata.get(TASK), str) else None,
         drift={reason.value: count for reason, count in tree.drift.items()},
         cut=cut,
         seams=seams,
@@ -316,6 +354,7 @@ def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
         newest=max(versions, default=None),
         began=session.opened_at,
         ended=last if session.state is not SessionState.OPEN else None,
+        latest=last if last is not None else session.opened_at,
     )
 
 

@@ -76,6 +76,12 @@ def files_of(place: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(file for pattern in patterns for file in place.glob(pattern))
 
 
+def content_of(place: Path, patterns: tuple[str, ...]) -> str:
+    """Changes when one of these files does; none is read."""
+    states = ((file.name, file.stat()) for file in files_of(place, patterns))
+    return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
+
+
 def standing(place: Path, *, alive: bool) -> dict[str, Any]:
     """What a list of runs shows of one: ``state`` in words, ``style``, ``step``, ``total_steps``, ``reward``,
     ``changed`` (seconds since 1970); ``None`` where nothing says.

@@ -81,7 +81,7 @@ class Search:
 
     def _in_line(self, start: int, line: bytes) -> Iterator[dict[str, Any]]:
         for text in readers.trained_texts(readers.Lines(lines=[(start, line)])):
-            record = json.loads(line)
+            record = readers.json_of(line) or {}
             for where in ("input", "output", "gts"):
                 if (shown := excerpt(str(record.get(where, "")), self._text)) is not None:
                     yield {"group": text.group, "index": text.index, "where": where, **shown}

@@ -80,7 +80,7 @@ def parting(session: Session, segment: Segment, decode: Decode) -> dict[str, Any
     others = [list(answer.path) for answer in session.tree.answers if answer.ordinal < segment.ordinal]
     if not others:
         return None
-    at, recorded = max(((_shared(sent, other), other) for other in others), key=lambda pair: pair[0])
+    at, recorded = max(((shared(sent, other), other) for other in others), key=lambda pair: pair[0])
     return {
         "at": at,
         "before": decode(sent[max(0, at - _AROUND) : at]),
@@ -92,11 +92,16 @@ def parting(session: Session, segment: Segment, decode: Decode) -> dict[str, Any
     }
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:
-        return shorter
-    return next(at for at in range(shorter) if one[at] != other[at])
+def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of what both begin with; by halves, since slices are compared quickly."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def told_by_rows(rows: Sequence[Row], decode: Decode) -> list[dict[str, Any]]:
@@ -189,3 +194,17 @@ def facts(attempt: Mapping[str, Any], session: Session | None) -> dict[str, Any]
         "sampling": dict(session.spec.sampling),
         "damage": session.damage,
     }
+
+
+def why_nothing(attempt: Mapping[str, Any]) -> str:
+    """Why no turn of an attempt is left."""
+    if attempt["session"] is None:
+        return (
+            "Of this attempt only the text of its rows was recorded: verl's own dump of the step. Turns and tokens "
+            "are kept by runs of this version with seamless.proxy.keep_mib above 0."
+        )
+    return (
+        "The turns of this attempt are not there any more: the run kept none (seamless.proxy.keep_mib=0, or "
+        "seamless.proxy.journal=false), was recorded by an earlier version, keeps its journals on another disk, or "
+        "newer attempts have taken the place."
+    )

@@ -3,7 +3,7 @@
     GET /TOKEN/                             the page        /TOKEN/static/…  its scripts and styles
     GET /TOKEN/api/runs                     all places
     GET /TOKEN/api/run/ID/page              the report's page, as the Run view takes it apart
-    GET /TOKEN/api/run/ID/steps, groups, attempt, tokens, times, search; figures, for comparing
+    GET /TOKEN/api/run/ID/steps, groups, partings, attempt, text, tokens, times, search; figures, for comparing
 
 Who may read is decided before any route: the token in constant time; only the names under which this server was bound
 (another name is a page elsewhere that had its own name point here); no other origin. Answers may be neither framed, nor
@@ -150,6 +150,10 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
+def _unless_seen(content: dict[str, Any] | None) -> Response:
+    return Response(status_code=204) if content is None else _json(content)
+
+
 def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
@@ -219,9 +223,17 @@ def _serve_runs(app: FastAPI, places: Places) -> None:
         return _json(run_of(run).groups(step, sort, flag, text, max(0, start)))
 
     @app.get("/api/run/{run}/attempt")
-    def attempt(run: str, key: str) -> Response:
-        return _json(run_of(run).attempt(key))
+    def attempt(run: str, key: str, seen: str = "") -> Response:
+        return _unless_seen(run_of(run).attempt(key, seen))
+
+    @app.get("/api/run/{run}/partings")
+    def partings(run: str, group: str) -> Response:
+        return _json(run_of(run).partings(group))
+
+    @app.get("/api/run/{run}/text")
+    def text(run: str, key: str, at: str) -> Response:
+        return _json(run_of(run).text(key, at))
 
     @app.get("/api/run/{run}/tokens")
-    def tokens(run: str, key: str, row: int = 0) -> Response:
-        return _json(run_of(run).tokens(key, row))
+    def tokens(run: str, key: str, row: int = 0, seen: str = "") -> Response:
+        return _unless_seen(run_of(run).tokens(key, row, seen))

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.errors import ConfigError, SeamlessError
+from seamless_verl.errors import SeamlessError
+from seamless_verl.observe.page.findings import silent_attempts
 from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import FLIGHT
-from seamless_verl.observe.reporter import STEPS, VALIDATION, read_records
-from seamless_verl.observe.run_folder import CONFIG, NoRunFolder, load_digest
+from seamless_verl.observe.reporter import METRICS, STEPS, VALIDATION
+from seamless_verl.observe.run_folder import NoRunFolder, load_digest
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.rows import Row, build_rows
-from seamless_verl.watch import compared, readers, transcript, watched_groups
+from seamless_verl.watch import compared, long_texts, readers, transcript, watched_groups
 from seamless_verl.watch.attempt_time import AttemptTimes
 from seamless_verl.watch.index import RunIndex
-from seamless_verl.watch.run_places import JOURNALS, Place, files_of, standing
+from seamless_verl.watch.long_texts import mark_of
+from seamless_verl.watch.partings import Said, of_rows, of_texts, ordinals_of, parted
+from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, standing
+from seamless_verl.watch.run_text import RunText
 from seamless_verl.watch.search import MOST, Search
 
 _UPDATE_S = 0.5
@@ -33,6 +36,7 @@ _SHARE = 0.05
 _COUNT_S = 0.2
 _PAGE = 60  # groups of a step on one page
 _MOST_RECORDING = 128 << 20
+_REPORTED = (f"{FLIGHT}/*.jsonl", STEPS, METRICS, VALIDATION)  # what the report is made of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +61,20 @@ class Watched:
 
     def __init__(self, place: Place, tokenizer: Path | None, is_alive: Callable[[Path], bool]) -> None:
         self.place = place
-        self._given = tokenizer
         self._is_alive = is_alive
         self._lock = threading.Lock()  # the server answers in threads
         self._report_lock = threading.Lock()  # the report of a long run takes its time, and nobody else waits for it
         self._index: RunIndex | None = None
         self._updated = 0.0
-        self._tokenizer: FolderTokenizer | None = None
-        self._why_no_text = ""
+        self._text = RunText(place, tokenizer)
         self._trained: list[int | None] | None = None  # steps with attempts; `None` in it: some have no step
         self._report: Report | None = None
         self._stands: tuple[str, dict[str, Any]] = ("", {})
         self._report_again = 0.0
+
+    def _now(self) -> float:
+        """Seconds since 1970; 0 where no time goes by for the run any more."""
+        return time.time() if self._is_alive(self.place.path) else 0.0
 
     def close(self) -> None:
         with self._lock:
@@ -79,7 +85,7 @@ class Watched:
     def standing(self) -> dict[str, Any]:
         """A line of the list of runs; told anew when a file of the run has changed."""
         alive = self._is_alive(self.place.path)
-        name = f"{alive} {self._content(JOURNALS)}"
+        name = f"{alive} {content_of(self.place.path, (*_REPORTED, *JOURNALS))}"
         if name != self._stands[0]:
             self._stands = name, standing(self.place.path, alive=alive)
         return {"id": self.place.id, "name": self.place.name, **self._stands[1]}
@@ -95,14 +101,20 @@ class Watched:
         """
         with self._report_lock:
             running = self._is_alive(self.place.path)
-            name = self._content() + ("+" if running else "")
+            silent = self._silent() if running else []
+            name = f"{content_of(self.place.path, _REPORTED)}{'+' if running else ''}{' '.join(sorted(silent))}"
             now = time.monotonic()
             if self._report is None or (name != self._report.name and now >= self._report_again):
-                self._report = self._made(name, running=running)
+                self._report = self._made(name, silent, running=running)
                 self._report_again = time.monotonic() + (time.monotonic() - now) / _SHARE
             return self._report
 
-    def _made(self, name: str, *, running: bool) -> Report:
+    def _silent(self) -> list[str]:
+        with self._lock:
+            before = self._now() - watched_groups.SILENT_S
+            return [session for session, _ in self._current().silent(before)]
+
+    def _made(self, name: str, silent: Sequence[str], *, running: bool) -> Report:
         size = sum(file.stat().st_size for file in files_of(self.place.path, (f"{FLIGHT}/*.jsonl",)))
         if size > _MOST_RECORDING:
             raise NotThere(
@@ -114,7 +126,12 @@ class Watched:
             run = load_digest(self.place.path, running=running)
         except NoRunFolder as error:
             raise NotThere(str(error)) from error
-        return Report(name=name, page=render(run), figures=compared.figures(run), times=AttemptTimes(run))
+        return Report(
+            name=name,
+            page=render(run, also=silent_attempts(silent)),
+            figures=compared.figures(run),
+            times=AttemptTimes(run),
+        )
 
     def figures(self) -> dict[str, Any]:
         """What is laid over another run."""
@@ -156,18 +173,20 @@ class Watched:
                     found.append({**find, "attempt": known})
             return {
                 **self._head(index), "named": named, "all_named": all_named, "found": found, "onward": onward,
-                "of": len(places), "why_no_text": self._why_no_text,
+                "of": len(places), "why_no_text": self._text.why_none,
             }  # fmt: skip
 
     def _turns(self, index: RunIndex, session: str) -> list[dict[str, Any]]:
         known = index.attempt(session)
         whole = self._whole(index, known) if known is not None else None
-        return transcript.conversation(*whole, transcript.with_pictures(self._decode())) if whole is not None else []
+        return (
+            transcript.conversation(*whole, transcript.with_pictures(self._text.decode())) if whole is not None else []
+        )
 
     def steps(self) -> dict[str, Any]:
         with self._lock:
             index = self._current()
-            records = {record["step"]: record for record in _records(self.place.path / STEPS)}
+            records = {record["step"]: record for record in readers.records(self.place.path / STEPS)}
             if self._trained is None:
                 self._trained = [*index.steps(), *([None] if index.has_untrained() else [])]
             trained = self._trained
@@ -180,7 +199,7 @@ class Watched:
                 **self._head(index),
                 "steps": told,
                 "is_behind": index.is_behind or any(line["groups"] is None for line in told),
-                "validations": _records(self.place.path / VALIDATION),
+                "validations": readers.records(self.place.path / VALIDATION),
                 "flags": watched_groups.FLAGS,
             }
 
@@ -194,7 +213,9 @@ class Watched:
             raise NotThere(f"{step} is no step: a number, or {watched_groups.NO_STEP}")
         with self._lock:
             index = self._current()
-            found = watched_groups.groups_of(index.attempts(step=None if step == watched_groups.NO_STEP else int(step)))
+            found = watched_groups.groups_of(
+                index.attempts(step=None if step == watched_groups.NO_STEP else int(step)), self._now()
+            )
             chosen = watched_groups.chosen(found, sort=sort, flag=flag, text=text)
             return {
                 **self._head(index),
@@ -207,8 +228,14 @@ class Watched:
                 "flags": watched_groups.FLAGS,
             }
 
-    def attempt(self, key: str) -> dict[str, Any]:
-        """Facts, turns and rows of one attempt, from the best source that is left of it.
+    def attempt(self, key: str, seen: str = "") -> dict[str, Any] | None:
+        """Facts, turns and rows of one attempt, from the best source that is left of it; of long texts the beginning.
+
+        Args:
+            seen: the ``mark`` of an earlier answer.
+
+        Returns:
+            ``None``: it would be that answer again. Nothing is read of the attempt to know that.
 
         Raises:
             NotThere: the run knows no such attempt.
@@ -216,28 +243,86 @@ class Watched:
         with self._lock:
             index = self._current()
             known = self._known(index, key)
-            decode = self._decode()
-            told: dict[str, Any] = {**self._head(index), "turns": [], "rows": [], "texts": []}
-            if known["index"] is not None:
-                told["texts"] = index.texts(known["group"], known["index"])
-            whole = self._whole(index, known)
-            if whole is not None:
-                session, answers = whole
-                rows = build_rows(session.tree)
-                told |= {"turns": transcript.conversation(session, answers, transcript.with_pictures(decode))}
-                told["attempt"] = transcript.facts(known, session)
-            else:
-                rows = self._closed_rows(known)
-                told["turns"] = transcript.told_by_rows(rows, decode)
-                told["attempt"] = transcript.facts(known, None)
-            told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
-            told["why_no_turns"] = "" if told["turns"] else self._why_nothing(known)
-            told["why_no_text"] = self._why_no_text
-            told["group"] = watched_groups.groups_of(index.group(known["group"]))[0]
+            told: dict[str, Any] = self._head(index)
+            told["group"] = watched_groups.groups_of(index.group(known["group"]), self._now())[0]
+            state = known["index"] is not None and index.state_of_texts(known["group"], known["index"])
+            told["mark"] = mark_of([known, told["group"], told["problems"], told["is_behind"], state])
+            if seen == told["mark"]:
+                return None
+            told |= self._content_of(index, known)
+            for part in ("turns", "texts"):
+                told[part] = long_texts.cut(told[part], part)
             return told
 
-    def tokens(self, key: str, row: int) -> dict[str, Any]:
-        """A row token by token.
+    def text(self, key: str, at: str) -> dict[str, str]:
+        """The whole of a text that `attempt` has the beginning of.
+
+        Args:
+            at: where it stands, as that says.
+
+        Raises:
+            NotThere: there is no such attempt, or no text there (any more).
+        """
+        with self._lock:
+            index = self._current()
+            found = long_texts.found(self._content_of(index, self._known(index, key)), at)
+        if found is None:
+            raise NotThere(f"attempt {key} has no text {at} (any more)")
+        return {"text": found}
+
+    def partings(self, group: str) -> dict[str, Any]:
+        """Where the attempts of a group part from the first of them of which something is left.
+
+        Raises:
+            NotThere: no such group.
+        """
+        with self._lock:
+            index = self._current()
+            attempts = watched_groups.groups_of(index.group(group))
+            if not attempts:
+                raise NotThere(f"{self.place.name} knows no group {group}")
+            members = attempts[0]["attempts"]
+            said = [(known["key"], self._said(index, known)) for known in members]
+            if sum(bool(rows) for _, rows in said) > 1:
+                return parted(said, transcript.with_pictures(self._text.decode()), "token")
+            texts = [
+                (known["key"], [] if known["index"] is None else of_texts(index.texts(group, known["index"])))
+                for known in members
+            ]
+            return parted(texts, str, "character")
+
+    def _said(self, index: RunIndex, known: dict[str, Any]) -> list[Said]:
+        whole = self._whole(index, known)
+        if whole is None:
+            rows = self._closed_rows(known)
+            return of_rows(rows, ordinals_of(rows))
+        tree = whole[0].tree
+        ordinals = {answer.turn.generation_id: answer.ordinal for answer in tree.answers if answer.turn is not None}
+        return of_rows(build_rows(tree), ordinals)
+
+    def _content_of(self, index: RunIndex, known: dict[str, Any]) -> dict[str, Any]:
+        """What was said in an attempt, and what was made of it."""
+        decode = self._text.decode()
+        told: dict[str, Any] = {"texts": []}
+        if known["index"] is not None:
+            told["texts"] = index.texts(known["group"], known["index"])
+        whole = self._whole(index, known)
+        if whole is not None:
+            session, answers = whole
+            rows = build_rows(session.tree)
+            told["turns"] = transcript.conversation(session, answers, transcript.with_pictures(decode))
+            told["attempt"] = transcript.facts(known, session)
+        else:
+            rows = self._closed_rows(known)
+            told["turns"] = transcript.told_by_rows(rows, decode)
+            told["attempt"] = transcript.facts(known, None)
+        told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
+        told["why_no_turns"] = "" if told["turns"] else transcript.why_nothing(known)
+        told["why_no_text"] = self._text.why_none
+        return told
+
+    def tokens(self, key: str, row: int, seen: str = "") -> dict[str, Any] | None:
+        """A row token by token; ``seen`` and ``None`` as for `attempt`.
 
         Raises:
             NotThere: no such attempt or row, or its tokens are not recorded.
@@ -245,6 +330,10 @@ class Watched:
         with self._lock:
             index = self._current()
             known = self._known(index, key)
+            head = self._head(index)
+            mark = mark_of([known, row, head["problems"], head["is_behind"]])
+            if seen == mark:
+                return None
             whole = self._whole(index, known)
             rows = (
                 tuple(whole[0].images.released(made) for made in build_rows(whole[0].tree))
@@ -252,23 +341,13 @@ class Watched:
                 else self._closed_rows(known)
             )
             if not rows:
-                raise NotThere(self._why_nothing(known))
+                raise NotThere(transcript.why_nothing(known))
             if not 0 <= row < len(rows):
                 raise NotThere(f"attempt {key} has {len(rows)} rows; there is no row {row}")
-            self._decode()
-            backend = self._tokenizer.backend_tokenizer if self._tokenizer is not None else None
-
-            def text_of(token: int) -> str:
-                if backend is None:
-                    return str(token)
-                text: str = backend.decode([token], skip_special_tokens=False)
-                # Part of a character only: the vocabulary's own spelling says more.
-                return text if "�" not in text else str(backend.id_to_token(token))
-
-            told = transcript.token_view(rows[row], text_of)
+            told = transcript.token_view(rows[row], self._text.of_token)
             return {
-                **self._head(index), "attempt": known, "row": row, "num_rows": len(rows),
-                "why_no_text": self._why_no_text, **told,
+                **head, "attempt": known, "row": row, "num_rows": len(rows), "mark": mark,
+                "why_no_text": self._text.why_none, **told,
             }  # fmt: skip
 
     # ------------------------------------------------------------ parts
@@ -283,8 +362,9 @@ class Watched:
             told = index.summary(step)
             name = watched_groups.NO_STEP if step is None else step
             if told is None and time.monotonic() < until:
-                told = watched_groups.summary(name, index.attempts(step=step))
-                index.keep_summary(step, told)
+                told = watched_groups.summary(name, index.attempts(step=step), self._now())
+                if "under way" not in told["flags"]:  # what is silent changes by itself
+                    index.keep_summary(step, told)
             record = records.get(step, {}) if step is not None else {}
             found.append(watched_groups.with_record(told or watched_groups.uncounted(name), record))
         return found
@@ -320,62 +400,3 @@ class Watched:
         if known["file"] is None or not known["file"].endswith(".jsonl"):
             return ()
         return tuple(Row.from_wire(record) for record in readers.closed_session(self.place.path / known["file"]))
-
-    def _why_nothing(self, known: dict[str, Any]) -> str:
-        if known["session"] is None:
-            return (
-                "Of this attempt only the text of its rows was recorded: verl's own dump of the step. Turns and tokens "
-                "are kept by runs of this version with seamless.proxy.keep_mib above 0."
-            )
-        return (
-            "The turns of this attempt are not there any more: the run kept none (seamless.proxy.keep_mib=0, or "
-            "seamless.proxy.journal=false), was recorded by an earlier version, keeps its journals on another disk, or "
-            "newer attempts have taken the place."
-        )
-
-    def _decode(self) -> transcript.Decode:
-        if self._tokenizer is None and not self._why_no_text:
-            try:
-                self._tokenizer = FolderTokenizer(self._tokenizer_folder())
-            except (SeamlessError, OSError, ValueError) as error:
-                self._why_no_text = f"Numbers stand for the text: {error}"
-        return self._tokenizer.decode if self._tokenizer is not None else transcript.numbers_for_text
-
-    def _tokenizer_folder(self) -> Path:
-        """The user's, or that of the model which the run's configuration names; never fetched from anywhere."""
-        if self._given is not None:
-            return self._given
-        from omegaconf import OmegaConf
-
-        file = self.place.path / CONFIG
-        if not file.is_file():
-            story = f"{self.place.name} does not say which model it was recorded with"
-            raise ConfigError("--tokenizer", None, story, "name the model's folder")
-        config = OmegaConf.load(file)
-        model = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
-        named = str(OmegaConf.select(config, "actor_rollout_ref.model.tokenizer_path") or model)
-        if Path(named).is_dir():
-            return Path(named)
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(named, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            story = f"the run's model {named} is neither a folder here nor in this machine's cache of models"
-            raise ConfigError("--tokenizer", None, story, "name a folder with its tokenizer.json") from error
-
-    def _content(self, beside: tuple[str, ...] = ()) -> str:
-        """Names what the report is made of, and files beside that, without reading any."""
-        patterns = (f"{FLIGHT}/*.jsonl", STEPS, VALIDATION, *beside)
-        states = ((file.name, file.stat()) for file in files_of(self.place.path, patterns))
-        return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    """As many whole records as there are: of a file that is broken in its middle, those before that."""
-    try:
-        return read_records(file)
-    except ValueError:
-        lines = readers.new_lines(file, 0).lines
-        return [record for start, line in lines if (record := readers.line_at(file, start, len(line)))]

@@ -15,6 +15,8 @@ NO_STEP = "none"
 """The step of attempts that no step is known to have trained."""
 # How agents work by design, and what keeps its row.
 _HARMLESS = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
+_GIVEN_UP = "given up"
+SILENT_S = 300.0
 _STALE = 2  # versions; one is how every run that overlaps rollout and training works
 FLAGS: Mapping[str, str] = {
     "zero variance": "every attempt of the group has the same reward, so that GRPO learns nothing from it",
@@ -22,38 +24,59 @@ FLAGS: Mapping[str, str] = {
     "drifted": "a request did not continue its session: another row began (docs/report.md lists the reasons)",
     "interrupted": "new weights or a reclaim came in the middle of an answer, which went on with them",
     "stale": "its first tokens are from weights two or more versions older than those that its step changed",
+    "cut off by redundancy": "the trainer had taken as many attempts of its group as it needs, and ended this one "
+    "(seamless.staleness.group_redundancy above 1), or its runner raised",
+    "given up": "the trainer ended it: its group was surplus (seamless.staleness.redundancy above 1), failed, or was "
+    "begun anew",
+    "silent": "under way, and for five minutes without an answer: its agent or a tool hangs, or its request waits",
     "under way": "an attempt of it has not ended",
     "not finished": "an agent ended otherwise than by finishing",
 }
 
 
-def flags_of(attempt: Attempt) -> list[str]:
-    """What is odd about one attempt, in the words of `FLAGS`; what its sources do not say is not odd."""
+def flags_of(attempt: Attempt, now: float) -> list[str]:
+    """What is odd about one attempt, in the words of `FLAGS`; what its sources do not say is not odd.
+
+    Args:
+        now: seconds since 1970.
+    """
     step, oldest = attempt.get("step"), attempt.get("oldest")
     told = {
         "cut off": bool(attempt.get("cut")),
         "drifted": any(reason not in _HARMLESS for reason in attempt["drift"]),
         "interrupted": bool(attempt.get("seams")),
         "stale": step is not None and oldest is not None and step - 1 - oldest >= _STALE,
+        "silent": is_silent(attempt, now),
         "under way": attempt.get("state") == "open",
         "not finished": attempt.get("status") not in (None, "finished"),
     }
     return [flag for flag, holds in told.items() if holds]
 
 
-def groups_of(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
-    """Attempts by their group, each with its flags; in the order in which the groups began."""
+def is_silent(attempt: Attempt, now: float) -> bool:
+    latest = attempt.get("latest")
+    return attempt.get("state") == "open" and latest is not None and now - latest > SILENT_S
+
+
+def groups_of(attempts: Iterable[Attempt], now: float = 0.0) -> list[dict[str, Any]]:
+    """Attempts by their group, each with its flags; in the order in which the groups began.
+
+    Args:
+        now: as `flags_of`.
+    """
     members: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for attempt in attempts:
-        members[attempt["group"]].append({**attempt, "flags": flags_of(attempt)})
+        members[attempt["group"]].append({**attempt, "flags": flags_of(attempt, now)})
     return [_group(name, found) for name, found in members.items()]
 
 
 def _group(name: str, attempts: list[dict[str, Any]]) -> dict[str, Any]:
     attempts.sort(key=lambda attempt: (attempt["index"] is None, attempt["index"] or 0, attempt["key"]))
+    _mark_given_up(attempts)
     rewards = [attempt["reward"] for attempt in attempts if attempt["reward"] is not None]
+    wanted = [attempt for attempt in attempts if attempt.get("state") != _GIVEN_UP]
     flags = [flag for flag in FLAGS if any(flag in attempt["flags"] for attempt in attempts)]
-    if len(rewards) > 1 and len(rewards) == len(attempts) and max(rewards) == min(rewards):
+    if len(rewards) > 1 and len(rewards) == len(wanted) and max(rewards) == min(rewards):
         flags.insert(0, "zero variance")
     seconds = [attempt["seconds"] for attempt in attempts if attempt.get("seconds") is not None]
     return {
@@ -65,6 +88,16 @@ def _group(name: str, attempts: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": sum(attempt.get("tokens") or 0 for attempt in attempts) or None,
         "flags": flags,
     }
+
+
+def _mark_given_up(attempts: Sequence[dict[str, Any]]) -> None:
+    """An attempt that has another in its place was begun anew; one of a group that was trained was not needed."""
+    trained = any(attempt.get("step") is not None for attempt in attempts)
+    ended = {attempt["index"] for attempt in attempts if attempt.get("state") != _GIVEN_UP}
+    for attempt in attempts:
+        if attempt.get("state") == _GIVEN_UP:
+            surplus = trained and attempt["index"] not in ended
+            attempt["flags"].append("cut off by redundancy" if surplus else _GIVEN_UP)
 
 
 SORTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -107,9 +140,9 @@ def _named(group: Mapping[str, Any]) -> str:
     return " ".join(words).casefold()
 
 
-def summary(step: Any, attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """What one line of the list of steps says of its attempts."""
-    groups = groups_of(attempts)
+def summary(step: Any, attempts: Sequence[Attempt], now: float = 0.0) -> dict[str, Any]:
+    """What one line of the list of steps says of its attempts; ``now`` as `flags_of`."""
+    groups = groups_of(attempts, now)
     rewards = [attempt["reward"] for attempt in attempts if attempt["reward"] is not None]
     counts = {flag: sum(flag in group["flags"] for group in groups) for flag in FLAGS}
     return {

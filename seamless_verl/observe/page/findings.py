@@ -8,17 +8,16 @@ table at the end. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from seamless_verl.observe.digest import RunDigest
+from seamless_verl.observe.page import alarms
+from seamless_verl.observe.page.alarms import Told
 from seamless_verl.observe.page.words import LABELS, REALIGNED, duration, quantile, share
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.trajectory.tokens import DriftReason
-
-_Told = Iterator[tuple[str, str]]
-"""Titles and advice."""
 
 
 class Weight(Enum):
@@ -44,9 +43,9 @@ class Finding:
     anchor: str
 
 
-def findings(digest: RunDigest) -> list[Finding]:
-    """All that apply, the most urgent first; the order of the rules breaks ties."""
-    found = [
+def findings(digest: RunDigest, also: Sequence[Finding] = ()) -> list[Finding]:
+    """All that apply, the most urgent first; the order of the rules breaks ties, and ``also`` comes before them."""
+    found = [*also] + [
         Finding(weight=weight, title=title, advice=advice, anchor=anchor)
         for rule, weight, anchor in _RULES
         for title, advice in rule(digest)
@@ -54,6 +53,29 @@ def findings(digest: RunDigest) -> list[Finding]:
     return sorted(found, key=lambda finding: list(Weight).index(finding.weight))
 
 
+def silent_attempts(sessions: Sequence[str]) -> list[Finding]:
+    """Args:
+    sessions: under way, without an answer for five minutes; journals tell them, not the recording.
+    """
+    if not sessions:
+        return []
+    named = ", ".join(session[:8] for session in sessions[:5])
+    return [
+        Finding(
+            weight=Weight.COSTLY,
+            title=f"Attempts under way that got no answer for five minutes: {len(sessions)} ({named})",
+            advice="Their agent or a tool hangs, or their request waits that long; the batch may wait for them. Their "
+            "latest turn says what they were at (steps, not trained, mark silent). A limit on tools ends them sooner, "
+            "seamless.agent.deadline_s ends the whole attempt.",
+            anchor="lanes",
+        )
+    ]
+
+
+_LIVE = (
+    "seamless-verl watch shows it as it grows, and reads it again by itself. A report is of the moment in which it was "
+    "written: seamless-verl report writes it anew."
+)
 _AGAIN = "The same command with hydra.run.dir set to the folder continues from the last checkpoint."
 
 
@@ -61,7 +83,7 @@ def _where(run: RunDigest) -> str:
     return f"in step {run.step_spans[-1].step}" if run.step_spans else "before the first step"
 
 
-def _ended_badly(run: RunDigest) -> _Told:
+def _ended_badly(run: RunDigest) -> Told:
     if run.start is None or run.running or run.outcome in ("finished", "KeyboardInterrupt"):
         return
     if run.end is None:
@@ -77,16 +99,16 @@ def _ended_badly(run: RunDigest) -> _Told:
         )
 
 
-def _not_ended(run: RunDigest) -> _Told:
+def _not_ended(run: RunDigest) -> Told:
     if run.start is None or run.outcome == "finished":
         return
     if run.running:
-        yield f"The run goes on; the recording is {_where(run)}", "Write the report again later to see more."
+        yield f"The run goes on; the recording is {_where(run)}", _LIVE
     elif run.outcome == "KeyboardInterrupt":
         yield f"The run was interrupted {_where(run)}", _AGAIN
 
 
-def _audit(run: RunDigest) -> _Told:
+def _audit(run: RunDigest) -> Told:
     bad = sum(record.get("audit_violations", 0) for record in run.steps)
     if bad:
         yield (
@@ -95,7 +117,7 @@ def _audit(run: RunDigest) -> _Told:
         )
 
 
-def _staleness(run: RunDigest) -> _Told:
+def _staleness(run: RunDigest) -> Told:
     worst = max(run.rows.staleness, default=0)
     if run.start is not None and worst > run.start.eta:
         yield (
@@ -104,7 +126,7 @@ def _staleness(run: RunDigest) -> _Told:
         )
 
 
-def _failed(run: RunDigest) -> _Told:
+def _failed(run: RunDigest) -> Told:
     lost = sum(pool[Category.FAILED] for pool in run.pools().values())
     if lost:
         names = [entry.slice for entry in run.books if entry.seconds[Category.FAILED]]
@@ -114,7 +136,7 @@ def _failed(run: RunDigest) -> _Told:
         )
 
 
-def _idle(run: RunDigest) -> _Told:
+def _idle(run: RunDigest) -> Told:
     """A fifth of a pool's time in steps is worth a second look."""
     for pool, seconds in run.pools_in_steps().items():
         total = sum(seconds.values())
@@ -165,7 +187,7 @@ def _idle_rollout(run: RunDigest, pool: str) -> str:
     )
 
 
-def _overheads(run: RunDigest) -> _Told:
+def _overheads(run: RunDigest) -> Told:
     """Sync, switches and prefilling again above a twentieth; what nobody accounts for above a tenth."""
     pools = run.pools_in_steps()
     total = sum(sum(seconds.values()) for seconds in pools.values())
@@ -190,7 +212,7 @@ def _overheads(run: RunDigest) -> _Told:
             )
 
 
-def _validation(run: RunDigest) -> _Told:
+def _validation(run: RunDigest) -> Told:
     """A quarter of the trainer's whole time."""
     for pool, seconds in run.pools().items():
         total = sum(seconds.values())
@@ -201,7 +223,7 @@ def _validation(run: RunDigest) -> _Told:
             )
 
 
-def _slow_sessions(run: RunDigest) -> _Told:
+def _slow_sessions(run: RunDigest) -> Told:
     """The slowest twentieth takes more than three times the median."""
     if len(run.sessions.seconds) < 20:
         return
@@ -213,7 +235,7 @@ def _slow_sessions(run: RunDigest) -> _Told:
         )
 
 
-def _drift(run: RunDigest) -> _Told:
+def _drift(run: RunDigest) -> Told:
     """More than one turn in twenty starts a branch for a reason that is not how agents work by design."""
     harmless = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
     forks = Counter({reason: count for reason, count in run.sessions.drift.items() if reason not in harmless})
@@ -227,7 +249,7 @@ def _drift(run: RunDigest) -> _Told:
         )
 
 
-def _failed_requests(run: RunDigest) -> _Told:
+def _failed_requests(run: RunDigest) -> Told:
     if run.requests.failed:
         yield (
             f"{run.requests.failed} of {run.requests.started} requests to replicas ended with an error",
@@ -235,7 +257,7 @@ def _failed_requests(run: RunDigest) -> _Told:
         )
 
 
-def _decisions(run: RunDigest) -> _Told:
+def _decisions(run: RunDigest) -> Told:
     """A policy whose loans brought less than half of what it predicted."""
     known = [
         (row.made.predicted_s, row.outcome.realised_s)
@@ -250,7 +272,7 @@ def _decisions(run: RunDigest) -> _Told:
         )
 
 
-def _recorder(run: RunDigest) -> _Told:
+def _recorder(run: RunDigest) -> Told:
     if run.lost:
         yield (
             f"The recorder dropped {run.lost} events",
@@ -258,7 +280,7 @@ def _recorder(run: RunDigest) -> _Told:
         )
 
 
-def _well(run: RunDigest) -> _Told:
+def _well(run: RunDigest) -> Told:
     pools = run.pools_in_steps()
     total = sum(sum(seconds.values()) for seconds in pools.values())
     if total <= 0:
@@ -271,13 +293,16 @@ def _well(run: RunDigest) -> _Told:
         )
 
 
-_RULES: tuple[tuple[Callable[[RunDigest], _Told], Weight, str], ...] = (
+_RULES: tuple[tuple[Callable[[RunDigest], Told], Weight, str], ...] = (
     (_ended_badly, Weight.BROKEN, "lanes"),
     (_not_ended, Weight.NOTE, "lanes"),
     (_audit, Weight.BROKEN, "learning"),
     (_staleness, Weight.BROKEN, "data"),
+    (alarms.computed_twice, Weight.BROKEN, "learning"),
     (_failed, Weight.BROKEN, "lanes"),
     (_failed_requests, Weight.BROKEN, "data"),
+    (alarms.rows_per_rollout, Weight.COSTLY, "data"),
+    (alarms.groups_without_signal, Weight.COSTLY, "learning"),
     (_idle, Weight.COSTLY, "ledger"),
     (_overheads, Weight.COSTLY, "ledger"),
     (_decisions, Weight.COSTLY, "decisions"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -16,7 +16,7 @@ from typing import Any
 
 from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.page import figures
-from seamless_verl.observe.page.findings import findings
+from seamless_verl.observe.page.findings import Finding, findings
 from seamless_verl.observe.page.lane_data import as_script, lane_data
 from seamless_verl.observe.page.words import DRIFT, LABELS, duration, share, si, style_of
 from seamless_verl.observe.tallies import DecisionRow
@@ -30,8 +30,8 @@ _Card = tuple[str, str, str]
 """Label, value, detail."""
 
 
-def render(run: RunDigest) -> str:
-    """The whole page."""
+def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
+    """The whole page; ``also``: what to look at that the recording does not say."""
     import jinja2  # as the template engine of chat templates it comes with the trainer
     from markupsafe import Markup
 
@@ -59,7 +59,7 @@ def render(run: RunDigest) -> str:
         state=_state(run),
         told=_told(run),
         cards=list(_cards(run)),
-        findings=findings(run),
+        findings=findings(run, also),
         memory=list(map(drawn, figures.memory(run))),
         whole=whole,
         inside=run.pools_in_steps(),
@@ -132,6 +132,7 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         speed = f" · {si(statistics.fmean(tokens))} trained tokens/s" if tokens else ""
         detail = f"{duration(min(lengths))} to {duration(max(lengths))}{speed}"
         yield "step time, median", duration(statistics.median(lengths)), detail
+    yield from _per_token_and_rollout(run)
     yield from _computed_once(run)
     yield from [*_validated(run)][:2]
     if run.steps:
@@ -142,6 +143,16 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         compared = f"of {audited} compared ({share(audited / rows) if rows else '–'})"
         detail = f"rows differ from the engine's record, {compared} · staleness ≤ {stale}{bound}"
         yield "token audit", str(violations), detail
+
+
+def _per_token_and_rollout(run: RunDigest) -> Iterator[_Card]:
+    if (cost := run.device_s_per_token()) is not None:
+        detail = f"device time in steps, idle or not, over tokens that carried a gradient: {cost:.2g} s for each"
+        yield "GPU-seconds per 1,000 trained tokens", f"{1000 * cost:.3g} s", detail
+    if run.rows.per_rollout:
+        (step, last), ratios = run.rows.per_rollout[-1], [ratio for _, ratio in run.rows.per_rollout]
+        detail = f"in step {step}; median {statistics.median(ratios):.2f}, most {max(ratios):.2f}"
+        yield "rows per rollout", f"{last:.2f}", detail
 
 
 def _computed_once(run: RunDigest) -> Iterator[_Card]:

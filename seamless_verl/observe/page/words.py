@@ -31,6 +31,7 @@ REALIGNED = frozenset(
         DriftReason.REASONING_DROPPED,
     ]
 )
+FORKS = frozenset(reason.value for reason in DriftReason) - {reason.value for reason in REALIGNED}
 DRIFT: Mapping[DriftReason, str] = {
     DriftReason.ARGUMENTS_RESPELLED: "the arguments of a tool call came back as other JSON of the same value",
     DriftReason.CALL_IDS_CHANGED: "the ids of tool calls came back changed",

@@ -18,15 +18,26 @@ const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202
 export const shown = (text) =>
   text.replace(UNSEEN, (one) => "⟨U+" + one.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩");
 
-const MOST = 20000;
-// A text of any length, its beginning first.
-export function long(text, className = "") {
-  const box = el("pre", { class: "text " + className, dir: "auto" }, text.slice(0, MOST));
-  if (text.length <= MOST) return box;
-  const rest = el("button", { onclick: () => { box.textContent = shown(text); rest.remove(); } },
-    "show all " + text.length.toLocaleString("en") + " characters");
+// The server sends the beginning of a long text, how long it is, and where `whole` finds all of it.
+const PIECE = 100000;
+export const begins = (text) => (typeof text === "string" ? text : text?.part ?? "");
+export const length = (text) => (typeof text === "string" ? text.length : text?.of ?? 0);
+export function long(text, className = "", whole = null) {
+  const box = el("pre", { class: "text " + className, dir: "auto" }, begins(text));
+  if (!text?.of) return box;
+  const rest = el("button", { onclick: async () => {
+    rest.disabled = true;
+    const all = await whole(text.at).catch((error) => { rest.textContent = error.message; });
+    if (all === undefined) return;
+    // In pieces, so that those out of sight are not laid out: one line may have ten million characters.
+    box.replaceChildren(...Array.from({ length: Math.ceil(all.length / PIECE) }, (_, at) =>
+      el("span", { class: "piece" }, all.slice(at * PIECE, (at + 1) * PIECE))));
+    rest.remove();
+  } }, "show all " + text.of.toLocaleString("en") + " characters");
   return el("div", {}, box, rest);
 }
+
+export const brief = (text, most = 300) => (String(text).length > most ? String(text).slice(0, most) + " …" : text);
 
 export function folded(key, title, body, open = false) {
   return el("details", { "data-key": key, open }, el("summary", {}, title), body);
@@ -75,8 +86,17 @@ export function copies(label, text) {
 
 export class Refused extends Error {}
 
+// What a view got last: the server answers 204 as long as it would say that again.
+let kept = { path: "", data: null };
+export async function askUnlessSeen(path) {
+  const data = await ask(path + "&seen=" + (kept.path === path ? kept.data.mark : ""));
+  if (data !== null) kept = { path, data };
+  return kept.data;
+}
+
 export async function ask(path) {
   const answer = await fetch("api/" + path, { cache: "no-store" });
+  if (answer.status === 204) return null;
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Refused(body.error ?? "the server answered " + answer.status);
   return body;

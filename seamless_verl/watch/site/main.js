@@ -53,7 +53,7 @@ async function refresh(mine, first) {
     const data = await view.load(params);
     behind = data.is_behind; // a large run is read as long as somebody looks
     if (mine !== round) return;
-    const text = JSON.stringify(data) ?? "";
+    const text = data?.mark ?? JSON.stringify(data) ?? "";
     if (first || text !== last) draw(view, data, params);
     last = text;
     trouble.hidden = true;

@@ -10,15 +10,26 @@ const PARTS = {
 };
 const COLOURS = { model: "c-generate", "held up": "c-switch", agent: "c-wait-data" };
 
-// A place on the page that fills itself. It stays from one drawing to the next, and is asked for anew with each.
+// A place on the page that fills itself, and looks again now and then: the whole recording is read less often than the
+// rest. It stays from one drawing to the next.
+const AGAIN_S = 5;
 let kept = { name: "", box: null };
 export function times(run, query, draw) {
   const name = run + JSON.stringify(query);
   if (kept.name !== name) kept = { name, box: el("div", { class: "times" }, el("p", { class: "soft" }, "reading where its time went …")) };
   const { box } = kept;
-  ask("run/" + part(run) + "/times?" + new URLSearchParams(query))
-    .then((told) => box.replaceChildren(...draw(told, run).flat().filter(Boolean)), (error) => box.replaceChildren(el("p", { class: "soft" }, error.message)));
+  clearTimeout(kept.timer);
+  fill(kept, () => ask("run/" + part(run) + "/times?" + new URLSearchParams(query)), (told) => draw(told, run));
   return box;
+}
+
+async function fill(place, load, draw) {
+  const told = await load().catch((error) => ({ failed: error.message }));
+  const text = JSON.stringify(told);
+  if (text !== place.last) place.box.replaceChildren(...(told.failed ? [el("p", { class: "soft" }, told.failed)] : draw(told).flat().filter(Boolean)));
+  place.last = text;
+  clearTimeout(place.timer);
+  place.timer = setTimeout(() => { if (place.box.isConnected) fill(place, load, draw); }, 1000 * (document.hidden ? 10 : AGAIN_S));
 }
 
 export function ofAttempt(told) {

@@ -1,9 +1,9 @@
 // A row as it is trained, token by token: mask, log-prob as heat, weight version as colour, seams of interruptions.
 
-import { ask, copies, el, number, part } from "./dom.js";
+import { askUnlessSeen, copies, el, number, part } from "./dom.js";
 
 export const again_s = 5;
-export const load = ({ run, key, row }) => ask("run/" + part(run) + "/tokens?key=" + part(key) + "&row=" + part(row));
+export const load = ({ run, key, row }) => askUnlessSeen("run/" + part(run) + "/tokens?key=" + part(key) + "&row=" + part(row));
 const PER_PAGE = 4000;
 
 export function draw(main, data, params) {

@@ -6,7 +6,9 @@ Needs a Chromium on the PATH and playwright; skipped without them.
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +19,17 @@ import pytest
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import FLIGHT, write_recording
 from tests.edge.watch.browser import browsing, in_browser
-from tests.edge.watch.recorded import begin, get, only_run, save_tokenizer, training, user, watching, write_texts
+from tests.edge.watch.recorded import (
+    begin,
+    get,
+    only_run,
+    save_tokenizer,
+    training,
+    user,
+    watching,
+    write_flight,
+    write_texts,
+)
 from tests.kernel.observe.made_up import HEADER, made_up_run, write_made_up_run
 
 ATTACK = (
@@ -26,6 +38,9 @@ ATTACK = (
     "<a href=\"javascript:document.body.dataset.taken = 'link'\">click</a>"
     "\x1b[31mred\u202egnp.exe\u202c </pre></details></section>"
 )
+
+
+TOOL = "<img src=x onerror=alert(3)>\u202e"
 
 
 @in_browser
@@ -72,6 +87,79 @@ async def test_every_view_draws_and_hostile_text_stays_text(tmp_path: Path) -> N
     assert "what the request said" in doms["attempt"]
     assert "<|im_start|>" in doms["tokens"]
     assert "dataset.taken = 'script'" in doms["search"]
+
+
+@in_browser
+@pytest.mark.timeout(240)
+async def test_hostile_tools_errors_and_broken_bytes_stay_text(tmp_path: Path) -> None:
+    """Names, arguments and output of tools, what a runner says of an error, and bytes that are no UTF-8."""
+    call = json.dumps({"name": TOOL, "arguments": {"command": ATTACK}})
+    async with training(tmp_path, lambda prompt: f"look<tool_call>\n{call}\n</tool_call>") as proxy:
+        agent = await begin(proxy, "group")
+        tools = [
+            {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("run", TOOL)
+        ]
+        messages: list[Any] = [user("hi")]
+        for _ in range(2):
+            answer = await proxy.http.post(
+                "/v1/chat/completions",
+                json={"model": "tiny", "messages": messages, "tools": tools},
+                headers={"Authorization": f"Bearer {agent.session.api_key}"},
+            )
+            said = answer.json()["choices"][0]["message"]
+            messages = [
+                *messages,
+                said,
+                {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": f"OUTPUT {ATTACK}"},
+            ]
+        await agent.end(0.5)
+    ended = flight.SessionEnded(
+        at=2.0, session=agent.session.id, group="group", index=0, seconds=1.0, turns=2, rows=1, reward=0.5,
+        status="<b>failed</b>", detail=f"{ATTACK}broken-byte",
+    )  # fmt: skip
+    recording = write_flight(tmp_path, ended)
+    recording.write_bytes(recording.read_bytes().replace(b"broken-byte", b"broken-\xff-byte"))
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http, browsing() as page:
+        at = await only_run(http)
+        doms = {}
+        for path in (f"/{at}/attempt/{agent.session.id}", f"/{at}/search?text=broken", f"/{at}/step/none"):
+            await page.goto(f"{http.base_url}#{path}")
+            await page.wait_for_selector(".strip, .find")
+            await page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            doms[path] = await page.inner_text("body")
+            assert await page.evaluate("document.body.dataset.taken") is None
+            assert await page.evaluate("document.querySelectorAll('img, #view script').length") == 0
+    attempt, search, _ = doms.values()
+    called = "calls <img src=x onerror=alert(3)>⟨U+202E⟩"
+    for place in (called, "OUTPUT <script>", "<b>failed</b>", "⟨U+001B⟩[31mred⟨U+202E⟩gnp.exe"):
+        assert place in attempt, place
+    assert attempt.count("<script>document.body.dataset.taken = 'script'</script>") >= 4
+    for dom in (attempt, search):
+        assert "broken-\ufffd-byte" in dom
+
+
+@in_browser
+@pytest.mark.timeout(240)
+async def test_a_line_of_ten_megabytes_leaves_the_page_usable(tmp_path: Path) -> None:
+    write_flight(tmp_path)
+    write_texts(tmp_path, 1, [("old_0_0", 0.5, "x" * 10_000_000 + "the end"), ("old_1_0", 0.0, "y")])
+    sizes: list[int] = []
+    async with watching(tmp_path) as http, browsing() as page:
+        page.on("response", lambda answer: sizes.append(answer.status) if "/attempt?" in answer.url else None)
+        await page.goto(f"{http.base_url}#/{await only_run(http)}/attempt/old~0")
+        await page.wait_for_selector(".turn")
+        while len(sizes) < 4:  # as often as it asks
+            await page.wait_for_timeout(200)
+        assert len(await page.inner_text(".text.answer")) == 20_000
+        assert sizes.count(200) == 1
+        began = time.monotonic()
+        await page.click("text=show all 10,000,007 characters")
+        await page.wait_for_selector(".piece >> nth=100", state="attached")
+        end = "document.querySelector('.text.answer').textContent.endsWith('the end')"
+        assert await page.evaluate(end)
+        await page.keyboard.press("s")
+        await page.get_by_role("heading", name="Steps").wait_for()
+        assert time.monotonic() - began < 15.0  # 4 s on two busy cores
 
 
 @asynccontextmanager
@@ -121,6 +209,10 @@ QUESTIONS: dict[str, tuple[list[str], str]] = {
     "which rollouts of this prompt failed, and why?": (
         [STEPS, 'tr:has(a:text-is("2")) a:has-text("not finished")', '.strip a[title*="failed"]'],
         "ValueError: no such file",
+    ),
+    "where do the attempts of this prompt part?": (
+        [STEPS, SECOND, '.group:has-text("sort_list") >> button:has-text("where do they part")'],
+        "one ends where the other goes on",
     ),
     "what did the agent see and say in its third turn?": ([STEPS, SECOND, ".strip a >> nth=0"], "thank you"),
     "which tokens came from old weights?": (
@@ -172,6 +264,20 @@ async def _act(page: Any, click: str) -> None:
     else:
         await page.fill(where, text.removesuffix('"'))
         await page.press(where, "Enter")
+
+
+@in_browser
+@pytest.mark.timeout(240)
+async def test_every_head_and_fact_says_what_it_is_on_hover(tmp_path: Path) -> None:
+    async with two_runs(tmp_path / "runs") as key, watching(tmp_path / "runs") as http, browsing() as page:
+        runs = {run["name"]: run["id"] for run in (await get(http, "runs"))["runs"]}
+        at = f"run/{runs['good']}"
+        untold = "[...document.querySelectorAll('thead th, dl dt')].filter((one) => one.textContent && !one.title)"
+        for path, drawn in (("/", "table"), (f"/{at}/steps", "table"), (f"/{at}/attempt/{key}", "dl dt")):
+            await page.goto(f"{http.base_url}#{path}")
+            await page.wait_for_selector(drawn)
+            assert await page.evaluate(f"{untold}.map((one) => one.textContent)") == []
+            assert await page.evaluate("document.querySelectorAll('thead th[title], dl dt[title]').length") >= 6
 
 
 @in_browser

@@ -17,8 +17,8 @@ from seamless_verl.cli import main
 from tests.edge.watch.recorded import TOKEN, watching, write_flight
 
 ROUTES = ["", "static/main.js", "static/page.css", "api/runs", "api/run/x/page", "api/run/x/steps", "api/run/x/groups",
-          "api/run/x/attempt", "api/run/x/tokens", "api/run/x/figures", "api/run/x/times",
-          "api/run/x/search", "openapi.json", "docs", "nothing"]  # fmt: skip
+          "api/run/x/attempt", "api/run/x/text", "api/run/x/partings", "api/run/x/tokens", "api/run/x/figures",
+          "api/run/x/times", "api/run/x/search", "openapi.json", "docs", "nothing"]  # fmt: skip
 
 
 async def test_without_the_token_every_route_is_refused_and_says_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
-from seamless_verl.watch import watched
+from seamless_verl.watch import watched, watched_groups
 from seamless_verl.watch.index import INDEX
 from tests.edge.watch.recorded import (
     begin,
@@ -120,7 +121,48 @@ async def test_an_attempt_that_the_trainer_gave_up_is_not_under_way(tmp_path: Pa
         await proxy.admin.delete_session(agent.session.id)
     async with watching(tmp_path) as http:
         told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
-    assert (told["attempt"]["state"], told["group"]["flags"], len(told["turns"])) == ("given up", ["interrupted"], 1)
+    assert (told["attempt"]["state"], told["group"]["flags"], len(told["turns"])) == (
+        "given up",
+        ["interrupted", "given up"],
+        1,
+    )
+
+
+async def test_an_attempt_that_was_not_needed_is_marked_and_found_by_its_mark(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        kept, surplus = await begin(proxy, "task", 0), await begin(proxy, "task", 1)
+        for agent in (kept, surplus):
+            await agent.ask([user("hi")])
+        await kept.end(1.0)
+        await proxy.admin.delete_session(surplus.session.id)
+    write_texts(tmp_path, 1, [("task_0_0", 1.0, "a")])
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        (step,) = (await get(http, f"{at}/steps"))["steps"]
+        marked = await get(http, f"{at}/groups", step=1, flag="cut off by redundancy")
+        told = await get(http, f"{at}/attempt", key=surplus.session.id)
+    assert step["flags"]["cut off by redundancy"] == 1
+    assert (marked["matching"], "group_redundancy" in marked["flags"]["cut off by redundancy"]) == (1, True)
+    assert told["group"]["attempts"][1]["flags"][-1] == "cut off by redundancy"
+    assert len(told["turns"]) == 1
+
+
+async def test_attempts_that_hang_are_an_alarm_on_the_page_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_flight(tmp_path)
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("hi")])
+        for alive, silent_s in ((True, 300.0), (False, -10.0), (True, -10.0)):
+            monkeypatch.setattr(watched_groups, "SILENT_S", silent_s)
+            async with watching(tmp_path, alive=alive) as http:
+                at = await only_run(http)
+                page = (await http.get(f"api/{at}/page")).text
+                (group,) = (await get(http, f"{at}/groups", step="none"))["groups"]
+            hangs = alive and silent_s < 0
+            assert ("got no answer for five minutes: 1" in page) is hangs
+            assert ("silent" in group["flags"]) is hangs
 
 
 async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path: Path) -> None:
@@ -145,6 +187,31 @@ async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path
     assert len(rows) == 3
     assert told["attempt"]["drift"]["history_rewritten"] == 1
     assert "drifted" in told["group"]["flags"]
+
+
+async def test_where_the_attempts_of_a_group_part_is_told_from_tokens_and_from_texts(tmp_path: Path) -> None:
+    async with training(tmp_path, lambda prompt: "well" if "again" in prompt else "ok") as proxy:
+        agents = [await begin(proxy, "task", index) for index in range(3)]
+        for agent, more in zip(agents, ("more", "more", "again"), strict=True):
+            said = [user("hi")]
+            said = [*said, await agent.ask(said), user(more)]
+            await agent.ask(said)
+        for agent in agents:
+            await agent.end(1.0)
+    write_texts(tmp_path, 1, [("old_0_0", 1.0, "the same, then this"), ("old_1_0", 0.0, "the same, then that")])
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
+        at = await only_run(http)
+        told = await get(http, f"{at}/partings", group="task")
+        texts = await get(http, f"{at}/partings", group="old")
+        nobody = await http.get(f"api/{at}/partings", params={"group": "nobody"})
+    same, other = told["parted"]
+    assert (told["first"], told["unit"], told["missing"]) == (agents[0].session.id, "token", [])
+    assert (same["key"], same["place"]) == (agents[1].session.id, "same")
+    assert (other["key"], other["place"], other["turn"]) == (agents[2].session.id, "given", 1)
+    assert (other["first"].startswith("more"), other["this"].startswith("again")) == (True, True)
+    (parted,) = texts["parted"]
+    assert (texts["unit"], parted["at"], parted["first"], parted["this"]) == ("character", 17, "is", "at")
+    assert nobody.status_code == 404
 
 
 async def test_a_recording_of_the_proxy_alone_is_shown_from_its_rows(tmp_path: Path) -> None:
@@ -341,6 +408,73 @@ async def test_a_line_cut_short_is_read_when_it_is_whole(tmp_path: Path) -> None
     async with watching(tmp_path) as http:
         (step,) = (await get(http, f"{at}/steps"))["steps"]
     assert step["attempts"] == 1
+
+
+async def test_broken_bytes_are_shown_as_such_and_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
+    write_texts(tmp_path, 1, [("task_0_0", 0.5, "x"), ("task_1_0", 1.0, "second")])
+    dump = tmp_path / "rows" / "1.jsonl"
+    broken = dump.read_bytes().replace(b'"x"', b'"caf\xe9 \xff\xfe au lait"')
+    deep = b'{"uid":"deep_0_0","step":' + b"[" * 200_000 + b"\n"
+    dump.write_bytes(b"no record\n" + deep + broken + b'{"uid":"task_2_0","step":"many"}\n')
+    recording = write_flight(tmp_path, _ended("s1", 0, 1.0, 2.0, "finished"))
+    with recording.open("ab") as file:
+        file.write(recording.read_bytes().splitlines()[-1].replace(b'"s1"', b'"s2\xff"') + b"\n")
+        file.write(b'{"event":"SessionEnded","at":3.0}\n')
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        steps = await get(http, f"{at}/steps")
+        told = await get(http, f"{at}/attempt", key="s1")
+        search = await get(http, f"{at}/search", text="au lait")
+        ended = await get(http, f"{at}/attempt", key="s2\ufffd")
+    problems = sorted(steps["problems"])
+    assert problems[0].startswith("flight/trainer.jsonl: 1 line is no record")
+    assert problems[1].startswith("rows/1.jsonl: 3 lines are no record")
+    assert told["texts"][0]["output"] == "caf\ufffd \ufffd\ufffd au lait"
+    assert [find["found"] for find in search["found"]] == ["au lait"]
+    assert ended["attempt"]["status"] == "finished"
+
+
+async def test_of_a_long_text_the_beginning_is_sent_and_what_was_seen_is_not_sent_again(tmp_path: Path) -> None:
+    line = "x" * 10_000_000
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("y" * 30_000)])
+        await agent.end(1.0)
+    write_texts(tmp_path, 1, [("old_0_0", 0.5, line)])
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
+        at = await only_run(http)
+        answer = await http.get(f"api/{at}/attempt", params={"key": "old~0"})
+        told = answer.json()
+        again = await http.get(f"api/{at}/attempt", params={"key": "old~0", "seen": told["mark"]})
+        whole = await get(http, f"{at}/text", key="old~0", at=told["texts"][0]["output"]["at"])
+        kept = await get(http, f"{at}/attempt", key=agent.session.id)
+        given = await get(http, f"{at}/text", key=agent.session.id, at=kept["turns"][0]["given"]["at"])
+        nothing = await http.get(f"api/{at}/text", params={"key": "old~0", "at": "texts.7.output"})
+        row = await get(http, f"{at}/tokens", key=agent.session.id)
+        row_again = await http.get(f"api/{at}/tokens", params={"key": agent.session.id, "seen": row["mark"]})
+        write_texts(tmp_path, 1, [("old_0_0", 0.5, "short")])
+        await asyncio.sleep(0.6)
+        changed = await http.get(f"api/{at}/attempt", params={"key": "old~0", "seen": told["mark"]})
+    assert len(answer.content) < 100_000
+    assert told["texts"][0]["output"] == {"part": line[:20_000], "of": len(line), "at": "texts.0.output"}
+    assert whole["text"] == line
+    assert (again.status_code, again.content, row_again.status_code) == (204, b"", 204)
+    assert "y" * 30_000 in given["text"]
+    assert nothing.status_code == 404
+    assert changed.json()["texts"][0]["output"] == "short"
+
+
+async def test_a_journal_with_broken_text_shows_its_sessions(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task", task="sort")
+        await agent.ask([user("hi")])
+        await agent.end(1.0)
+    with sqlite3.connect(tmp_path / "proxy" / "agent_loop_worker_0" / "kept.sqlite") as db:
+        db.execute("UPDATE sessions SET spec = CAST(replace(CAST(spec AS BLOB), 'sort', X'736FFF74') AS TEXT)")
+    db.close()
+    async with watching(tmp_path) as http:
+        told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
+    assert (told["attempt"]["task"], len(told["turns"]), told["problems"]) == ("so\ufffdt", 1, [])
 
 
 async def test_where_the_folder_cannot_be_written_the_index_is_elsewhere(tmp_path: Path) -> None:

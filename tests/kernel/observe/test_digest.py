@@ -219,3 +219,111 @@ def test_drift_by_design_is_no_finding_and_rewritten_history_is():
 def test_every_drift_reason_is_explained_on_the_page():
     assert set(DRIFT) == set(DriftReason)
     assert set(DRIFT) > REALIGNED
+
+
+def trained(step: int, rows: int, rollouts: int = 4) -> flight.RowsTrained:
+    lengths = (1,) * rows
+    return flight.RowsTrained(
+        at=10.0 * step, step=step, rollouts=rollouts, staleness=(0,) * rows, prompt_tokens=lengths,
+        response_tokens=lengths,
+    )  # fmt: skip
+
+
+def told(run) -> dict[str, str]:
+    return {finding.title: finding.advice for finding in findings(run)}
+
+
+OVER = flight.RunEnded(at=1000.0, outcome="finished")
+
+
+def test_many_rows_per_rollout_are_an_alarm_that_names_why_sessions_fork():
+    forked = flight.SessionEnded(
+        at=1.0, session="s", group="g", seconds=1.0, turns=100, rows=1, reward=0.0, status="finished",
+        drift={"history_rewritten": 3, "content_whitespace": 7},
+    )  # fmt: skip
+    assert told(run_of([start(), *(trained(step, 12) for step in range(1, 7)), OVER])) == {}  # 3 a rollout
+    ((title, advice),) = told(run_of([start(), forked, *(trained(step, 13) for step in range(1, 7)), OVER])).items()
+    assert title == "A rollout became 3.2 rows in the latest steps"
+    assert "history rewritten (3 turns)" in advice
+
+
+def test_rows_per_rollout_far_above_what_it_was_are_an_alarm_below_the_bound_too():
+    before, after = [trained(step, 4) for step in range(1, 6)], [trained(step, 8) for step in range(6, 11)]
+    assert list(told(run_of([start(), *before, *after, OVER]))) == [
+        "A rollout became 2.0 rows in the latest steps; before it was 1.0"
+    ]
+    assert told(run_of([start(), *before, *[trained(step, 6) for step in range(6, 11)], OVER])) == {}
+    # A step that a continued run repeats counts once, as it was in the end.
+    assert told(run_of([start(), *after, *before, *[trained(step, 4) for step in range(6, 11)], OVER])) == {}
+
+
+def attempts(at: float, group: str, *rewards: float) -> list[flight.SessionEnded]:
+    return [
+        flight.SessionEnded(
+            at=at, session=f"{group}-{index}", group=group, seconds=0.1, turns=1, rows=1, reward=reward,
+            status="finished",
+        )
+        for index, reward in enumerate(rewards)
+    ]  # fmt: skip
+
+
+def grouped(silent: int, loud: int, at: float = 5.0) -> list[flight.SessionEnded]:
+    found = []
+    for number in range(silent):
+        found += attempts(at, f"silent-{at}-{number}", *[float(number % 2)] * 2)
+    for number in range(loud):
+        found += attempts(at, f"loud-{at}-{number}", 0.0, 1.0)
+    return found
+
+
+def test_groups_without_signal_are_an_alarm_that_tells_easy_from_hard():
+    assert told(run_of([start(), *grouped(4, 4), OVER])) == {}  # a half
+    assert told(run_of([start(), *grouped(4, 3), OVER])) == {}  # too few to say
+    ((title, advice),) = told(run_of([start(), *grouped(5, 4), OVER])).items()
+    assert title == "56% of the latest 9 groups have the same reward for every attempt"
+    assert "2 have the best reward that was seen (1)" in advice
+    assert "3 have a lower one" in advice
+
+
+def test_groups_of_validation_of_one_attempt_and_of_long_ago_are_not_without_signal():
+    validated = [
+        flight.PhaseBegan(at=4.0, phase=Phase.VALIDATE, step=1), *grouped(9, 0),
+        flight.PhaseEnded(at=6.0, phase=Phase.VALIDATE, step=1),
+    ]  # fmt: skip
+    alone = [event for number in range(9) for event in attempts(5.0, f"alone-{number}", 1.0)]
+    steps = [
+        event
+        for step in range(1, 7)
+        for event in (flight.StepBegan(at=100.0 * step, step=step), flight.StepEnded(at=100.0 * step + 1, step=step))
+    ]
+    for events in (validated, alone, [*grouped(9, 0), *steps, *grouped(0, 9, at=650.0)]):
+        events = sorted([start(), *events, OVER], key=lambda event: event.at)
+        assert told(run_of(events)) == {}
+
+
+@pytest.mark.parametrize(
+    ("record", "off"),
+    [
+        ({"actor/shared_prefix/off": 0.04, "actor/shared_prefix/grad_norm_off": 0.1}, None),
+        ({"actor/shared_prefix/off": 0.06}, "0.06"),
+        ({"critic/shared_prefix/grad_norm_off": 0.11}, "0.11"),
+        ({"actor/shared_prefix/off": None}, "what is no number"),  # as NaN is written down
+    ],
+)
+def test_rows_computed_both_ways_that_differ_are_an_alarm(record, off):
+    run = digest(Recording(events=(start(), OVER)), [], [], guard=[{"step": 1}, {"step": 3, **record}])
+    found = {finding.title: finding for finding in findings(run)}
+    if off is None:
+        assert found == {}
+        return
+    ((title, finding),) = found.items()
+    assert title.endswith("computes otherwise with seamless.shared_prefix than without, in step 3")
+    assert off in finding.advice
+    assert "seamless.shared_prefix=off" in finding.advice
+    assert finding.weight is Weight.BROKEN
+
+
+def test_a_page_of_a_run_that_goes_on_says_how_more_of_it_is_seen():
+    run = digest(Recording(events=(start(), trainer(0.0))), [], [], running=True)
+    (advice,) = [told for title, told in told(run).items() if "goes on" in title]
+    assert "seamless-verl watch shows it as it grows" in advice

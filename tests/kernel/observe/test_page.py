@@ -142,6 +142,24 @@ def test_what_rows_share_has_a_card_and_a_section_where_it_was_computed_once(mad
     assert "What rows share" not in " ".join(made_up[0].text)
 
 
+def test_what_a_trained_token_cost_and_how_many_rows_a_rollout_became_have_cards():
+    events = [
+        flight.RunStarted(at=0.0, name="x", policy="p", eta=1, total_steps=1),
+        flight.SliceAdded(
+            at=0.0, slice="t", pool="trainer", devices=4, capabilities=("train",), state=SliceState.TRAINING
+        ),
+        flight.StepBegan(at=0.0, step=1),
+        flight.RowsTrained(
+            at=9.0, step=1, rollouts=2, staleness=(0,) * 3, prompt_tokens=(1,) * 3, response_tokens=(1,) * 3
+        ),
+        flight.StepEnded(at=10.0, step=1),
+    ]
+    text = " ".join(page_of(events, [step(1, step_s=10.0, tokens_per_s=800.0)])[0].text)
+    assert "GPU-seconds per 1,000 trained tokens 5 s" in " ".join(text.split())  # 40 device-seconds, 8,000 tokens
+    assert "0.005 s for each" in text
+    assert "in step 1; median 1.50, most 1.50" in text
+
+
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;\'"'
 
 

@@ -9,7 +9,7 @@ import pytest
 from seamless_verl.observe.digest import digest
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import IDLE
-from seamless_verl.watch.compared import device_s_per_token, figures
+from seamless_verl.watch.compared import figures
 from tests.kernel.observe.made_up import made_up_run
 
 EVENTS = tuple(made_up_run(steps=3))
@@ -47,5 +47,5 @@ def test_a_run_of_the_simulator_has_step_times_and_a_ledger() -> None:
 def test_device_seconds_per_trained_token_are_of_steps_with_both_known() -> None:
     run = digest(Recording(events=EVENTS), [_record(1), _record(9)], [])
     of_first = sum(sum(seconds.values()) for seconds in run.step_spans[0].pools.values())
-    assert device_s_per_token(run) == pytest.approx(of_first / 5000)
-    assert device_s_per_token(digest(Recording(events=EVENTS), [], [])) is None
+    assert run.device_s_per_token() == pytest.approx(of_first / 5000)
+    assert digest(Recording(events=EVENTS), [], []).device_s_per_token() is None

@@ -93,3 +93,23 @@ def test_a_step_counts_groups_and_prefers_its_record() -> None:
     assert told["flags"] == {"zero variance": 1, "cut off": 1}
     assert with_record(summary("none", attempts), {})["reward"] == pytest.approx(1 / 3)
     assert all(FLAGS[flag] for flag in told["flags"])
+
+
+def test_an_attempt_that_was_not_needed_is_told_from_one_that_began_anew_and_one_of_a_lost_group() -> None:
+    kept, other = _attempt("a", 0, 1.0), _attempt("a", 1, 1.0)
+    cut = _attempt("a", 2, None, state="given up")
+    (group,) = groups_of([kept, other, cut])
+    assert group["flags"] == ["zero variance", "cut off by redundancy"]
+    assert [attempt["flags"] for attempt in group["attempts"]] == [[], [], ["cut off by redundancy"]]
+    anew = _attempt("a", 0, None, state="given up") | {"key": "a-first"}
+    assert _flags(_attempt("a", 0, 1.0), _attempt("a", 1, 0.0), anew) == ["given up"]
+    assert _flags(cut | {"step": None}, _attempt("a", 0, 1.0, step=None)) == ["given up"]
+    assert [g["group"] for g in chosen(groups_of([kept, cut]), flag="cut off by redundancy")] == ["a"]
+
+
+def test_an_attempt_without_an_answer_for_five_minutes_is_silent_while_it_is_under_way() -> None:
+    waits = _attempt("a", 0, None, state="open", latest=1000.0)
+    found = {now: groups_of([waits], now)[0]["flags"] for now in (0.0, 1300.0, 1301.0)}
+    assert found == {0.0: ["under way"], 1300.0: ["under way"], 1301.0: ["silent", "under way"]}
+    (group,) = groups_of([waits | {"state": "closed", "reward": 1.0}], 9000.0)
+    assert group["flags"] == []
