@@ -344,7 +344,7 @@ def _check_lending(config: Mapping[str, Any]) -> None:
 
 
 def _without_lending(config: Mapping[str, Any]) -> str:
-    """How nothing is lent. Without rollout nodes the trainer's GPUs generate in turns, though no policy was asked for."""
+    """How nothing is lent; where there are no rollout nodes, no policy was asked for."""
     if value_of(config, "seamless.scheduler.policy", None) is not None:
         return "leave seamless.scheduler.policy out"
     return f"give rollout GPUs of its own ({_ROLLOUT}.nnodes), or keep verl's trainer (trainer.v1.trainer_mode=sync)"
