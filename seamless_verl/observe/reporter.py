@@ -335,10 +335,10 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
 
 
 def _audited(summary: Mapping[str, Any]) -> str:
-    is_blind = summary["rows"] and not summary["rows_audited"]
-    return f"{summary['rows_audited']} audited" + (
-        " (verl's own agent loops leave no record to compare)" if is_blind else ""
-    )
+    audited, others = summary["rows_audited"], summary["rows"] - summary["rows_audited"]
+    who = f"the other {others} are of verl's" if audited else "verl's"
+    why = f" ({who} own agent loops{', which' if audited else ''} leave no record to compare)"
+    return f"{audited} audited{why if others else ''}"
 
 
 def _interval(low: float | None, high: float | None) -> str:

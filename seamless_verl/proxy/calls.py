@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import msgspec
 
@@ -83,6 +83,7 @@ class Call:
         tool_name: the one tool to call, with ``REQUIRED``; "" for any.
         strict_tools: names of tools whose arguments must follow their schema.
         json_schema: what the answer's text must follow; None for free text.
+        schema_field: where the dialect's body has that schema.
         thinking: whether the client asks the model to reason; None when it says nothing.
         thinking_budget: how many tokens it would have it reason for.
         preferences: names of fields that wish for what nobody here can honour, and that change no answer's form.
@@ -90,6 +91,7 @@ class Call:
         logprobs: alternatives wanted per token, 0 for the chosen token only; None for no log-probs.
     """
 
+    schema_field: ClassVar[str] = "response_format"
     model: str
     raw_messages: Sequence[Mapping[str, Any]] = ()
     raw_tools: Sequence[Mapping[str, Any]] = ()

@@ -318,7 +318,7 @@ def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) 
 
 
 def _check_lending(config: Mapping[str, Any]) -> None:
-    name = f"{_ROLLOUT}.name"
+    name, otherwise = f"{_ROLLOUT}.name", _without_lending(config)
     engine = value_of(config, name, "vllm")
     if engine != "vllm":
         # Until verl's SGLang server refuses requests while it is paused (its SGLangReplica.abort_all_requests says so).
@@ -327,26 +327,27 @@ def _check_lending(config: Mapping[str, Any]) -> None:
             engine,
             "cannot be lent: a request that reaches a replica on its way back to the trainer would wait there until "
             "the next loan, and no single request can be moved to a replica that joins",
-            "write vllm, or leave seamless.scheduler.policy out",
+            f"write vllm, or {otherwise}",
         )
     split = f"{_ROLLOUT}.disaggregation.enabled"
     if value_of(config, split, False):
-        raise ConfigError(
-            split,
-            True,
-            "such replicas cannot be lent: verl starts servers of its own for them",
-            "write false, or leave seamless.scheduler.policy out",
-        )
+        problem = "such replicas cannot be lent: verl starts servers of its own for them"
+        raise ConfigError(split, True, problem, f"write false, or {otherwise}")
     for key in (f"{_ROLLOUT}.data_parallel_size", f"{_ROLLOUT}.engine_kwargs.vllm.data_parallel_size"):
         size = value_of(config, key, None)
         if isinstance(size, int) and size > 1:
             # Until loans of a replica with two engine cores have gone through on two GPUs (docs/gpu.md, row 12).
-            raise ConfigError(
-                key,
-                size,
-                "replicas of several engine cores have never been lent: how they sleep and wake together is untried",
-                "write 1 and more replicas, or leave seamless.scheduler.policy out",
+            problem = (
+                "replicas of several engine cores have never been lent: how they sleep and wake together is untried"
             )
+            raise ConfigError(key, size, problem, f"write 1 and more replicas, or {otherwise}")
+
+
+def _without_lending(config: Mapping[str, Any]) -> str:
+    """How nothing is lent; where there are no rollout nodes, no policy was asked for."""
+    if value_of(config, "seamless.scheduler.policy", None) is not None:
+        return "leave seamless.scheduler.policy out"
+    return f"give rollout GPUs of its own ({_ROLLOUT}.nnodes), or keep verl's trainer (trainer.v1.trainer_mode=sync)"
 
 
 def check_routing_replay(config: Mapping[str, Any]) -> None:

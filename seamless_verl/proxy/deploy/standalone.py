@@ -38,6 +38,7 @@ from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
 from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageReader
+from seamless_verl.proxy.text.steadiness import moving_note
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer, open_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -168,6 +169,8 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         placeholder=tokenizer.image_token_id,
         others=tokenizer.placeholders,
     )
+    if note := moving_note(renderer):
+        _log.warning("%s: %s", config.tokenizer, note)
     served = await served_model(engine)
     limits = config.limits
     images, blind = await _eyes(engine, tokenizer.image_token_id, limits)

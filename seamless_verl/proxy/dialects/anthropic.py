@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -206,6 +206,7 @@ class MessagesCall(Call):
     ``shows_thinking``: whether thinking blocks have their text. Sent back empty, they are recognised all the same.
     """
 
+    schema_field: ClassVar[str] = "output_config.format"
     shows_thinking: bool
 
     def body(self, answers: Sequence[Answer]) -> bytes:

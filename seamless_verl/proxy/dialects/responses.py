@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, Earlier, Token, bad_request, encoded
 from seamless_verl.proxy.dialects.responses_body import (
@@ -121,6 +121,7 @@ class ResponsesCall(Call):
     messages are those of `continued` then.
     """
 
+    schema_field: ClassVar[str] = "text.format"
     echo: Mapping[str, Any]
     refers: ResponsesRequest | None = None
 

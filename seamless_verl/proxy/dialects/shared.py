@@ -32,6 +32,20 @@ _SERVER_TOOLS = re.compile(
 )
 
 
+# What leaves such a tool out of requests, in the clients that send it by themselves.
+_LEFT_OUT_BY = {
+    "web_search": (
+        'Codex: web_search = "disabled" in config.toml',
+        "Claude Code: --disallowedTools WebSearch, or permissions.deny in settings.json",
+        "OpenAI Agents SDK: no WebSearchTool among an agent's tools",
+    ),
+    "file_search": ("OpenAI Agents SDK: no FileSearchTool among an agent's tools",),
+    "code_interpreter": ("OpenAI Agents SDK: no CodeInterpreterTool among an agent's tools",),
+    "image_generation": ("OpenAI Agents SDK: no ImageGenerationTool among an agent's tools",),
+    "mcp": ("OpenAI Agents SDK: no HostedMCPTool among an agent's tools",),
+}
+
+
 class Strict(BaseModel):
     """Part of a body that has the fields of its dialect and no others."""
 
@@ -63,6 +77,14 @@ def preferences(*wishes: tuple[str, bool], tools: Iterable[object] = ()) -> tupl
     """`Call.preferences`: fields, each with whether it is asked for, and the tools that nobody here runs."""
     dropped = [f"tools.{tool.type}" for tool in tools if isinstance(tool, ServerTool)]
     return (*(name for name, is_asked in wishes if is_asked), *dropped)
+
+
+def refused_preference(name: str) -> ApiError:
+    """The refusal of a preference; of a tool that nobody here runs, with what its client leaves it out by."""
+    told = _LEFT_OUT_BY.get(name.removeprefix("tools."), ())
+    how = f" ({'; '.join(told)})" if told else ""
+    story = f"{name} cannot be honoured here. Leave it out{how}, or have it ignored (--on-unsupported accept)."
+    return bad_request(story, param=name, code="unsupported_value")
 
 
 def validated(model: type[_Model], body: bytes) -> _Model:

@@ -33,12 +33,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from seamless_verl.proxy.attempt.service import AttemptService
-from seamless_verl.proxy.calls import ApiError, Call, OnUnsupported, bad_request, encoded
+from seamless_verl.proxy.calls import ApiError, Call, OnUnsupported, encoded
 from seamless_verl.proxy.dialects.anthropic import parse_count, parse_messages
 from seamless_verl.proxy.dialects.chat import parse_chat
 from seamless_verl.proxy.dialects.completions import parse_completion
 from seamless_verl.proxy.dialects.responses import parse_responses
-from seamless_verl.proxy.dialects.shared import validated
+from seamless_verl.proxy.dialects.shared import refused_preference, validated
 from seamless_verl.proxy.engine import Ability, Engine, Gate, GatedEngine
 from seamless_verl.proxy.http.openapi import OpenBody, PauseBody, ResumeBody, RewardBody, describe
 from seamless_verl.proxy.http.requests import (
@@ -215,8 +215,7 @@ class Proxy:
         refuse_unable(call, self._deps.parser, self._deps.abilities)
         ignored = preferences_against(call, self._deps.parser)
         if ignored and self._deps.on_unsupported is OnUnsupported.REFUSE:
-            story = f"{ignored[0]} cannot be honoured here. Leave it out, or have it ignored (--on-unsupported accept)."
-            raise bad_request(story, param=ignored[0], code="unsupported_value")
+            raise refused_preference(ignored[0])
         session.ignored.update(ignored)
         self._deps.counters.ignored.update(ignored)
         return replace(call, preferences=ignored)

@@ -301,12 +301,12 @@ def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability
         "tool_choice": bool(call.tools_to_parse) and call.tool_choice is ToolChoice.REQUIRED,
         "parallel_tool_calls": bool(call.tools_to_parse) and not call.parallel_tool_calls,
         "tools": bool(call.tools_to_parse and call.strict_tools),
-        "response_format": call.json_schema is not None,
+        call.schema_field: call.json_schema is not None,
     }
     asked = [field for field, is_asked in wishes.items() if is_asked]
     if asked and Ability.STRUCTURED_OUTPUTS not in abilities:
         raise _refusal(asked[0], "it needs constrained decoding, which this engine does not offer")
-    if asked and asked != ["response_format"] and parser.tool_format(call.raw_tools, required=True) is None:
+    if asked and asked != [call.schema_field] and parser.tool_format(call.raw_tools, required=True) is None:
         raise _refusal(asked[0], "nobody has described this model's tool calls as a grammar")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator
@@ -30,12 +31,15 @@ from seamless_verl.proxy.calls import OnUnsupported
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer, base_url_of, listen_on
 from seamless_verl.proxy.http.app import make_app
+from seamless_verl.proxy.text.steadiness import moving_note
 from seamless_verl.run.capacity import attempts_per_worker
 from seamless_verl.run.check_combinations import check_routing_replay
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.verl_adapter.rollout.proxy_actor import ActorProxy, ShardSettings
 from seamless_verl.verl_adapter.rollout.request_log import at_worker_end
 from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine, abilities_of
+
+_log = logging.getLogger(__name__)
 
 
 class ProxyShard:
@@ -120,6 +124,8 @@ class ProxyShard:
             attempts=attempts,
         )
         renderer, parser, images = settings.text_side()
+        if note := moving_note(renderer):
+            _log.warning("%s: %s", settings.model, note)
         engine = VerlEngine(
             loop.server_manager,
             decode=renderer.decode,

@@ -136,6 +136,44 @@ async def test_json_formats_reach_an_engine_that_can(form: dict[str, Any]) -> No
         assert proxy.engine.requests[0].sampling["structured_outputs"] == {"json": wanted}
 
 
+SCHEMAS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/v1/chat/completions",
+        {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}},
+        "response_format",
+    ),
+    (
+        "/v1/responses",
+        {"input": "hi", "text": {"format": {"type": "json_schema", "name": "city", "schema": CITY}}},
+        "text.format",
+    ),
+    (
+        "/v1/messages",
+        {"messages": HI, "max_tokens": 99, "output_config": {"format": {"type": "json_schema", "schema": CITY}}},
+        "output_config.format",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), SCHEMAS, ids=[field for _, _, field in SCHEMAS])
+async def test_a_schema_becomes_a_grammar_or_is_refused_by_its_dialects_name(
+    path: str, body: dict[str, Any], field: str
+) -> None:
+    said = '{"city": "Bern"}'
+    async with serving(lambda prompt: said, abilities=frozenset({Ability.STRUCTURED_OUTPUTS})) as proxy:
+        answer = await proxy.post(await proxy.open(), {"model": "m", **body}, path)
+        assert answer.status_code == 200, answer.text
+        constraint = proxy.engine.requests[0].sampling["structured_outputs"]
+        assert constraint == {"json": CITY}
+        assert _takes(constraint, said)
+        assert not _takes(constraint, '{"town": 3}')
+    async with serving(abilities=frozenset()) as proxy:
+        answer = await proxy.post(await proxy.open(), {"model": "m", **body}, path)
+        assert answer.status_code == 400
+        assert f"This value of {field} is not supported" in answer.text
+        assert proxy.engine.requests == []
+
+
 async def test_n_samples_are_n_branches_recorded_together() -> None:
     numbers = iter(range(100))
     async with serving(lambda prompt: f"answer {next(numbers)}") as proxy:

@@ -87,6 +87,22 @@ async def test_hints_are_taken_without_a_word(path: str, body: dict[str, Any]) -
         assert "x-seamless-overrides" not in response.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSE_PATH, {**RESPONSE, "tools": [{"type": "web_search"}]}),
+        (MESSAGE_PATH, {**MESSAGE, "tools": [SEARCH]}),
+    ],
+)
+async def test_the_refusal_of_a_search_names_the_clients_setting_that_leaves_it_out(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with serving(on_unsupported=OnUnsupported.REFUSE) as proxy:
+        told = (await proxy.post(await proxy.open(), body, path)).json()["error"]["message"]
+    for setting in ('web_search = "disabled"', "--disallowedTools WebSearch", "WebSearchTool", "--on-unsupported"):
+        assert setting in told
+
+
 async def test_tools_that_nobody_here_runs_are_left_out_of_the_prompt() -> None:
     async with serving() as proxy:
         handle = await proxy.open()

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
+from seamless_verl.proxy.text.steadiness import moving_note
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
 from seamless_verl.trajectory.tokens import DriftReason, MatchKind
@@ -210,6 +211,43 @@ def test_a_template_that_rewrites_history_forks_and_loses_nothing(steps: list[di
     rows = edge.rows()
     assert len(rows) == len(steps)
     assert edge.tree.drift == {DriftReason.TEMPLATE_MISMATCH: len(steps) - 1}
+
+
+# With tools, their list stands in the last question only, answered or not (Mistral v0.3).
+MOVING_LIST = (
+    "{%- set questions = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %} {{ m.content }}</s>"
+    "{%- else %}{% if tools and m == questions[-1] %}[TOOLS]{{ tools | tojson }}{% endif %}[INST]{{ m.content }}[/INST]"
+    "{%- endif %}{%- endfor %}"
+)
+REFUSES_SYSTEM = (
+    "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{%- for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{%- if add_generation_prompt %}assistant: {% endif %}"
+)
+COUNTING = (
+    "{{ messages | length }} messages"
+    "{%- for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{%- if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        *((family.template, "") for family in FAMILIES.values()),
+        (REFUSES_SYSTEM, ""),
+        (MOVING_SYSTEM, "writes conversations with a system message anew"),
+        (MOVING_LIST, "writes conversations with tools anew"),
+        (COUNTING, "writes every conversation anew"),
+    ],
+)
+def test_what_a_template_moves_is_told_before_anybody_asks(template: str, told: str) -> None:
+    special = ("[INST]", "[/INST]", "<|im_start|>", "<|im_end|>", "</s>", "<eos>")
+    note = moving_note(TokenizerRenderer(small_tokenizer(template, special=special)))
+    assert told in note
+    assert bool(told) == bool(note)
 
 
 @settings(max_examples=25, deadline=None)

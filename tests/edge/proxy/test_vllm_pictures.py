@@ -25,6 +25,7 @@ from seamless_verl.proxy.engines.vllm_http import TOKENS, BadAnswer, EventReader
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.pictures import open_image
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
+from tests.edge.proxy.test_templates import MOVING_SYSTEM
 from tests.picture_server import DEFAULTS, PictureServer, model_folder
 from tests.pictures import picture, small_processor
 from tests.standalone import KEY, save_tokenizer
@@ -97,6 +98,20 @@ async def vllm() -> AsyncIterator[tuple[PictureServer, str]]:
     server = ProxyServer(vllm.app, drain_s=1)
     yield vllm, await server.start()
     await server.stop()
+
+
+async def test_a_template_that_moves_the_system_message_is_told_once_at_the_start(
+    vllm: tuple[PictureServer, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = model_folder(tmp_path / "model")
+    async with _proxy(vllm[1], folder):
+        assert "anew with every turn" not in caplog.text
+    (folder / "chat_template.jinja").write_text(MOVING_SYSTEM)
+    async with _proxy(vllm[1], folder) as proxy:
+        handle = await proxy.open()
+        for _ in range(2):
+            assert (await proxy.ask(handle, [{"role": "user", "content": "hi"}])).status_code == 200
+    assert caplog.text.count("writes conversations with a system message anew with every turn") == 1
 
 
 async def test_pictures_of_several_turns_stand_where_the_recorded_prompt_has_them(

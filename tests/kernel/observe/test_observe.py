@@ -199,6 +199,18 @@ def test_idle_shares_are_weighted_by_the_length_of_the_step_and_unknown_stays_un
     assert summary_of([short, long], [])["idle_share"] == {"trainer": 0.25, "rollout": None}
 
 
+@pytest.mark.parametrize(
+    ("audited", "told"),
+    [
+        (10, "10 rows, 10 audited, 0 violations"),
+        (0, "10 rows, 0 audited (verl's own agent loops leave no record to compare), 0 violations"),
+        (4, "4 audited (the other 6 are of verl's own agent loops, which leave no record to compare), 0 violations"),
+    ],
+)
+def test_the_end_of_a_run_says_which_rows_were_not_audited_and_why(audited, told):
+    assert told in "\n".join(closing_lines(summary_of([step(1, rows_audited=audited)], []), None, []))
+
+
 def test_the_end_of_a_run_says_what_changed_and_where_things_are():
     validations = [validation(0, {"a": 0.0, "b": 0.5}), validation(3, {"a": 0.5, "b": 1.0})]
     text = "\n".join(closing_lines(summary_of([step(1)], validations), "/runs/x", []))
