@@ -48,21 +48,28 @@ def batch(seed: int, options: list[str]) -> TensorDict:
     return data
 
 
-def observed(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
-    """What verl does with a batch: log-probs or values, then gradients, then two optimizer steps."""
+def inferred(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
+    """Log-probs and entropy, or values, where verl reads them."""
     from verl.utils import tensordict_utils as tu
 
-    found: dict[str, Any] = {"engine": type(worker.engine).__name__}
     asked = data.clone()
     tu.assign_non_tensor(asked, compute_loss=False)
     output = worker.infer_batch(asked)
+    found = {}
     begins, ends = (data[key].offsets().diff().tolist() for key in ("prompts", "input_ids"))
     for key in {"log_probs", "entropy", "values"} & set(output.keys()):
         rows = zip(output[key].unbind(), begins, ends, strict=True)
         found[key] = torch.cat([row[begin - 1 : end - 1] for row, begin, end in rows])
+    return found
+
+
+def learned(worker: Any, data: TensorDict) -> dict[str, Any]:
+    """Loss and gradients of a batch, and what ours tells of it; the weights stay."""
+    from verl.utils import tensordict_utils as tu
+
     flags = {"use_remove_padding": False, "use_fused_kernels": worker.engine_config.use_fused_kernels}
     flags |= {"use_dynamic_bsz": worker.engine_config.use_dynamic_bsz}
-    asked = data.clone()
+    asked, found = data.clone(), dict[str, Any]()
     tu.assign_non_tensor(asked, **flags, max_token_len_per_gpu=BUDGET, micro_batch_size_per_gpu=4)
     with worker.engine.train_mode(zero_grad_on_exit=False):
         worker.engine.optimizer_zero_grad()
@@ -78,12 +85,30 @@ def observed(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
                 whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
                 found[f"gradient of {name}"] = whole.detach().clone()
         worker.engine.optimizer_zero_grad()
+    return found
+
+
+def stepped(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
+    """Norms of two optimizer steps."""
+    from verl.utils import tensordict_utils as tu
+
+    found = {}
     for step in range(2):
         asked = data.clone()
         tu.assign_non_tensor(asked, mini_batch_size=len(data) * worker.engine.get_data_parallel_size(), epochs=1)
         metrics = tu.get(worker.train_mini_batch(asked), "metrics")
         found[f"grad_norm of step {step}"] = torch.tensor(metrics["grad_norm"])
     return found
+
+
+def observed(worker: Any, data: TensorDict) -> dict[str, Any]:
+    """What verl does with a batch."""
+    return {
+        "engine": type(worker.engine).__name__,
+        **inferred(worker, data),
+        **learned(worker, data),
+        **stepped(worker, data),
+    }
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from tests.contract.shared_prefix.engines import TOLD
 ROOT = Path(__file__).parents[3]
 
 
-def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
+def ran(folder: Path, module: str, *options: str, ranks: int = 1) -> str:
+    """What the first rank of a module beside this file prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -37,14 +38,18 @@ def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
         processes = []
         for rank, log in enumerate(logs):
             mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "tests.contract.shared_prefix.engines", *options]
+            command = [sys.executable, "-m", f"tests.contract.shared_prefix.{module}", *options]
             stream = stack.enter_context(log.open("w"))
             process = subprocess.Popen(command, cwd=ROOT, env=mine, stdout=stream, stderr=subprocess.STDOUT)
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         codes = [process.wait(300) for process in processes]
     assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
-    told: dict[str, Any] = json.loads(logs[0].read_text().strip().splitlines()[-1])
+    return logs[0].read_text()
+
+
+def compared(folder: Path, *options: str, ranks: int = 1) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(ran(folder, "engines", *options, ranks=ranks).strip().splitlines()[-1])
     return told
 
 
@@ -81,6 +86,10 @@ def test_the_same_log_probs_gradients_and_steps_for_less(ranks: int, options: tu
     assert norm_off <= 1e-4
     assert told["micro-batches"][1] <= told["micro-batches"][0]
     assert told["saved"][1] > 0
+
+
+def test_random_tries_are_what_verls_engine_makes_of_their_rows(tmp_path: Path) -> None:
+    assert int(ran(tmp_path, "random_tries").split()[-1]) >= 15
 
 
 def test_what_it_cannot_lay_out_goes_the_stock_engines_way(tmp_path: Path) -> None:
