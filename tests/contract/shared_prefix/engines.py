@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from benchmarks.training_workers import BUDGET, data_of, model_folder, worker_of
 
-TOLD = ("engine", "micro-batches", "computed", "saved", "guard")
+TOLD = ("engine", "micro-batches", "computed", "saved", "guard", "reference computed")
 SHAPE = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -111,8 +111,16 @@ def observed(worker: Any, data: TensorDict) -> dict[str, Any]:
     }
 
 
+def referred(worker: Any, data: TensorDict) -> dict[str, Any]:
+    """What a reference model tells, which verl keeps in the host's memory."""
+    found: dict[str, Any] = {f"reference {key}": value for key, value in inferred(worker, data).items()}
+    tally = getattr(worker.engine, "_tally", {"tokens": 1, "tokens_computed": 1})
+    return {**found, "reference computed": tally["tokens_computed"] / tally["tokens"]}
+
+
 def main() -> None:
     options = sys.argv[1:]
+    trained = [option for option in options if option != "reference"]
     torch.set_num_threads(1)
     import verl  # noqa: F401  (its plug-ins: the CPU platform, our engines)
 
@@ -121,13 +129,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # verl 0.9.1: FSDP2 shards an untied head by itself, and the fused forward then meets a DTensor.
         model_folder(folder, **SHAPE, tie_word_embeddings="fused" in options)
-        stock, ours = (observed(worker_of(folder, ours=which, options=options), data) for which in (False, True))
+        stock, ours = (observed(worker_of(folder, ours=which, options=trained), data) for which in (False, True))
+        if "reference" in options:
+            for found, which in ((stock, False), (ours, True)):
+                found |= referred(worker_of(folder, ours=which, options=options), data)
     told = {
         key: [value.abs().max().item(), (ours[key] - value).abs().max().item()]
         for key, value in stock.items()
         if isinstance(value, torch.Tensor)
     }
-    for key in TOLD:
+    for key in set(TOLD) & stock.keys():
         told[key] = [stock[key], ours[key]]
     if rank == 0:
         sys.stdout.write("\n" + json.dumps(told) + "\n")
