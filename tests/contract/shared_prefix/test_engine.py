@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,11 @@ def test_what_it_cannot_lay_out_goes_the_stock_engines_way(tmp_path: Path) -> No
     assert {difference for key, (_, difference) in told.items() if key.startswith(("gradient", "log_"))} == {0.0}
 
 
+def shape(**settings: Any) -> SimpleNamespace:
+    """A model's configuration."""
+    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**settings))
+
+
 @pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
 @pytest.mark.parametrize(
     ("engine", "model", "story"),
@@ -108,23 +114,43 @@ def test_what_it_cannot_lay_out_goes_the_stock_engines_way(tmp_path: Path) -> No
         ({}, {"layer_types": ["linear_attention", "full_attention"]}, "linear attention"),
         ({}, {"output_router_logits": True}, "router losses"),
         ({}, {"attention_dropout": 0.1}, "attention dropout"),
+        ({}, {"layer_types": ["chunked_attention"]}, "chunked attention"),
+        ({}, {"attn_logit_softcapping": 50.0}, "soft caps"),
+        ({}, {"sliding_window": 99}, "a sliding window of 99 tokens.*= 100"),
+        ({}, {"sliding_window": 99, "layer_types": ["full_attention", "sliding_attention"]}, "a sliding window of 99"),
     ],
 )
 def test_what_a_shared_token_would_get_wrong_is_refused(
     engine: dict[str, Any], model: dict[str, Any], story: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from types import SimpleNamespace
-
     from seamless_verl.verl_adapter.shared_prefix import trie_engine as engines
 
     monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
     plain = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False}
-    engines.refuse(SimpleNamespace(**plain), SimpleNamespace())
+    taken = shape(layer_types=["full_attention", "sliding_attention"], sliding_window=100)
+    engines.refuse(SimpleNamespace(**plain), taken, 100)
+    engines.refuse(SimpleNamespace(**plain), shape(layer_types=["full_attention"], sliding_window=99), 100)
     with pytest.raises(ConfigError, match=f"{story}.*seamless.shared_prefix=off"):
-        engines.refuse(SimpleNamespace(**{**plain, **engine}), SimpleNamespace(**model))
+        engines.refuse(SimpleNamespace(**{**plain, **engine}), shape(**model), 100)
     monkeypatch.setattr(engines, "get_device_name", lambda: "npu")
     with pytest.raises(ConfigError, match="neither a GPU of CUDA nor a CPU"):
-        engines.refuse(SimpleNamespace(**plain), SimpleNamespace())
+        engines.refuse(SimpleNamespace(**plain), taken)
+
+
+@pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
+def test_sinks_are_seen_in_the_layers_of_a_model_as_it_is_built() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
+
+    from seamless_verl.verl_adapter.shared_prefix import trie_engine as engines
+
+    small = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4)
+    small |= dict(num_attention_heads=2, num_key_value_heads=2)
+    with torch.device("meta"):
+        plain, sinks = (AutoModelForCausalLM.from_config(kind(**small)) for kind in (Qwen3Config, GptOssConfig))
+    engines.refuse_layers(plain)
+    with pytest.raises(ConfigError, match=r"attention sinks.*seamless.shared_prefix=off"):
+        engines.refuse_layers(sinks)
 
 
 def test_attention_that_is_wrong_on_this_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +217,10 @@ def test_workers_are_told_by_the_environment_that_verl_gives_them(asked: Any, mo
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
-    told = get_ppo_ray_runtime_env(OmegaConf.create({"seamless": {"shared_prefix": asked}}))["env_vars"]
+    lengths = {"max_prompt_length": 30, "max_response_length": 12}
+    config = OmegaConf.create({"seamless": {"shared_prefix": asked}, "data": lengths})
+    told = get_ppo_ray_runtime_env(config)["env_vars"]
+    assert told.get("SEAMLESS_LONGEST_ROW") == (mode and "42")
     assert told.get("SEAMLESS_SHARED_PREFIX") == mode
     assert told.get("VERL_ENGINE_VENDOR") == (mode and "seamless")
     assert "VERL_ENGINE_VENDOR" not in get_ppo_ray_runtime_env()["env_vars"]
