@@ -32,7 +32,9 @@ def hand_on(constants: ModuleType) -> None:
     def environment(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = wrapped(*args, **kwargs)
         config = args[0] if args else kwargs.get("config")
-        asked = "off" if config is None else value_of(config, "seamless.shared_prefix", "off")
+        if config is None:
+            return made
+        asked = value_of(config, "seamless.shared_prefix", "off")
         mode = SeamlessConfig.from_mapping({"shared_prefix": asked}).shared_prefix
         if mode != "off":
             parts = [value_of(config, f"data.max_{part}_length", None) for part in ("prompt", "response")]

@@ -121,7 +121,7 @@ class _OnTries(fsdp.FSDPEngine):
         self._price.compared(both.work, min(seconds[True]), min(seconds[False]))
         told = guard.differences(found[True], found[False], part)
         if norms:
-            told["grad_norm_off"] = [abs(norms[True] - norms[False]) / max(norms[False], 1e-12)]
+            told["grad_norm_off"] = [guard.share_off(norms[True], norms[False])]
         return told | {"price": [self._price.now]}
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:

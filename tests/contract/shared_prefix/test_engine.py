@@ -190,6 +190,8 @@ def test_a_difference_between_both_ways_is_seen_where_losses_read() -> None:
     stock = outputs([9.0, -1.0, -2.0, 9.0], [-3.0, 9.0])  # beyond the response verl reads nothing
     ours = outputs([0.0, -1.0, -2.3, 0.0], [-3.0, 0.0])
     assert guard.differences(ours, stock, part) == {"off": [pytest.approx(0.1)]}
+    assert guard.share_off(1.1, 1.0) == pytest.approx(0.1)
+    assert guard.share_off(6e-8, 1e-8) < 1e-4, "rounding, where no row has an advantage"
     rows = [np.array(row) for row in ([1, 2, 3], [7, 7], [1, 2, 4], [1, 9])]
     assert guard.neighbours(rows) == [0, 2]
     assert guard.neighbours(rows[:1]) == [0]
