@@ -98,6 +98,7 @@ def test_what_is_asked_of_a_gpu_composes_and_is_not_refused(number, tmp_path, mo
     assert check_gpu_memory.check_memory(plain, card) == []
 
 
+@pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
 def test_the_check_of_shared_prefixes_asks_a_gpu_for_what_is_not_refused(tmp_path, monkeypatch):
     """Number 13 starts no process; the numbers themselves need the card."""
     from transformers import Qwen3Config
