@@ -26,8 +26,18 @@ def model_folder(folder: str, **shape: Any) -> str:
     return folder
 
 
-def data_of(rows: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0, *, first_position: int = 0) -> TensorDict:
-    """What V1's workers get: prompts and responses, masks and all that the losses of actor and critic read."""
+def data_of(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    seed: int = 0,
+    *,
+    first_position: int = 0,
+    masks: Sequence[np.ndarray] | None = None,
+) -> TensorDict:
+    """What V1's workers get: prompts and responses, masks and all that the losses of actor and critic read.
+
+    Args:
+        masks: of each response; None draws them, with a one in each.
+    """
     from verl.utils import tensordict_utils as tu
 
     rng = np.random.default_rng(seed)
@@ -39,9 +49,10 @@ def data_of(rows: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0, *, fir
     def noise(scale: float, around: float = 0.0) -> torch.Tensor:
         return nested([(around + scale * rng.standard_normal(len(r))).astype(np.float32) for _, r in rows])
 
-    masks = [rng.integers(0, 2, len(response)) for _, response in rows]
-    for mask in masks:
-        mask[0] = 1
+    if masks is None:
+        masks = [rng.integers(0, 2, len(response)) for _, response in rows]
+        for mask in masks:
+            mask[0] = 1
     tensors = {
         "input_ids": nested([np.concatenate(row) for row in rows]),
         "position_ids": nested([np.arange(len(p) + len(r)) + first_position for p, r in rows]),
@@ -51,6 +62,7 @@ def data_of(rows: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0, *, fir
         "values": noise(0.1),
         "returns": noise(1.0),
         "old_log_probs": noise(0.2, around=-5.3),
+        "rollout_is_weights": noise(0.2, around=1.0),
         "response_mask": nested(masks),
         "loss_mask": nested(masks),
     }
@@ -62,7 +74,8 @@ def worker_of(
     folder: str, *, ours: bool, options: Sequence[str] = (), budget: int = BUDGET, dtype: str = "fp32"
 ) -> Any:
     """Args:
-    options: of checkpointing, critic, lora, fused, fixed, auto.
+    options: of checkpointing, critic, lora, fused, fixed, auto; reference: it infers only; per-row: its loss is a mean
+        over rows, which masks leave finite.
     dtype: that it computes in; weights and sums of gradients are fp32.
     """
     from verl.trainer.config import CheckpointConfig
@@ -93,6 +106,7 @@ def worker_of(
     engine = FSDPEngineConfig(
         strategy="fsdp2",
         use_torch_compile=False,
+        forward_only="reference" in options,
         model_dtype="fp32",
         max_token_len_per_gpu=budget,
         infer_max_token_len_per_gpu=budget,
@@ -114,6 +128,7 @@ def worker_of(
     torch.manual_seed(0)  # the value head and LoRA's matrices are drawn at random
     worker.reset()
     sizes: dict[str, Any] = {"strategy": "fsdp2", "ppo_micro_batch_size_per_gpu": 4, "rollout_n": 4}
+    sizes |= {"loss_agg_mode": "seq-mean-token-mean"} if "per-row" in options else {}
     if critic:
         worker.set_loss_fn(functools.partial(value_loss, CriticConfig(**sizes)))
     else:

@@ -178,6 +178,7 @@ NAMES = [
     "verl.utils.distributed:initialize_global_process_group_ray",
     "verl.utils.torch_functional:logprobs_from_logits_v2",
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.prepare_model_inputs",
+    "verl.workers.engine.fsdp.transformer_impl:CPUOffloadPolicy",
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.to",
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_model_optimizer",
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.forward_backward_batch",

@@ -169,7 +169,7 @@ def install_switch(base: Any) -> None:
 
 def install_engine(fsdp: Any) -> None:
     """``fsdp`` is ``verl.workers.engine.fsdp.transformer_impl``."""
-    engine_class = fsdp.FSDPEngine
+    engine_class, policy = fsdp.FSDPEngine, fsdp.CPUOffloadPolicy
     build, compute = engine_class._build_model_optimizer, engine_class.forward_backward_batch
 
     def to(self: Any, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -181,6 +181,10 @@ def install_engine(fsdp: Any) -> None:
             load_model(self.module) if arrives else offload_model(self.module)
         if optimizer and self.optimizer is not None:
             load_optimizer(self.optimizer, device) if arrives else offload_optimizer(self.optimizer)
+
+    def unpinned(**_: Any) -> Any:
+        """Of a reference model, which verl keeps on the host: pinned memory asks for a driver of CUDA."""
+        return policy(pin_memory=False)
 
     @functools.wraps(build)
     def build_model_optimizer(self: Any) -> None:
@@ -195,6 +199,7 @@ def install_engine(fsdp: Any) -> None:
             _books[self].before_backward()
         return compute(self, data, loss_function, forward_only=forward_only)
 
+    fsdp.CPUOffloadPolicy = unpinned
     engine_class.to = to
     engine_class._build_model_optimizer = build_model_optimizer
     engine_class.forward_backward_batch = forward_backward_batch

@@ -17,6 +17,8 @@ VENDOR = "seamless"
 """``VERL_ENGINE_VENDOR``: verl's registry takes engines registered for it before its own."""
 MODE = "SEAMLESS_SHARED_PREFIX"
 """Environment variable of workers: ``on`` or ``auto``."""
+LONGEST = "SEAMLESS_LONGEST_ROW"
+"""Environment variable of workers: tokens that a row may have, 0 where verl's keys do not tell."""
 
 
 def register_engines(_: ModuleType) -> None:
@@ -30,10 +32,14 @@ def hand_on(constants: ModuleType) -> None:
     def environment(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = wrapped(*args, **kwargs)
         config = args[0] if args else kwargs.get("config")
-        asked = "off" if config is None else value_of(config, "seamless.shared_prefix", "off")
+        if config is None:
+            return made
+        asked = value_of(config, "seamless.shared_prefix", "off")
         mode = SeamlessConfig.from_mapping({"shared_prefix": asked}).shared_prefix
         if mode != "off":
-            made["env_vars"] |= {"VERL_ENGINE_VENDOR": VENDOR, MODE: mode}
+            parts = [value_of(config, f"data.max_{part}_length", None) for part in ("prompt", "response")]
+            longest = str(sum(parts) if all(parts) else 0)
+            made["env_vars"] |= {"VERL_ENGINE_VENDOR": VENDOR, MODE: mode, LONGEST: longest}
         return made
 
     wrapt.wrap_function_wrapper(constants, "get_ppo_ray_runtime_env", environment)

@@ -16,6 +16,8 @@ from seamless_verl.token_trie import Rows, in_order
 
 EVERY = 50
 """Batches from one comparison to the next; the first one is compared, too."""
+_NOTHING = 1e-3
+"""A gradient's norm below it may be rounding: two rows without advantages, still on policy, have no other."""
 _COMPARED = ("log_probs", "values")
 
 
@@ -40,6 +42,11 @@ def gradient_norm(module: Any) -> float:
         return float(module.clip_grad_norm_(math.inf))
     norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=math.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def share_off(ours: float, theirs: float) -> float:
+    """Of two norms of one gradient."""
+    return abs(ours - theirs) / max(theirs, _NOTHING)
 
 
 def differences(ours: Any, theirs: Any, part: TensorDict) -> dict[str, list[float]]:

@@ -24,7 +24,7 @@ from verl.workers.engine.base import EngineRegistry
 from seamless_verl.errors import ConfigError
 from seamless_verl.sharing_gain import Price, Shape
 from seamless_verl.token_trie import Ids, Predictions, Trie
-from seamless_verl.verl_adapter.shared_prefix import MODE, VENDOR, attention, guard, plans
+from seamless_verl.verl_adapter.shared_prefix import LONGEST, MODE, VENDOR, attention, guard, plans
 
 _KEY = "seamless.shared_prefix"
 
@@ -33,10 +33,11 @@ class _OnTries(fsdp.FSDPEngine):
     """Goes before a stock engine; batches that it cannot lay out, or would lose by, go to the stock one as they are."""
 
     def _build_module(self) -> Any:
-        refuse(self.engine_config, self.model_config.hf_config)
+        refuse(self.engine_config, self.model_config.hf_config, int(os.environ.get(LONGEST, 0)) or None)
         check_attention(self.model_config.hf_config)
         attention.register()
         module: Any = super()._build_module()  # type: ignore[no-untyped-call]
+        refuse_layers(module)
         # AutoModel.from_config copies the configuration that it is given, and attention reads the copy.
         self._configs: list[Any] = list(
             {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}.values()
@@ -120,7 +121,7 @@ class _OnTries(fsdp.FSDPEngine):
         self._price.compared(both.work, min(seconds[True]), min(seconds[False]))
         told = guard.differences(found[True], found[False], part)
         if norms:
-            told["grad_norm_off"] = [abs(norms[True] - norms[False]) / max(norms[False], 1e-12)]
+            told["grad_norm_off"] = [guard.share_off(norms[True], norms[False])]
         return told | {"price": [self._price.now]}
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -187,30 +188,52 @@ class TrieEngineWithValueHead(_OnTries, fsdp.FSDPEngineWithValueHead):
         return {"values": _nested(output.logits[0, nodes, 0], micro_batch["input_ids"].offsets())}
 
 
-def refuse(engine: Any, model: Any) -> None:
-    """Args: engine: verl's FSDPEngineConfig; model: the Hugging Face configuration.
+def refuse(engine: Any, model: Any, longest: int | None = None) -> None:
+    """Args:
+        engine: verl's FSDPEngineConfig.
+        model: the Hugging Face configuration.
+        longest: tokens that a row may have; None is not known, and attention looks at every row.
 
     Raises:
         ConfigError: something that a shared token would get wrong or that is not built.
     """
-    problems = {
-        "an accelerator that is neither a GPU of CUDA nor a CPU": get_device_name() not in ("cpu", "cuda"),
-        "sequences split over GPUs (ulysses_sequence_parallel_size)": engine.ulysses_sequence_parallel_size > 1,
-        "pad_to_length": engine.pad_to_length,
-        "linear attention": "linear_attention" in (getattr(model, "layer_types", None) or ()),
-        "router losses (output_router_logits): a shared token would count once": bool(
-            getattr(model, "output_router_logits", False)
-        ),
-        "attention dropout: one mask per row": bool(getattr(model, "attention_dropout", 0.0)),
-    }
+    text = model.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
+    others = [kind.replace("_", " ") for kind in sorted(kinds - {"full_attention", "sliding_attention"})]
+    _refuse(
+        {
+            "an accelerator that is neither a GPU of CUDA nor a CPU": get_device_name() not in ("cpu", "cuda"),
+            "sequences split over GPUs (ulysses_sequence_parallel_size)": engine.ulysses_sequence_parallel_size > 1,
+            "pad_to_length": engine.pad_to_length,
+            f"layers of {', '.join(others)}": bool(others),
+            "router losses (output_router_logits): a shared token would count once": bool(
+                getattr(text, "output_router_logits", False)
+            ),
+            "attention dropout: one mask per row": bool(getattr(text, "attention_dropout", 0.0)),
+            "soft caps of attention (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None)
+            is not None,
+            f"a sliding window of {window} tokens, shorter than a row may be (data.max_prompt_length + "
+            f"data.max_response_length = {longest})": bool(window and longest and longest > window),
+        }
+    )
+
+
+def refuse_layers(module: torch.nn.Module) -> None:
+    """What no configuration tells, and the layers do.
+
+    Raises:
+        ConfigError: as `refuse`.
+    """
+    names = (name.rpartition(".")[2] for name, _ in module.named_parameters())
+    _refuse({"attention sinks": "sinks" in names})
+
+
+def _refuse(problems: Mapping[str, bool]) -> None:
     found = [name for name, there in problems.items() if there]
     if found:
-        raise ConfigError(
-            _KEY,
-            os.environ.get(MODE, "on"),
-            f"cannot be had with {'; '.join(found)}",
-            f"write {_KEY}=off, or leave that out",
-        )
+        problem = f"cannot be had with {'; '.join(found)}"
+        raise ConfigError(_KEY, os.environ.get(MODE, "on"), problem, f"write {_KEY}=off, or leave that out")
 
 
 def check_attention(model: Any) -> None:

@@ -1,6 +1,7 @@
 """What the checks for the first GPU measure with, and the cheapest of them as a whole."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
+from benchmarks import training_workers
 from benchmarks.gpu_checks import live, models
 from benchmarks.gpu_checks.checksums import add, sums_of
 from benchmarks.gpu_checks.registry import BY_NUMBER, Context
@@ -94,6 +96,30 @@ def test_what_is_asked_of_a_gpu_composes_and_is_not_refused(number, tmp_path, mo
     card = replace(machine(1), accelerator_memory=141 * GIB, memory_total=128 * GIB)
     preflight.check_settings(plain, seamless, card)
     assert check_gpu_memory.check_memory(plain, card) == []
+
+
+@pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
+def test_the_check_of_shared_prefixes_asks_a_gpu_for_what_is_not_refused(tmp_path, monkeypatch):
+    """Number 13 starts no process; the numbers themselves need the card."""
+    from transformers import Qwen3Config
+
+    asked = {}
+
+    def worker_of(*_, **arguments):
+        asked.update(arguments)
+        raise Started
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(training_workers, "model_folder", lambda _, **shape: asked.update(shape=shape))
+    monkeypatch.setattr(training_workers, "worker_of", worker_of)
+    with pytest.raises(Started):
+        BY_NUMBER[13].function()(Context(platform="gpu", folder=tmp_path))
+    assert asked["dtype"] == "bf16"
+    from seamless_verl.verl_adapter.shared_prefix import trie_engine
+
+    monkeypatch.setattr(trie_engine, "get_device_name", lambda: "cuda")
+    engine = SimpleNamespace(ulysses_sequence_parallel_size=1, pad_to_length=False)
+    trie_engine.refuse(engine, Qwen3Config(**asked["shape"]), 8192 + 512)
 
 
 def _with_config(folder, shape):

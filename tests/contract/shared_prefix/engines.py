@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from benchmarks.training_workers import BUDGET, data_of, model_folder, worker_of
 
-TOLD = ("engine", "micro-batches", "computed", "saved", "guard")
+TOLD = ("engine", "micro-batches", "computed", "saved", "guard", "reference computed")
 SHAPE = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -48,21 +48,28 @@ def batch(seed: int, options: list[str]) -> TensorDict:
     return data
 
 
-def observed(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
-    """What verl does with a batch: log-probs or values, then gradients, then two optimizer steps."""
+def inferred(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
+    """Log-probs and entropy, or values, where verl reads them."""
     from verl.utils import tensordict_utils as tu
 
-    found: dict[str, Any] = {"engine": type(worker.engine).__name__}
     asked = data.clone()
     tu.assign_non_tensor(asked, compute_loss=False)
     output = worker.infer_batch(asked)
+    found = {}
     begins, ends = (data[key].offsets().diff().tolist() for key in ("prompts", "input_ids"))
     for key in {"log_probs", "entropy", "values"} & set(output.keys()):
         rows = zip(output[key].unbind(), begins, ends, strict=True)
         found[key] = torch.cat([row[begin - 1 : end - 1] for row, begin, end in rows])
+    return found
+
+
+def learned(worker: Any, data: TensorDict) -> dict[str, Any]:
+    """Loss and gradients of a batch, and what ours tells of it; the weights stay."""
+    from verl.utils import tensordict_utils as tu
+
     flags = {"use_remove_padding": False, "use_fused_kernels": worker.engine_config.use_fused_kernels}
     flags |= {"use_dynamic_bsz": worker.engine_config.use_dynamic_bsz}
-    asked = data.clone()
+    asked, found = data.clone(), dict[str, Any]()
     tu.assign_non_tensor(asked, **flags, max_token_len_per_gpu=BUDGET, micro_batch_size_per_gpu=4)
     with worker.engine.train_mode(zero_grad_on_exit=False):
         worker.engine.optimizer_zero_grad()
@@ -78,6 +85,14 @@ def observed(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
                 whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
                 found[f"gradient of {name}"] = whole.detach().clone()
         worker.engine.optimizer_zero_grad()
+    return found
+
+
+def stepped(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
+    """Norms of two optimizer steps."""
+    from verl.utils import tensordict_utils as tu
+
+    found = {}
     for step in range(2):
         asked = data.clone()
         tu.assign_non_tensor(asked, mini_batch_size=len(data) * worker.engine.get_data_parallel_size(), epochs=1)
@@ -86,8 +101,26 @@ def observed(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
     return found
 
 
+def observed(worker: Any, data: TensorDict) -> dict[str, Any]:
+    """What verl does with a batch."""
+    return {
+        "engine": type(worker.engine).__name__,
+        **inferred(worker, data),
+        **learned(worker, data),
+        **stepped(worker, data),
+    }
+
+
+def referred(worker: Any, data: TensorDict) -> dict[str, Any]:
+    """What a reference model tells, which verl keeps in the host's memory."""
+    found: dict[str, Any] = {f"reference {key}": value for key, value in inferred(worker, data).items()}
+    tally = getattr(worker.engine, "_tally", {"tokens": 1, "tokens_computed": 1})
+    return {**found, "reference computed": tally["tokens_computed"] / tally["tokens"]}
+
+
 def main() -> None:
     options = sys.argv[1:]
+    trained = [option for option in options if option != "reference"]
     torch.set_num_threads(1)
     import verl  # noqa: F401  (its plug-ins: the CPU platform, our engines)
 
@@ -96,13 +129,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # verl 0.9.1: FSDP2 shards an untied head by itself, and the fused forward then meets a DTensor.
         model_folder(folder, **SHAPE, tie_word_embeddings="fused" in options)
-        stock, ours = (observed(worker_of(folder, ours=which, options=options), data) for which in (False, True))
+        stock, ours = (observed(worker_of(folder, ours=which, options=trained), data) for which in (False, True))
+        if "reference" in options:
+            for found, which in ((stock, False), (ours, True)):
+                found |= referred(worker_of(folder, ours=which, options=options), data)
     told = {
         key: [value.abs().max().item(), (ours[key] - value).abs().max().item()]
         for key, value in stock.items()
         if isinstance(value, torch.Tensor)
     }
-    for key in TOLD:
+    for key in set(TOLD) & stock.keys():
         told[key] = [stock[key], ours[key]]
     if rank == 0:
         sys.stdout.write("\n" + json.dumps(told) + "\n")
