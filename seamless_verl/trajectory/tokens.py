@@ -326,26 +326,45 @@ def path_to(segment: Segment) -> list[tuple[Segment, int]]:
 
 
 def deepest_token_match(root: Segment, ids: Sequence[int]) -> Segment:
-    """The segment farthest from the root whose path is a prefix of ``ids``.
+    """The leaf farthest from the root whose path is a prefix of ``ids``; where there is none, the farthest segment.
 
-    Only whole segments count, so the answer does not depend on how siblings happen to be cut. Of several equally far
-    it is the one with the most generated tokens, then the one that was there first.
+    A leaf goes before whatever lies deeper in another branch, since continuing it adds no row. Only whole segments
+    count, so the answer does not depend on how siblings happen to be cut. Of several equally far it is the one with the
+    most generated tokens, then the one that was there first.
     """
-    wanted = pack_ids(ids)
     best: list[Segment] = []
-    stack = [root]
-    while stack:
-        segment = stack.pop()
-        if best and segment.end > best[0].end:
+    best_rank = (False, -1)
+    for segment in _prefixes(root, pack_ids(ids)):
+        rank = (segment.is_leaf, segment.end)
+        if rank > best_rank:
             best.clear()
-        if not best or segment.end == best[0].end:
+            best_rank = rank
+        if rank == best_rank:
             best.append(segment)
-        stack.extend(
-            child
-            for child in reversed(segment.children)
-            if child.end <= len(wanted) and not child.num_cut and wanted[segment.end : child.end] == child.tokens
-        )
     return best[0] if len(best) == 1 else min(best, key=_by_rule)
+
+
+def _prefixes(root: Segment, wanted: array[int]) -> Iterator[Segment]:
+    """All segments whose path is a prefix of ``wanted``, also those that leave out the end of one that is none."""
+    stack = [(root, 0)]  # each with how much of its path is a prefix
+    while stack:
+        segment, agreed = stack.pop()
+        if agreed == segment.end:
+            yield segment
+        for child in reversed(segment.children):
+            start = segment.end - child.num_cut
+            if start > agreed:
+                continue
+            found = wanted[start : start + len(child.tokens)]
+            if found == child.tokens:
+                stack.append((child, child.end))
+            elif any(below.num_cut for below in child.children):
+                stack.append((child, start + _num_equal(found, child.tokens)))
+
+
+def _num_equal(ours: array[int], theirs: array[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
 
 def _by_rule(segment: Segment) -> tuple[int, int]:

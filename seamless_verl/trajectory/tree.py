@@ -150,17 +150,10 @@ class SessionTree:
         Raises:
             TrajectoryError: the prompt is empty.
         """
-        forked, ids = match.forked, pack_ids(rendering.token_ids)
-        if rendering.fresh:
-            anchor = deepest_token_match(self.root, ids)
-            context_ids, num_cut = ids[anchor.end :], 0
-            if rendering.refusal:
-                forked = DriftReason.TEMPLATE_MISMATCH
-        else:
-            assert match.known is not None
-            anchor, num_cut, context_ids = match.known, rendering.num_dropped, ids
-            if num_cut:
-                forked = forked or DriftReason.BOUNDARY_TRIMMED
+        forked = DriftReason.TEMPLATE_MISMATCH if rendering.refusal else match.forked
+        anchor, num_cut, context_ids = self._place(match, rendering)
+        if num_cut:
+            forked = forked or DriftReason.BOUNDARY_TRIMMED
         prompt_ids = anchor.path.without(num_cut).then(context_ids)
         if not prompt_ids:
             raise TrajectoryError("the template rendered this request to no token at all")
@@ -173,6 +166,24 @@ class SessionTree:
             forked=forked,
             detail=rendering.refusal,
         )
+
+    def _place(self, match: HistoryMatch, rendering: Rendering) -> tuple[Segment, int, array[int]]:
+        """What the prompt hangs under, how much of that it leaves out, and what it adds.
+
+        A known answer that is a leaf is continued as it is: such a turn costs what it adds. Only one that would fork
+        is compared with the whole tree, for a leaf that it continues token by token.
+        """
+        ids = pack_ids(rendering.token_ids)
+        if rendering.fresh:
+            anchor = deepest_token_match(self.root, ids)
+            return anchor, 0, ids[anchor.end :]
+        assert match.known is not None
+        if rendering.num_dropped or not match.known.is_leaf:
+            prompt_ids = match.known.path.without(rendering.num_dropped).then(ids).flat()
+            leaf = deepest_token_match(self.root, prompt_ids)
+            if leaf.is_leaf:
+                return leaf, 0, prompt_ids[leaf.end :]
+        return match.known, rendering.num_dropped, ids
 
     def prepare_ids(self, transcript: Transcript, prompt_ids: Sequence[int]) -> PendingTurn:
         """A prompt that is token ids already (text completions): only tokens route it. Does not mutate.
