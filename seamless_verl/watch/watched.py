@@ -25,7 +25,6 @@ from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.watch import compared, long_texts, readers, transcript, watched_groups
 from seamless_verl.watch.attempt_time import AttemptTimes
 from seamless_verl.watch.index import RunIndex
-from seamless_verl.watch.long_texts import mark_of
 from seamless_verl.watch.partings import Said, of_rows, of_texts, ordinals_of, parted
 from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, standing
 from seamless_verl.watch.run_text import RunText
@@ -89,8 +88,6 @@ class Watched:
         if name != self._stands[0]:
             self._stands = name, standing(self.place.path, alive=alive)
         return {"id": self.place.id, "name": self.place.name, **self._stands[1]}
-
-    # ------------------------------------------------------------ views
 
     def report(self) -> Report:
         """Made again when the recording has grown.
@@ -246,7 +243,7 @@ class Watched:
             told: dict[str, Any] = self._head(index)
             told["group"] = watched_groups.groups_of(index.group(known["group"]), self._now())[0]
             state = known["index"] is not None and index.state_of_texts(known["group"], known["index"])
-            told["mark"] = mark_of([known, told["group"], told["problems"], told["is_behind"], state])
+            told["mark"] = long_texts.mark_of([known, told["group"], told["problems"], told["is_behind"], state])
             if seen == told["mark"]:
                 return None
             told |= self._content_of(index, known)
@@ -331,7 +328,7 @@ class Watched:
             index = self._current()
             known = self._known(index, key)
             head = self._head(index)
-            mark = mark_of([known, row, head["problems"], head["is_behind"]])
+            mark = long_texts.mark_of([known, row, head["problems"], head["is_behind"]])
             if seen == mark:
                 return None
             whole = self._whole(index, known)
