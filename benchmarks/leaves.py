@@ -2,9 +2,9 @@
 
     python -m benchmarks.leaves [--quick] [--json FILE]
 
-Random agents that branch, compact, edit and respell what was said, retry and sample twice play sessions of 40 turns over
-the kernel, with a toy template that also drops stop tokens and refuses to continue. Few words, so that conversations
-meet. The judge keeps every conversation as a flat list of ids and knows nothing of trees. No GPU, no engine, no HTTP.
+Random agents that branch, compact, edit and respell what was said, retry and sample twice play sessions of 40 turns
+over the kernel, with a toy template that also drops stop tokens and refuses to continue. Few words, so that
+conversations meet. The judge keeps every conversation as a flat list of ids and knows nothing of trees. No GPU, no engine, no HTTP.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def _written(message: Message) -> list[int]:
 
 
 class NastyAgent:
-    """Plays one session; ``hidden`` counts the turns that extend a leaf and do not continue one."""
+    """Plays one session.
+
+    ``hidden`` counts the turns that extend a leaf and do not continue one, ``changed`` the prompts that are not what
+    the template gave.
+    """
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -74,8 +78,12 @@ class NastyAgent:
     def turn(self) -> None:
         """Ask, and be answered once or twice."""
         messages = self._request()
-        pending = self.tree.prepare_with(self._template, transcript_of(tuple(messages)))
-        prompt = list(pending.prompt_ids)
+        match = self.tree.match(transcript_of(tuple(messages)))
+        rendering = match.render(self._template)
+        pending = self.tree.prepare(match, rendering)
+        known = [] if rendering.fresh or match.known is None else list(match.known.path)
+        prompt = [*known[: len(known) - rendering.num_dropped], *rendering.token_ids]
+        self.counts["changed"] += prompt != list(pending.prompt_ids)
         extended = [name for name, ids in self._paths.items() if self._is_leaf(name) and prompt[: len(ids)] == ids]
         for number in range(self._rng.choice((1, 1, 1, 2))):
             answer = Message(role=Role.ASSISTANT, content=self._rng.choice(_WORDS))
@@ -157,6 +165,8 @@ def measured(num_turns: int) -> Iterator[Record]:
     yield Record(name="leaves: turns of nasty agents", value=counts["turns"], unit="turns")
     yield Record(name="leaves: their prompt extends a leaf", value=counts["extending"], unit="turns")
     yield Record(name="leaves: and continues none", value=hidden, unit="turns", bar="0", holds=hidden == 0)
+    changed = counts["changed"]
+    yield Record(name="leaves: prompts changed", value=changed, unit="turns", bar="0", holds=changed == 0)
     yield Record(
         name="leaves: other rows after a restart", value=others, unit=f"of {seed} sessions", bar="0", holds=not others
     )

@@ -14,6 +14,6 @@ def test_whatever_an_agent_does_a_turn_that_extends_a_leaf_continues_it(seed: in
     agent = NastyAgent(seed)
     for _ in range(25):
         agent.turn()
-        assert agent.counts["hidden"] == 0
+        assert agent.counts["hidden"] == agent.counts["changed"] == 0
     assert agent.counts["extending"] > 0
     assert restored(agent)
