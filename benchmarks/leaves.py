@@ -4,7 +4,8 @@
 
 Random agents that branch, compact, edit and respell what was said, retry and sample twice play sessions of 40 turns
 over the kernel, with a toy template that also drops stop tokens and refuses to continue. Few words, so that
-conversations meet. The judge keeps every conversation as a flat list of ids and knows nothing of trees. No GPU, no engine, no HTTP.
+conversations meet. The judge keeps every conversation as a flat list of ids and knows nothing of trees. No GPU, no
+engine, no HTTP.
 """
 
 from __future__ import annotations
