@@ -28,7 +28,7 @@ from seamless_verl.watch.index import RunIndex
 from seamless_verl.watch.partings import Said, of_rows, of_texts, ordinals_of, parted
 from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, standing
 from seamless_verl.watch.run_text import RunText
-from seamless_verl.watch.search import MOST, Search
+from seamless_verl.watch.text_search import MOST, Search
 
 _UPDATE_S = 0.5
 _SHARE = 0.05

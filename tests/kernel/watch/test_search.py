@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.watch.search import LOOK_S, MOST, Search, excerpt
+from seamless_verl.watch.text_search import LOOK_S, MOST, Search, excerpt
 
 
 def _turn(number: int, given: str, text: str, tool: str = "") -> dict[str, Any]:
