@@ -182,8 +182,10 @@ def test_a_stop_token_dropped_only_to_be_written_again_is_no_edit() -> None:
     renderer = DroppingRenderer()
     edge = ScriptedEdge(renderer)
     edge.ask([user("a")], "one", ids=[60, renderer.word("b")])
-    assert edge.ask([user("a"), assistant("one"), user("b")], "two").kind is MatchKind.CLEAN
+    history = [user("a"), assistant("one"), user("b")]
+    assert edge.ask(history, "two").kind is MatchKind.CLEAN
     assert len(edge.rows()) == 1
+    assert edge.ask(history, "three").reasons == (DriftReason.RESAMPLED,)
 
 
 def test_dropping_more_than_the_answer_is_refused() -> None:
@@ -232,9 +234,11 @@ def test_of_equal_tokens_those_that_were_generated_are_continued(answer_first: b
     records = [edge.seal(asked, "x", ids=[60]), edge.seal(given, "y", ids=[70])]
     for record in records if answer_first else reversed(records):
         edge.tree.commit(record)
-    anchor = edge.tree.prepare_ids(empty, [5, 60, 61]).anchor
-    assert anchor.turn is not None
-    assert anchor.turn.generation_id == "g0"
+    for word in (61, 62):  # as a leaf, and when it has gone on
+        pending = edge.tree.prepare_ids(empty, [5, 60, word])
+        assert pending.anchor.turn is not None
+        assert pending.anchor.turn.generation_id == "g0"
+        edge.tree.commit(edge.seal(pending, "z", ids=[80]))
 
 
 def test_an_answer_cut_by_length_is_closed_by_the_template() -> None:
