@@ -79,16 +79,8 @@ def worker_of(
     dtype: that it computes in; weights and sums of gradients are fp32.
     """
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import (
-        ActorConfig,
-        CriticConfig,
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-        TrainingWorkerConfig,
-    )
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
-    from verl.workers.utils.losses import ppo_loss, value_loss
 
     from seamless_verl.verl_adapter.shared_prefix import MODE, VENDOR
 
@@ -115,10 +107,9 @@ def worker_of(
         use_dynamic_bsz="fixed" not in options,
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )
-    critic = "critic" in options
     worker = TrainingWorker(
         config=TrainingWorkerConfig(
-            model_type="value_model" if critic else "language_model",
+            model_type="value_model" if "critic" in options else "language_model",
             model_config=model,
             engine_config=engine,
             optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
@@ -127,10 +118,17 @@ def worker_of(
     )
     torch.manual_seed(0)  # the value head and LoRA's matrices are drawn at random
     worker.reset()
+    worker.set_loss_fn(_loss(options))
+    return worker
+
+
+def _loss(options: Sequence[str]) -> Any:
+    """verl's loss of a worker with these options."""
+    from verl.workers.config import ActorConfig, CriticConfig
+    from verl.workers.utils.losses import ppo_loss, value_loss
+
     sizes: dict[str, Any] = {"strategy": "fsdp2", "ppo_micro_batch_size_per_gpu": 4, "rollout_n": 4}
     sizes |= {"loss_agg_mode": "seq-mean-token-mean"} if "per-row" in options else {}
-    if critic:
-        worker.set_loss_fn(functools.partial(value_loss, CriticConfig(**sizes)))
-    else:
-        worker.set_loss_fn(functools.partial(ppo_loss, ActorConfig(**sizes, entropy_coeff=0.01, use_kl_loss=False)))
-    return worker
+    if "critic" in options:
+        return functools.partial(value_loss, CriticConfig(**sizes))
+    return functools.partial(ppo_loss, ActorConfig(**sizes, entropy_coeff=0.01, use_kl_loss=False))
