@@ -51,7 +51,7 @@ test-lending: $(READY) ## one real run in which a slice is lent and reclaimed in
 	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k in_every_step
 
 test-e2e: $(READY) ## real verl, Ray and vLLM on the CPU
-	$(BIN)/python -m pytest tests/e2e -q
+	$(BIN)/python -m pytest tests/e2e -q -n 2 --dist loadgroup
 
 model: $(READY) ## build the demo's tiny model and data, which takes one core two minutes the first time
 	$(BIN)/python -m seamless_verl.recipes.swe.tiny.assets
@@ -83,6 +83,7 @@ $(READY): $(LOCKS) setup.cfg pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name one with make PYTHON=…"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned set (about 200 packages; two minutes on a fast line)"
-	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check $(addprefix -r ,$(LOCKS))
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --disable-pip-version-check $(addprefix -r ,$(LOCKS))
+	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib # on all cores, as pip does not
 	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -e .
 	@touch $@

@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.arithmetic import assets
 
-_STEPS, _BATCH, _RATE = 250, 24, 4e-3
+_STEPS, _BATCH, _RATE = 250, 10, 4e-3
 _CALL = '<tool_call>\n{{"name": "add", "arguments": {{"a": "{a:>2}", "b": "{b:>2}"}}}}\n</tool_call><|im_end|>'
 _TOOL = '''"""The tool, as verl loads it."""
 

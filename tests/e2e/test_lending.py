@@ -1,8 +1,6 @@
 """A trainer's core is lent to a second replica and taken back in every step, with real verl, Ray and vLLM."""
 
-import os
 from collections import Counter
-from pathlib import Path
 
 import psutil
 import pytest
@@ -12,7 +10,9 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.recording import read_recording
 from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
 from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
+    AT_HOME,
     FAST,
+    NCCL,
     Machine,
     finish,
     machine,
@@ -20,9 +20,8 @@ from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     summary,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
 
-REPOSITORY = Path(__file__).parents[2]
 RESOURCES = (
     "seamless.resources=[{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
     "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
@@ -49,13 +48,9 @@ def arguments(machine: Machine, *overrides: str) -> list[str]:  # noqa: F811
     ]
 
 
-def environment() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-
-
 def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  # noqa: F811
     code, output = machine.run(
-        *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=4"), **environment()
+        *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=4"), **AT_HOME
     )
     assert code == 0, output
     (folder,) = machine.runs()
@@ -93,16 +88,10 @@ def server_on(machine: Machine, core: int) -> psutil.Process:  # noqa: F811
     return server
 
 
-NCCL = [  # the engine of GPU users, which forgives nothing, instead of the CPU platform's
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl_over_gloo",
-    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=benchmarks.nccl_over_gloo",
-]
-
-
 def test_replicas_and_rollout_workers_that_are_killed_are_started_again_and_lose_no_answer(machine):  # noqa: F811
     process = machine.start(
         *arguments(machine, *NCCL, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=40"),
-        **environment(),
+        **AT_HOME,
     )
     read_until(process, "step  2/40")
     server_on(machine, 0).kill()  # the trainer's own, lent in every step

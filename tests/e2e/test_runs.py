@@ -29,12 +29,22 @@ from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
 from seamless_verl.run.environment import CPU_ENVIRONMENT
 from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
+from tests.tool_task import build as tool_task
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+# One run after the other: each takes both cores and half of the memory.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.xdist_group("runs")]
 
 MARK = "SEAMLESS_TEST_MARK"
 PR_SET_CHILD_SUBREAPER = 36
-FAST = ["+recipe=arithmetic", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+QUIET = ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+FAST = ["+recipe=arithmetic", *QUIET]
+# The nccl engine of GPU users, which forgives nothing, instead of the CPU platform's.
+NCCL = [
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl_over_gloo",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=benchmarks.nccl_over_gloo",
+]
+# Where the run's processes find benchmarks and tests.
+AT_HOME = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
 
 
 class Machine:
@@ -95,11 +105,35 @@ class Machine:
             return f"{MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return False
 
+    def _shared_and_unheld(self) -> list[str]:
+        """Shared memory made since the start that no process holds; what a living one holds is not ours, since ours
+        are gone, but of a test beside this one."""
+        left = []
+        for name in set(os.listdir("/dev/shm")) - self.shared_before:
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(Path("/dev/shm", name)).st_ino not in _mapped_or_open():
+                    left.append(name)
+        return left
+
     def assert_nothing_left(self) -> None:
         left = [(process.pid, process.ppid(), process.status(), process.cmdline()[:2]) for process in self.processes()]
         assert not left, left
-        assert set(os.listdir("/dev/shm")) - self.shared_before == set()
+        assert self._shared_and_unheld() == []
         assert list(self.temporary.iterdir()) == []
+
+
+def _mapped_or_open() -> set[int]:
+    """Inodes: glibc maps a semaphore under another name than the one it leaves in the folder."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(descriptor.stat().st_ino)
+    return found
 
 
 @pytest.fixture
@@ -217,16 +251,16 @@ MIXED = (
 )
 
 
-def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic_and_verls_own_entry_point(machine):
+def test_two_points_of_a_sweep_train_verls_tool_agent_with_grpo_and_ppo_and_so_does_verls_own_entry_point(machine):
     code, output = machine.run(
-        *(*FAST, MIXED, "seamless.scheduler.policy=greedy", "-m", "algorithm.adv_estimator=grpo,gae"),
-        *("trainer.total_training_steps=2", "trainer.critic_warmup=0"),
+        *(*tool_task(machine.folder / "task"), *QUIET, MIXED, "seamless.scheduler.policy=greedy"),
+        *("-m", "algorithm.adv_estimator=grpo,gae", "trainer.critic_warmup=0"),
     )
     assert code == 0, output
+    assert "verl's own agent loops leave no record to compare" in output
     (sweep,) = machine.runs()
     points = sorted(path for path in sweep.iterdir() if path.is_dir())
     assert [path.name for path in points] == ["0", "1"]
-    assert [summary(point)["steps"] for point in points] == [2, 2]
     losses = [json.loads((point / "metrics.jsonl").read_text().splitlines()[-1]) for point in points]
     assert "critic/vf_loss" not in losses[0]
     assert "critic/vf_loss" in losses[1]
@@ -236,21 +270,25 @@ def test_two_points_of_a_sweep_grpo_and_ppo_with_a_critic_and_verls_own_entry_po
         assert {"waking", "rollout"}.isdisjoint(moves(recording, "trainers/0")[1:])
         assert_books_balance(recording)
         figures = summary(point)
-        assert (figures["rows"], figures["audit_violations"]) == (2 * 16 * 8, 0)
+        assert (figures["steps"], figures["rows"], figures["attempts_failed"]) == (2, 256, 0)
+        assert figures["audit_violations"] == 0
+        assert figures["max_logprob_diff"] < 1e-3  # of both answers; the tool's is not trained
+        rows = [json.loads(line) for path in (point / "rows").iterdir() for line in path.read_text().splitlines()]
+        called = [row for row in rows if "</tool_call>\ntool\n" in row["output"]]
+        assert len(called) > len(rows) / 2
     machine.assert_nothing_left()
     code, output = machine.run(
         f"--config-path={points[0]}",
         "--config-name=config",
         f"hydra.run.dir={machine.folder}/verl",
         "seamless.run_dir=null",
-        "trainer.total_training_steps=3",
         "trainer.rollout_data_dir=null",
         f"+ray_kwargs.ray_init._temp_dir={machine.temporary}/ray",
         module="verl.trainer.main_ppo",
         **CPU_ENVIRONMENT,
     )
     assert code == 0, output
-    assert "step 3/3" in output
+    assert "step 2/2" in output
     wait_until_gone(machine)
 
 
@@ -260,7 +298,7 @@ def steps_done(folder: Path) -> int:
 
 
 def test_ctrl_c_ends_one_run_and_a_dead_replica_the_other_each_without_harm_to_its_neighbour(machine):
-    steady = machine.start(*FAST, "trainer.total_training_steps=1000")
+    steady = machine.start(*FAST, *NCCL, "trainer.total_training_steps=1000", **AT_HOME)
     other = Machine(machine.folder / "other")
     apart = (MIXED.replace("[train, rollout]", "[train]"), "seamless.scheduler.policy=disaggregated")
     interrupted = other.start(*FAST, *apart, "trainer.total_training_steps=1000")
@@ -381,37 +419,3 @@ def wait_until_gone(machine: Machine) -> None:
     left = machine.processes()
     _, alive = psutil.wait_procs(left, timeout=60)
     assert alive == []
-
-
-def test_a_run_whose_rollouts_always_fail_ends_and_says_so(machine):
-    reward = machine.folder / "reward.py"
-    reward.write_text("def compute_score(*args, **kwargs):\n    raise RuntimeError('the reward function is broken')\n")
-    code, output = machine.run(*FAST, f"reward.custom_reward_function.path={reward}")
-    assert code == 1, output
-    assert "failed in a row" in output
-    (folder,) = machine.runs()
-    logs = "".join(path.read_text(errors="replace") for path in (folder / "logs").iterdir())
-    assert "the reward function is broken" in logs
-    machine.assert_nothing_left()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["+recipe=sve"], "write +recipe=swe"),
-        (["+recipe=swe", "actor_rollout_ref.actr.optim.lr=1"], "did you mean actor_rollout_ref.actor.optim.lr?"),
-        (["+recipe=swe", "data.train_batch_size=10"], "does not divide"),
-        (["+recipe=swe", "actor_rollout_ref.model.path=/no/such"], "does not exist"),
-        (["+recipe=swe_qwen3_8b"], "this machine has none"),
-        (["+recipe=swe", "seamless.staleness.eta=-1"], "seamless.staleness.eta=-1"),
-        (["+recipe=arithmetic", "reward.custom_reward_function.name=compute_scores"], "did you mean compute_score?"),
-    ],
-)
-def test_bad_input_is_refused_in_seconds_with_one_clear_line(machine, arguments, said):
-    started = time.monotonic()
-    code, output = machine.run(*arguments)
-    assert code == 2, output
-    assert said in output
-    assert "Traceback" not in output
-    assert time.monotonic() - started < 60
-    machine.assert_nothing_left()

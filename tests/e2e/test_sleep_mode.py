@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from seamless_verl.run.environment import CPU_ENVIRONMENT
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-def test_weights_and_cache_are_given_back_and_taken_by_tag(tmp_path: Path) -> None:
-    model = build(str(tmp_path)) / "model"
+def test_weights_and_cache_are_given_back_and_taken_by_tag() -> None:
+    model = build() / "model"
     # vLLM takes functions for its worker under this setting only.
     environment = {**os.environ, **CPU_ENVIRONMENT, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     command = [sys.executable, "-m", "tests.e2e.sleeping_engine", str(model)]

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A vLLM server over a tiny model built on the spot."""
+    """A vLLM server over the tiny model of the arithmetic recipe."""
     scratch = tmp_path_factory.mktemp("vllm")
-    model = build(str(scratch)) / "model"
+    model = build() / "model"
     with vllm_server(model, scratch) as url:
         yield url, model
 
