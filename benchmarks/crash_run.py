@@ -12,6 +12,7 @@ whole. Such steps are counted, and as many batches of prompts are not asked for.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -40,6 +41,7 @@ _MARK = "BENCHMARK_MARK"
 _KINDS = {  # what the command line of a process begins with, or has in it
     "rollout worker": "ray::NotifyingWorker",
     "rollout replica": "ray::InterruptibleServer",
+    "rollout replica that pulls": "ray::PullingServer",
     "replica's weight worker": "ray::CheckpointEngineWorker",
     "router": "ray::MeteredLoadBalancer",
     "TransferQueue's storage": "ray::SimpleStorageUnit",
@@ -48,6 +50,12 @@ _KINDS = {  # what the command line of a process begins with, or has in it
     "reward worker": "ray::RewardLoopWorker",
     "trainer": "seamless_verl.verl_adapter.job",
 }
+
+
+def kinds_of(sync: str) -> list[str]:
+    """Those that a run has under this ``seamless.weights.sync``."""
+    absent = {"together": "rollout replica that pulls", "rolling": "rollout replica"}[sync]
+    return [kind for kind in _KINDS if kind != absent]
 
 
 def write_prompts(file: Path, count: int) -> list[str]:
@@ -82,15 +90,15 @@ def trained(folder: Path, steps: int) -> tuple[Counter[str], int]:
 class Killer(threading.Thread):
     """Kills one process after the other, a random while after the run has ended a step since the last kill."""
 
-    def __init__(self, mark: str, folder: Path, count: int, seed: int) -> None:
+    def __init__(self, mark: str, folder: Path, kinds: list[str], count: int) -> None:
         super().__init__(daemon=True)
         self.kills: list[dict[str, Any]] = []
         self._mark, self._folder, self._count = f"{_MARK}={mark}".encode(), folder, count
-        self._rng = random.Random(seed)
+        self._kinds, self._rng = kinds, random.Random(count)
         self.over = threading.Event()
 
     def run(self) -> None:
-        kinds = [*_KINDS] * (self._count // len(_KINDS) + 1)
+        kinds = self._kinds * (self._count // len(self._kinds) + 1)
         for kind in kinds[: self._count]:
             until, steps = time.monotonic() + _SETTLED_S, self._steps()
             while self._steps() == steps and time.monotonic() < until and not self.over.wait(0.1):
@@ -120,7 +128,7 @@ class Killer(threading.Thread):
         return None
 
 
-def run(kills: int, steps: int) -> dict[str, Any]:
+def run(kills: int, steps: int, sync: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="crash-run-") as temporary:
         scratch, mark = Path(temporary), uuid.uuid4().hex
         prompts = write_prompts(scratch / "sums.parquet", _BATCH * (steps + 4))
@@ -130,9 +138,9 @@ def run(kills: int, steps: int) -> dict[str, Any]:
             *(f"data.train_files={scratch}/sums.parquet", "data.shuffle=false", f"data.train_batch_size={_BATCH}"),
             *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=2"),
             *(f"trainer.total_training_steps={steps}", "seamless.supervise.restarts=1000"),
-            *("seamless.staleness.eta=1", "+trainer.max_actor_ckpt_to_keep=2"),
+            *("seamless.staleness.eta=1", f"seamless.weights.sync={sync}", "+trainer.max_actor_ckpt_to_keep=2"),
         ]
-        killer = Killer(mark, folder, kills, seed=kills)
+        killer = Killer(mark, folder, kinds_of(sync), kills)
         killer.start()
         done = subprocess.run(command, cwd=_ROOT, env={**os.environ, _MARK: mark}, capture_output=True, text=True)
         killer.over.set()
@@ -157,10 +165,16 @@ def run(kills: int, steps: int) -> dict[str, Any]:
         }
 
 
+def _extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sync", choices=["together", "rolling"], default="together", help="seamless.weights.sync of the run"
+    )
+
+
 def main() -> int:
-    options = arguments(__doc__ or "")
-    kills = len(_KINDS) if options.quick else _KILLS
-    found = run(kills, steps=3 * kills)
+    options = arguments(__doc__ or "", _extend)
+    kills = len(kinds_of(options.sync)) if options.quick else _KILLS
+    found = run(kills, steps=3 * kills, sync=options.sync)
     by_kind = Counter(kill["kind"] for kill in found["kills"])
     made = len(found["kills"])
     return report(

@@ -139,10 +139,10 @@ def _watch_transfer(module: ModuleType) -> None:
         this.through_group = True
         return send(self, this, version)
 
-    def looked_after(self: Any, calls: Any) -> Any:
+    def looked_after(self: Any, calls: Any, **settings: Any) -> Any:
         if getattr(self, "through_group", False):
             _killer.moment("in")
-        return finish(self, calls)
+        return finish(self, calls, **settings)
 
     manager.update_weights, manager._send_through_group = updated, sent
     transfer.finish = looked_after
