@@ -72,8 +72,8 @@ class Measured:
         return self.lags.get(str(lag), 0) / sum(self.lags.values())
 
 
-def run(eta: int, seed: int, steps: int) -> Measured:
-    """Start it as a user would, and read what it leaves.
+def run(eta: int, seed: int, steps: int, *further: str) -> Measured:
+    """Start it as a user would, with further overrides, and read what it leaves.
 
     Raises:
         RuntimeError: it did not end well, or a row was not what the engine returned.
@@ -84,7 +84,7 @@ def run(eta: int, seed: int, steps: int) -> Measured:
         data = write_graded(work, prompts=prompts, sessions=ROLLOUTS, longest=LONGEST, seed=seed)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "seamless_verl.main", *_overrides(work, data, steps, seed)]
-        command += [f"seamless.staleness.eta={eta}", f"hydra.run.dir={folder}"]
+        command += [f"seamless.staleness.eta={eta}", f"hydra.run.dir={folder}", *further]
         done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"eta {eta} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
