@@ -53,6 +53,9 @@ def _alone(name: str, eta: int, runs: list[Measured]) -> list[Record]:
     return [
         Record(name=f"{name}: generated tokens trained", value=speed, unit="token/s"),
         Record(name=f"{name}: largest staleness", value=worst, unit="versions", bar=f"<= {eta}", holds=worst <= eta),
+        Record(
+            name=f"{name}: KL to what generated", value=statistics.fmean(k for one in runs for k in one.kl), unit="nat"
+        ),
         Record(name=f"{name}: reward of all steps", value=statistics.fmean(map(_reward, runs)), unit=""),
     ]
 

@@ -48,12 +48,14 @@ class Measured:
         tokens: generated tokens of the rows trained.
         rewards: mean over the rows.
         lags: rows per staleness, over all steps.
+        kl: of the trainer's policy to the one that generated, verl's k3 estimate (``rollout_corr/k3_kl``).
     """
 
     step_s: list[float]
     tokens: list[float]
     rewards: list[float]
     lags: Mapping[str, int]
+    kl: list[float]
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,6 +124,7 @@ def _read(folder: Path) -> Measured:
     if summary["rows_audited"] != summary["rows"]:
         raise RuntimeError(f"{summary['rows'] - summary['rows_audited']} rows of {summary['rows']} were not audited")
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [event for event in read_recording(folder / "flight").events if isinstance(event, RowsTrained)]
     lags = Counter(lag for event in trained for lag in event.staleness)
     return Measured(
@@ -129,6 +132,7 @@ def _read(folder: Path) -> Measured:
         tokens=[sum(event.response_tokens) for event in trained],
         rewards=[step["reward"] for step in steps],
         lags={str(lag): count for lag, count in sorted(lags.items())},
+        kl=[step["rollout_corr/k3_kl"] for step in metrics],
     )
 
 
