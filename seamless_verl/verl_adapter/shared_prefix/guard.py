@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from seamless_verl.token_trie import Rows, in_order
 EVERY = 50
 """Batches from one comparison to the next; the first one is compared, too."""
 _NOTHING = 1e-3
-"""A gradient's norm below it may be rounding: two rows without advantages, still on policy, have no other."""
+"""A gradient's norm below it may be rounding."""
 _COMPARED = ("log_probs", "values")
 
 
@@ -28,9 +29,19 @@ def neighbours(rows: Rows) -> list[int]:
     return [row for row, _ in ordered[max(0, last - 1) : max(0, last - 1) + 2]]
 
 
-def few(data: TensorDict, rows: Rows) -> TensorDict:
-    """Two rows of ``data`` as a batch of one micro-batch."""
-    part: TensorDict = tu.index_select_tensor_dict(data, neighbours(rows))
+def teaching(data: TensorDict) -> list[int]:
+    """Rows with an advantage, where the loss reads one. The policy's gradient of the others is rounding, which two ways
+    do not have in common."""
+    advantages = data.get("advantages")
+    if advantages is None:
+        return list(range(len(data)))
+    return [index for index, row in enumerate(advantages.unbind()) if bool(row.any())]
+
+
+def few(data: TensorDict, rows: Rows, among: Sequence[int]) -> TensorDict:
+    """Two rows of ``data``, or the only one, as a batch of one micro-batch; ``among`` those of these indices."""
+    picked = [among[index] for index in neighbours([rows[index] for index in among])]
+    part: TensorDict = tu.index_select_tensor_dict(data, picked)
     most = len(part) * max(map(len, rows))
     tu.assign_non_tensor(part, return_model_output=True, use_dynamic_bsz=True, max_token_len_per_gpu=most)
     return part

@@ -84,6 +84,10 @@ def gains(of: Work, price: float, group: Any) -> bool:
     return trie < rows
 
 
+def on_any_rank(there: bool, group: Any) -> bool:
+    return bool(_most(group, there)[0])
+
+
 def mark(data: TensorDict, plan: Plan | None) -> None:
     tu.assign_non_tensor(data, **{_PLAN: plan or False})
 

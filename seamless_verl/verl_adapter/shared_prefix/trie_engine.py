@@ -72,7 +72,7 @@ class _OnTries(fsdp.FSDPEngine):
             # The price of a model that is trained holds for its passes without gradients, too.
             if forward_only == self.engine_config.forward_only and plans.could_gain(plan.work, group):
                 if self._comparable % guard.EVERY == 0:
-                    metrics |= self._computed_both_ways(data, loss_function, forward_only)
+                    metrics |= self._computed_both_ways(data, loss_function, forward_only, group)
                 self._comparable += 1
             if not plans.gains(plan.work, self._price.now, group):
                 plan = None
@@ -98,13 +98,19 @@ class _OnTries(fsdp.FSDPEngine):
         return made, time.perf_counter() - began
 
     def _computed_both_ways(
-        self, data: TensorDict, loss_function: Any, forward_only: bool
+        self, data: TensorDict, loss_function: Any, forward_only: bool, group: Any
     ) -> Mapping[str, list[float]]:
-        """Metrics of two rows, whose times set the price; nothing where gradients of earlier rows are being kept."""
+        """Metrics of two rows, whose times set the price; nothing where gradients of earlier rows are being kept.
+
+        A policy's gradients are compared only where a rank has rows that an advantage moves.
+        """
         module: Any = self.module
         if any(parameter.grad is not None for parameter in module.parameters()):
             return {}
-        part = guard.few(data, plans.rows_of(data["input_ids"]))
+        every = list(range(len(data)))
+        every_teaches = forward_only or isinstance(self, fsdp.FSDPEngineWithValueHead)
+        taught = every if every_teaches else guard.teaching(data)
+        part = guard.few(data, plans.rows_of(data["input_ids"]), taught or every)
         both = plans.together(part, self._shape)
         trained = module.training
         module.eval()  # adapters may have dropout, which differs from pass to pass
@@ -120,7 +126,7 @@ class _OnTries(fsdp.FSDPEngine):
         module.train(trained)
         self._price.compared(both.work, min(seconds[True]), min(seconds[False]))
         told = guard.differences(found[True], found[False], part)
-        if norms:
+        if norms and plans.on_any_rank(bool(taught), group):
             told["grad_norm_off"] = [guard.share_off(norms[True], norms[False])]
         return told | {"price": [self._price.now]}
 

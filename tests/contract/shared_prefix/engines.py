@@ -45,6 +45,8 @@ def batch(seed: int, options: list[str]) -> TensorDict:
     if "row-temperature" in options:
         del data["temperature"]
         data["temperature"] = torch.from_numpy(rng.choice([0.7, 1.0], len(rows))).float()
+    if "no-advantages" in options:
+        data["advantages"] = data["advantages"] * 0.0
     return data
 
 
@@ -77,7 +79,7 @@ def learned(worker: Any, data: TensorDict) -> dict[str, Any]:
         found["micro-batches"] = len(result["loss"])
         found["computed"] = result["metrics"].get("shared_prefix/computed", [1.0])[0]
         found["saved"] = result["metrics"].get("shared_prefix/seconds_saved", [0.0])[0]
-        found["guard"] = [result["metrics"].get(f"shared_prefix/{key}", [0.0])[0] for key in ("off", "grad_norm_off")]
+        found["guard"] = [result["metrics"].get(f"shared_prefix/{key}", [None])[0] for key in ("off", "grad_norm_off")]
         found["loss"] = torch.tensor(sum(result["loss"]))
         for name, parameter in worker.engine.module.named_parameters():
             if parameter.requires_grad:
