@@ -88,9 +88,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
     try:
         (run_dir / "pid").write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
-        own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir), _KEEP_ENVIRONMENT: "1"}
-        wanted: dict[str, str | None] = {**os.environ, **environment, **own}
-        env = {name: value for name, value in wanted.items() if value is not None}
+        env = _environment(environment, run_id, ray_dir)
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
@@ -106,6 +104,12 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         for number, handler in previous.items():
             signal.signal(number, handler)
     return _LEFT_BEHIND if swept.survivors else code
+
+
+def _environment(added: Mapping[str, str | None], run_id: str, ray_dir: Path) -> dict[str, str]:
+    own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir), _KEEP_ENVIRONMENT: "1"}
+    wanted: dict[str, str | None] = {**os.environ, **added, **own}
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: float) -> None:

@@ -24,7 +24,7 @@ from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.reporter import STEPS, read_records
 from seamless_verl.observe.run_folder import CONFIG, load_recording
 from seamless_verl.scheduling.slices import Tag
-from seamless_verl.simulation.agents import Replay
+from seamless_verl.simulation.agents import Replay, Trajectory
 from seamless_verl.simulation.recorded_work import (
     Request,
     fit_decode,
@@ -120,26 +120,17 @@ def from_recording(
     step_s = tuple(ended - began - overlap(apart, began, ended) for began, ended in steps)
     warm = min(started.eta + 1, len(steps) - 1)  # their batches were begun while everything was being loaded
     busy = _busy_seconds(recording, steps[warm:], apart)
-    # Of a batch as it is replayed: sessions put together from requests may differ from the rows that were trained.
-    trained_s = sum(busy) / len(busy)
-    tokens = batch / len(groups) * sum(turn.prompt + turn.answer for g in groups for attempt in g for turn in attempt)
     system = _system_of(started.policy)
     lends = regime(system).lends
     by_age = regime(system).oldest_first if oldest_first is None else oldest_first
     settled = _settled(requests, steps[0][1])
     pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=lends)
-    gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
     costs, seen, awaits_load = _switch_costs(recording)
     scenario = Scenario(
         system=system,
         pools=pools,
         workload=Replay(groups),
-        train=TrainPhysics(
-            gpu_s_per_token=(trained_s + saved_s) / tokens * gang,
-            shared_prefix=trained_s / (trained_s + saved_s),
-            update_s=0.0,
-            awaits_load=awaits_load,
-        ),
+        train=_training(sum(busy) / len(busy), saved_s, groups, pools, batch=batch, awaits_load=awaits_load),
         costs=costs,
         batch=batch,
         mini_batch=mini,
@@ -152,6 +143,26 @@ def from_recording(
     estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
     lendable = () if lends else _never_lent(recording)
     return Recorded(scenario=scenario, step_s=step_s, notes=(*estimated, *lendable))
+
+
+def _training(
+    trained_s: float,
+    saved_s: float,
+    groups: list[list[Trajectory]],
+    pools: Sequence[Pool],
+    *,
+    batch: int,
+    awaits_load: bool,
+) -> TrainPhysics:
+    """Of a batch as it is replayed: sessions put together from requests may differ from the rows that were trained."""
+    tokens = sum(turn.prompt + turn.answer for group in groups for attempt in group for turn in attempt)
+    gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
+    return TrainPhysics(
+        gpu_s_per_token=(trained_s + saved_s) / (batch / len(groups) * tokens) * gang,
+        shared_prefix=trained_s / (trained_s + saved_s),
+        update_s=0.0,
+        awaits_load=awaits_load,
+    )
 
 
 def _start(recording: Recording, steps: Intervals, groups: Sequence[object]) -> flight.RunStarted:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import sqlite3
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import blake2b
 from importlib.resources import files
 from typing import Any, Protocol
@@ -129,6 +130,7 @@ def make_app(places: Places, *, token: str, allowed: Callable[[str], bool]) -> A
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     _serve_files(app)
     _serve_runs(app, places)
+    _serve_attempts(app, places)
 
     @app.exception_handler(NotThere)
     async def not_there(_: Request, error: NotThere) -> Response:
@@ -180,12 +182,15 @@ def _file(package: str, name: str) -> Response:
     return Response(text, media_type=_KINDS[name.rsplit(".", 1)[1]])
 
 
+def _run_of(places: Places, run: str) -> Watched:
+    watched = places.find(run)
+    if watched is None:
+        raise NotThere("this run is not there (any more)")
+    return watched
+
+
 def _serve_runs(app: FastAPI, places: Places) -> None:
-    def run_of(run: str) -> Watched:
-        watched = places.find(run)
-        if watched is None:
-            raise NotThere("this run is not there (any more)")
-        return watched
+    run_of = partial(_run_of, places)
 
     @app.get("/api/runs")
     def runs() -> Response:
@@ -217,6 +222,10 @@ def _serve_runs(app: FastAPI, places: Places) -> None:
     @app.get("/api/run/{run}/steps")
     def steps(run: str) -> Response:
         return _json(run_of(run).steps())
+
+
+def _serve_attempts(app: FastAPI, places: Places) -> None:
+    run_of = partial(_run_of, places)
 
     @app.get("/api/run/{run}/groups")
     def groups(run: str, step: str, sort: str = "as begun", flag: str = "", text: str = "", start: int = 0) -> Response:
