@@ -30,6 +30,7 @@ class Requests:
         abandoned: whoever asked had gone, e.g. an agent at its deadline.
         prefilled_again: prompt tokens of resumed requests that were not in the prefix cache; ``None`` if the engine
             does not tell.
+        moved: how often a session's interrupted request went on on another slice, by (from, to).
         seconds: duration of each that ended.
     """
 
@@ -40,6 +41,7 @@ class Requests:
     failed: int = 0
     resumed: int = 0
     prefilled_again: int | None = 0
+    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
 
@@ -101,6 +103,7 @@ class Tallies:
         self.outcomes: dict[tuple[int, str], flight.DecisionRealised] = {}
         self.versions: list[tuple[float, int]] = []
         self.requests = Requests()
+        self._left: dict[str, str] = {}  # session -> slice that interrupted it
         self.rows = Rows()
         self.sessions = Sessions()
         self.lost = 0
@@ -201,6 +204,9 @@ class Tallies:
         self._out[event.request] = event
         self.requests.started += 1
         self.requests.resumed += event.resumed
+        place, left = self._name(event), self._left.pop(event.session, None)
+        if event.resumed and left not in (None, place):
+            self.requests.moved[left, place] += 1
         self._level(event, 1)
 
     def _request_ended(self, event: flight.RequestEnded) -> None:
@@ -211,7 +217,10 @@ class Tallies:
         requests = self.requests
         requests.tokens += event.tokens
         requests.seconds.append(event.at - start.at)
-        requests.interrupted += event.finish in _INTERRUPTED
+        if event.finish in _INTERRUPTED:
+            requests.interrupted += 1
+            if start.session:
+                self._left[start.session] = self._name(event)
         requests.abandoned += event.finish in _ABANDONED
         requests.failed += event.finish not in {*_INTERRUPTED, *_ABANDONED, *_ENDED}
         if start.resumed and requests.prefilled_again is not None:
@@ -220,8 +229,11 @@ class Tallies:
                 requests.prefilled_again + start.prompt_tokens - (event.cached_tokens or 0) if known else None
             )
 
+    def _name(self, event: flight.RequestStarted | flight.RequestEnded) -> str:
+        return self._names.get(event.slice, event.slice)
+
     def _level(self, event: flight.RequestStarted | flight.RequestEnded, change: int) -> None:
-        name = self._names.get(event.slice, event.slice)
+        name = self._name(event)
         self._levels[name] += change
         self.load[name].append((event.at, self._levels[name]))
 

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.forced_lengths import write_workload
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import read_recording
+from seamless_verl.observe.run_folder import load_digest
 from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
 from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     AT_HOME,
@@ -67,6 +68,8 @@ def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  #
     finishes = Counter(event.finish for event in recording.events if isinstance(event, flight.RequestEnded))
     assert finishes["aborted"] > 0  # so that whole answers say something
     assert any(event.resumed for event in recording.events if isinstance(event, flight.RequestStarted))
+    moved = load_digest(folder).requests.moved
+    assert moved.keys() == {("trainers/0", "rollouts/0"), ("rollouts/0", "trainers/0")}  # reclaimed, and joined midway
     assert decisions(recording) == {"reclaim": 4, "lend": 3}
     made = [event for event in recording.events if isinstance(event, flight.DecisionMade)]
     realised = [event for event in recording.events if isinstance(event, flight.DecisionRealised)]

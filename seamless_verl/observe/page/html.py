@@ -230,6 +230,7 @@ def _requests(run: RunDigest) -> _Pairs:
         ("generated", f"{si(requests.tokens)} tokens"),
         ("interrupted, tokens kept", str(requests.interrupted)),
         ("resumed with tokens", str(requests.resumed)),
+        ("of them on another slice", str(requests.moved.total())),
         ("prefilled again", again if requests.resumed else "nothing"),
         ("abandoned by the agent", str(requests.abandoned)),
         ("ended with an error", str(requests.failed)),

@@ -92,6 +92,23 @@ def test_requests_are_counted_by_how_they_ended():
     assert run.lanes[0].load == ((0.0, 1), (0.5, 2), (1.0, 1), (1.0, 2), (2.0, 1), (3.0, 0), (3.0, 1), (4.0, 0))
 
 
+def test_a_request_that_goes_on_elsewhere_has_moved():
+    def begun(at: float, session: str, where: str, *, resumed: bool = True) -> flight.RequestStarted:
+        return flight.RequestStarted(
+            at=at, request=f"{session}{at}", slice=where, prompt_tokens=1, session=session, resumed=resumed
+        )
+
+    def stopped(at: float, begun: flight.RequestStarted, finish: str = "aborted") -> flight.RequestEnded:
+        return flight.RequestEnded(at=at, request=begun.request, slice=begun.slice, tokens=1, finish=finish)
+
+    first, unnamed = begun(1.0, "s", "a:1", resumed=False), begun(1.0, "", "a:1", resumed=False)
+    again, ended = begun(3.0, "s", "b:1"), begun(5.0, "s", "b:1")
+    events = [start(), rollout(0.0), first, unnamed, stopped(2.0, first), stopped(2.0, unnamed), again]
+    events += [begun(3.0, "", "b:1"), stopped(4.0, again), ended, stopped(6.0, ended, "completed")]
+    events += [begun(7.0, "s", "a:1")]  # its next turn has the tokens of the last one, and nothing was interrupted
+    assert run_of(events).requests.moved == {("r", "b:1"): 1}
+
+
 def test_an_engine_that_does_not_tell_what_was_cached_makes_prefill_unknown():
     run = run_of([start(), rollout(0.0), request(0.0, "a", resumed=True), done(1.0, "a")])
     assert run.requests.prefilled_again is None
