@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,10 @@ class MarginalGainBalancer(MeteredLoadBalancer):
 
     def set_version(self, server_ids: list[str], version: int) -> None:
         super().set_version(server_ids, version)
+        self._route()
+
+    def set_cache_tokens(self, sizes: Mapping[str, int]) -> None:
+        super().set_cache_tokens(sizes)
         self._route()
 
     def _has_place(self, floor: int) -> bool:

@@ -67,6 +67,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         super().__init__(*args, **kwargs)
         self._running: dict[tuple[str, str], list[Attempt]] = {}  # (replica, conversation), in order of arrival
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
+        self._cache_tokens: dict[str, int] = {}  # by replica, for as long as the run lasts; it may leave and come back
         self._dead: set[str] = set()  # rollout workers
         self._lent: set[str] = set()
         self._outlasting: frozenset[str] = frozenset()
@@ -92,6 +93,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         """These replicas generate with ``version`` from now on; told before their gates open, and of one that joins
         before it does."""
         self._versions.tell(server_ids, version)
+        self._wake()
+
+    def set_cache_tokens(self, sizes: Mapping[str, int]) -> None:
+        """Tokens that the KV caches of these replicas hold. A cache that nobody told counts as endless."""
+        self._cache_tokens |= sizes
         self._wake()
 
     def oldest_version(self) -> int | None:
@@ -230,13 +236,14 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         return [self._load(server_id, requests, 0) for server_id, requests in self._inflight_requests.items()]
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
+        held = self._kv.get(server_id, 0) + coming_tokens
         return ReplicaLoad(
             replica=server_id,
             version=self._versions.of(server_id),
             running=min(requests, self.max_running),
             waiting=max(0, requests - self.max_running),
-            kv_tokens=self._kv.get(server_id, 0) + coming_tokens,
-            kv_room=_UNBOUNDED,
+            kv_tokens=held,
+            kv_room=max(0, self._cache_tokens.get(server_id, _UNBOUNDED) - held),
             max_running=self.max_running,
             lent=server_id in self._lent,
         )

@@ -25,6 +25,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from seamless_verl.scheduling.slices import SliceId
 from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth, restart_replica
+from seamless_verl.verl_adapter.slices.standing import tell_cache_sizes
 from seamless_verl.verl_adapter.weights.weight_checks import WeightChecks
 from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 
@@ -183,6 +184,8 @@ class ReplicaSlices:
         restart_replica(replica)
         self._given_up.pop(slice_id, None)
         self.addresses[slice_id] = replica.server_address
+        if hasattr(self._router, "set_cache_tokens"):
+            tell_cache_sizes(self._router, {replica.server_address: replica.server_handle})
 
 
 async def _hand_back(replica: RolloutReplica) -> None:

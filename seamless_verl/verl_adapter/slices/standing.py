@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import ray
 from omegaconf import DictConfig
 from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -117,12 +118,26 @@ class StandingServers:
         )
         return servers
 
+    def tell_cache_sizes(self, *managers: LLMServerManager) -> None:
+        """Tell the router how many tokens the caches of these managers' replicas hold."""
+        if self._config.actor_rollout_ref.rollout.name == "vllm" and not self.own_router:
+            known = {a: h for each in managers for a, h in zip(each.server_addresses, each.server_handles, strict=True)}
+            tell_cache_sizes(managers[0].global_load_balancer, known)
+
     def _balancer_class(self) -> Any:
         return (
             None
             if self.own_router
             else balancer_class(self._router, self._config.actor_rollout_ref.rollout.max_num_seqs)
         )
+
+
+def tell_cache_sizes(router: Any, servers: Mapping[str, Any]) -> None:
+    """Args:
+    servers: handles of our own vLLM servers, by address.
+    """
+    sizes = ray.get([handle.cache_tokens.remote() for handle in servers.values()])
+    ray.get(router.set_cache_tokens.remote(dict(zip(servers, sizes, strict=True))))
 
 
 class PlacedServers(LLMServerManager):

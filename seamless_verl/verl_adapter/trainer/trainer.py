@@ -152,6 +152,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         if self.seamless.weights.sync == "rolling":
             router, lag = self.standalone_server_manager.global_load_balancer, self.seamless.weights.max_lag
             follow_versions(self.rows, agent_loop_manager, router, lag)
+        self.standing.tell_cache_sizes(self.standalone_server_manager, self.llm_server_manager)
         self.declare_slices(workers)
         with self.flight.whole_run(), closing(self.standalone_checkpoint_manager):
             super().fit(agent_loop_manager)

@@ -55,6 +55,11 @@ class InterruptibleServer(vLLMHttpServer):
         (found,) = await self.engine.collective_rpc("weights_checksum")
         return str(found)
 
+    async def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, of all engine cores."""
+        cache = self.engine.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
     @property
     def _admitting(self) -> int:
         return self._without_token if self._has_cores else len(self._on_their_way)

@@ -69,6 +69,10 @@ def ask(replica: Any, name: str, prompt: list[int] = PROMPT, **params: Any) -> a
     return asyncio.ensure_future(answer())
 
 
+async def test_a_replica_tells_how_much_its_cache_holds(replica: Any) -> None:
+    assert await replica.server.cache_tokens.remote() >= 1024, "a request of the longest length fits"
+
+
 async def test_a_single_request_ends_with_its_tokens_and_the_others_go_on(replica: Any) -> None:
     names = [uuid.uuid4().hex for _ in range(3)]
     first, second, third = (ask(replica, name) for name in names)

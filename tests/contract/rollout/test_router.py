@@ -67,6 +67,23 @@ async def test_a_request_is_held_back_until_another_ends_and_the_oldest_goes_fir
     await asyncio.wait_for(later[1], 5)
 
 
+async def test_a_request_for_which_no_cache_has_room_is_held_back_until_another_ends():
+    balancer = router()
+    balancer.set_cache_tokens({"a": 100, "b": 150})
+    assert (await balancer.acquire_server("long", context_tokens=120))[0] == "b"
+    assert (await balancer.acquire_server("short", context_tokens=60))[0] == "a"
+    later = asyncio.ensure_future(balancer.acquire_server("next", context_tokens=50))
+    await asyncio.sleep(0)
+    assert not later.done(), "40 tokens are left here, 30 there"
+    balancer.release_server("b", "long")
+    assert (await asyncio.wait_for(later, 5))[0] == "b"
+    more = asyncio.ensure_future(balancer.acquire_server("more", context_tokens=101))
+    await asyncio.sleep(0)
+    assert not more.done()
+    balancer.set_cache_tokens({"a": 1000})  # started again, with another cache
+    assert (await asyncio.wait_for(more, 5))[0] == "a"
+
+
 async def test_everybody_is_answered_in_the_end():
     balancer = router(mu=1.0)
     ended = 0
