@@ -15,20 +15,12 @@ class Book:
     def __init__(self, answers: PreparedAnswers) -> None:
         self._ids = [array("i", ids) for ids in answers.ids]
         self._by_prompt: dict[bytes, array[int]] = {}
-        self._versions: dict[bytes, set[int]] = {}
-        self.version = 0  # of the weights, where somebody changes them
 
     def note(self, prompt: bytes, number: int) -> None:
-        key = array("i", msgspec.json.decode(prompt)).tobytes()
-        self._by_prompt[key] = self._ids[number]
-        self._versions.setdefault(key, set()).add(self.version)
+        self._by_prompt[array("i", msgspec.json.decode(prompt)).tobytes()] = self._ids[number]
 
     def answer_to(self, prompt: list[int]) -> array[int] | None:
         return self._by_prompt.get(array("i", prompt).tobytes())
-
-    def versions_of(self, prompt: list[int]) -> set[int]:
-        """Under which weights this prompt was answered."""
-        return self._versions.get(array("i", prompt).tobytes(), set())
 
 
 class NotedConnection(Connection):

@@ -25,6 +25,18 @@ import uvloop
 NUM_PROMPT, NUM_GENERATED, NUM_ANSWERS = 4096, 256, 64
 
 
+def choice_of(text: str, ids: list[int], log_probs: list[float], finish_reason: str) -> dict[str, object]:
+    """One choice of ``/v1/completions``."""
+    names = [f"token_id:{token}" for token in ids]
+    wire = {
+        "text_offset": [0] * len(ids),
+        "token_logprobs": log_probs,
+        "tokens": names,
+        "top_logprobs": [{name: value} for name, value in zip(names, log_probs, strict=True)],
+    }
+    return {"index": 0, "text": text, "logprobs": wire, "finish_reason": finish_reason}
+
+
 class PreparedAnswers:
     """Texts of exactly ``NUM_GENERATED`` tokens, the stop token last, in both forms of the wire."""
 
@@ -36,6 +48,7 @@ class PreparedAnswers:
         rng = random.Random(5)
         self.completions: list[bytes] = []
         self.ids: list[list[int]] = []
+        self.log_probs: list[list[float]] = []
         self.chats: list[bytes] = []
         self.streams: list[bytes] = []
         for _ in range(NUM_ANSWERS):
@@ -47,15 +60,9 @@ class PreparedAnswers:
 
     def _prepare(self, text: str, ids: list[int], log_probs: list[float], tokenizer: object) -> None:
         self.ids.append(ids)
+        self.log_probs.append(log_probs)
         tokens = [tokenizer.decode([token]) for token in ids]  # type: ignore[attr-defined]
-        names = [f"token_id:{token}" for token in ids]
-        wire = {
-            "text_offset": [0] * len(ids),
-            "token_logprobs": log_probs,
-            "tokens": names,
-            "top_logprobs": [{name: value} for name, value in zip(names, log_probs, strict=True)],
-        }
-        choice = {"index": 0, "text": text, "logprobs": wire, "finish_reason": "stop"}
+        choice = choice_of(text, ids, log_probs, "stop")
         usage = {"prompt_tokens": NUM_PROMPT, "completion_tokens": len(ids), "total_tokens": NUM_PROMPT + len(ids)}
         head = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"mock","choices":['
         tail = b'],"usage":' + json.dumps(usage).encode() + b"}"
@@ -94,6 +101,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._body: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
@@ -110,7 +118,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         body, self._body = b"".join(self._body), []
         if body and (latency_s := self._latency_s()):
-            asyncio.get_running_loop().call_later(latency_s, self._reply, self._url, body)
+            self._timer = asyncio.get_running_loop().call_later(latency_s, self._reply, self._url, body)
         else:
             self._reply(self._url, body)
 

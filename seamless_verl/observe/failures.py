@@ -69,6 +69,7 @@ class AttemptNews:
         failures: those that failed, `_MOST_KEPT` at most.
         standing: those under way for longer than they may be, now.
         blocked: where its event loop stands, and for how many seconds it has not turned; None: it turns.
+        notes: what else the user should know.
     """
 
     ended: tuple[int, int]
@@ -76,6 +77,7 @@ class AttemptNews:
     failures: tuple[Failure, ...]
     standing: tuple[Standing, ...] = ()
     blocked: tuple[float, tuple[str, ...]] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -108,6 +110,11 @@ class AttemptLog:
         self._ended = [0, 0]
         self._failed = [0, 0]
         self._failures: list[Failure] = []
+        self._notes: tuple[str, ...] = ()
+
+    def note(self, words: str) -> None:
+        """Something of the whole run that the user should know; told once, whichever worker says it."""
+        self._notes += (words,)
 
     @contextmanager
     def attempt(self, task: str, *, validation: bool, where: Callable[[], tuple[str, ...]]) -> Iterator[None]:
@@ -156,10 +163,12 @@ class AttemptLog:
         failures, self._failures = self._failures, []
         ended, self._ended = self._ended, [0, 0]
         failed, self._failed = self._failed, [0, 0]
+        notes, self._notes = self._notes, ()
         return AttemptNews(
             ended=(ended[0], ended[1]),
             failed=(failed[0], failed[1]),
             failures=tuple(failures),
+            notes=notes,
             standing=tuple(
                 Standing(task=a.task, seconds=now - a.began, reward=a.reward, places=a.where()) for a in standing
             ),
@@ -189,7 +198,7 @@ class AttemptBook:
     def __init__(self) -> None:
         self._kinds: dict[tuple[bool, tuple[str, str]], _Kind] = {}
         self._told: set[tuple[str, str]] = set()
-        self._told_standing: set[tuple[str, ...]] = set()
+        self._told_once: set[tuple[str, ...]] = set()
         self._ended = Counter[bool]()
         self._failed = Counter[bool]()
         self._of_step = (0, 0)
@@ -200,7 +209,7 @@ class AttemptBook:
             self._ended[validation] += news.ended[validation]
             self._failed[validation] += news.failed[validation]
         self._of_step = (self._of_step[0] + news.ended[0], self._of_step[1] + news.failed[0])
-        lines: list[str] = []
+        lines = [note for words in news.notes for note in self._once((words,), words)]
         for failure in news.failures:
             self._kinds.setdefault((failure.validation, failure.kind), _Kind(failure)).add(failure)
             if failure.kind not in self._told and len(self._told) < _MOST_KINDS:
@@ -214,7 +223,8 @@ class AttemptBook:
         if news.blocked is not None:
             seconds, places = news.blocked
             said = f"a rollout worker's event loop has stood for {seconds:.0f} s, and with it all of its attempts, in:"
-            lines += self._once(places, said, "code of `async def` must not block: await asyncio.to_thread(…) there")
+            advice = "code of `async def` must not block: await asyncio.to_thread(…) there"
+            lines += self._once(places, said, *_indented(places), f"  ({advice})")
         by_place: dict[tuple[str, ...], list[Standing]] = {}
         for standing in news.standing:
             by_place.setdefault(standing.places, []).append(standing)
@@ -225,14 +235,15 @@ class AttemptBook:
                 f"attempts that should have ended by now: {len(them)}; the longest (task {longest.task}) has been "
                 f"under way for {longest.seconds:.0f} s; it {waits}:"
             )
-            lines += self._once(places, said, "if attempts need that long, raise seamless.agent.deadline_s")
+            advice = "if attempts need that long, raise seamless.agent.deadline_s"
+            lines += self._once(places, said, *_indented(places), f"  ({advice})")
         return lines
 
-    def _once(self, places: tuple[str, ...], said: str, advice: str) -> list[str]:
-        if places in self._told_standing:
+    def _once(self, what: tuple[str, ...], *lines: str) -> list[str]:
+        if what in self._told_once:
             return []
-        self._told_standing.add(places)
-        return [said, *_indented(places), f"  ({advice})"]
+        self._told_once.add(what)
+        return list(lines)
 
     def close_step(self) -> tuple[int, int]:
         """Attempts of training that ended since the last call, and how many of them failed."""

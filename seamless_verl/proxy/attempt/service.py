@@ -131,7 +131,7 @@ class AttemptService:
         try:
             messages = (
                 *(known.messages[:length] if known is not None else ()),
-                *(self._canonical(raw[number], number) for number in range(length, len(raw))),
+                *(self._canonical(session, raw[number], number) for number in range(length, len(raw))),
             )
             same_tools = known is not None and known_tools == raw_tools
             tools = known.tools if known is not None and same_tools else canonical_tools(raw_tools)
@@ -143,12 +143,15 @@ class AttemptService:
             session.recent.add, raw, raw_tools, transcript, replaces=known if continues else None
         )
 
-    def _canonical(self, raw: Mapping[str, Any], number: int) -> Message:
-        """LangGraph's agents add a name to the answer that they were given: the same history where nobody sees it."""
+    def _canonical(self, session: Session, raw: Mapping[str, Any], number: int) -> Message:
+        """Agents add to answers what changes no history: a name that nobody sees, the stop string that ended them."""
         message = canonical_message(raw, number)
-        if message.name and message.role is Role.ASSISTANT and not self._renderer.prints_names:
-            return replace(message, name="")
-        return message
+        if message.role is not Role.ASSISTANT:
+            return message
+        if message.name and not self._renderer.prints_names:
+            message = replace(message, name="")
+        known = session.continuations.before_stop.get(message.content.strip()) if message.content else None
+        return message if known is None else replace(message, content=known)
 
     async def _run(
         self,

@@ -23,11 +23,14 @@ class Continuations:
     Attributes:
         said: what each answer said, by the id of its generation.
         num_chars: of all that was said.
+        before_stop: what answers said that a stop string ended, by that with the string behind it. Agents may put it
+            back (smolagents does); the model did write it.
     """
 
     def __init__(self, answers: Iterable[Answer] = ()) -> None:
         self.said: dict[str, Message] = {}
         self.num_chars = 0
+        self.before_stop: dict[str, str] = {}
         self._asked: deque[tuple[Attempt, Sequence[Mapping[str, Any]]]] = deque(maxlen=_NUM_ASKED)
         for answer in answers:
             self.answered(answer)
@@ -36,6 +39,8 @@ class Continuations:
         """An answer was recorded."""
         said = answer.message
         self.said[answer.id] = said
+        if answer.stop_text:
+            self.before_stop[f"{said.content}{answer.stop_text}".strip()] = said.content
         self.num_chars += len(said.content) + len(said.reasoning) + sum(len(call.arguments) for call in said.tool_calls)
 
     def asked(self, attempt: Attempt, conversation: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
-import logging
 import os
 import secrets
 from collections.abc import AsyncIterator
@@ -35,11 +34,10 @@ from seamless_verl.proxy.text.steadiness import moving_note
 from seamless_verl.run.capacity import attempts_per_worker
 from seamless_verl.run.check_combinations import check_routing_replay
 from seamless_verl.run.supervisor import RUN_ID
+from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log
 from seamless_verl.verl_adapter.rollout.proxy_actor import ActorProxy, ShardSettings
 from seamless_verl.verl_adapter.rollout.request_log import at_worker_end
 from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine, abilities_of
-
-_log = logging.getLogger(__name__)
 
 
 class ProxyShard:
@@ -125,7 +123,7 @@ class ProxyShard:
         )
         renderer, parser, images = settings.text_side()
         if note := moving_note(renderer):
-            _log.warning("%s: %s", settings.model, note)
+            attempt_log.note(f"{settings.model}: {note}")
         engine = VerlEngine(
             loop.server_manager,
             decode=renderer.decode,

@@ -92,3 +92,11 @@ def test_attempts_that_are_late_are_told_once_per_place_from_when_they_had_their
 @pytest.mark.parametrize(("ended", "failed", "rings"), [(0, 0, False), (10, 2, False), (10, 3, True)])
 def test_more_than_a_fifth_rings(ended: int, failed: int, rings: bool) -> None:
     assert (alarm(3, ended, failed) is not None) == rings
+
+
+def test_a_note_is_told_once_whichever_workers_say_it() -> None:
+    book, workers = AttemptBook(), [AttemptLog(lambda: 0.0, lambda error: ("", ())) for _ in range(2)]
+    for log in workers:
+        log.note("the template moves")
+    assert [line for log in workers for line in book.take(log.take(1.0))] == ["the template moves"]
+    assert [line for log in workers for line in book.take(log.take(1.0))] == []
