@@ -61,8 +61,12 @@ class GradedForcedLengthAgentLoop(ForcedLengthAgentLoop):
         return output
 
 
-def write_graded(folder: Path, *, prompts: int, sessions: int, longest: int, seed: int) -> Path:
-    """The arithmetic recipe's own training prompts with skewed lengths, and the agent loop; returns the data file."""
+def write_graded(folder: Path, *, prompts: int, sessions: int, longest: int, seed: int, shots: int = 0) -> Path:
+    """The arithmetic recipe's own training prompts with skewed lengths, and the agent loop; returns the data file.
+
+    Args:
+        shots: sums with their answers before each prompt's own, some thirty tokens each.
+    """
     import pandas as pd
 
     rng = random.Random(seed)
@@ -70,12 +74,19 @@ def write_graded(folder: Path, *, prompts: int, sessions: int, longest: int, see
     rows = [dict(rows[number % len(rows)]) for number in range(prompts)]
     for index, row in enumerate(rows):
         lengths = [skewed(rng, longest) for _ in range(sessions)]
+        row["prompt"] = [message for _ in range(shots) for message in _solved(rng)] + [*row["prompt"]]
         row |= {"agent_name": GRADED, "extra_info": {"index": index, "split": "train", "lengths": lengths}}
     file = folder / "graded.parquet"
     pd.DataFrame(rows).to_parquet(file)
     target = f"{GradedForcedLengthAgentLoop.__module__}.{GradedForcedLengthAgentLoop.__name__}"
     (folder / "agent_loops.yaml").write_text(f"- name: {GRADED}\n  _target_: {target}\n")
     return file
+
+
+def _solved(rng: random.Random) -> list[dict[str, str]]:
+    a, b = rng.randint(0, 19), rng.randint(0, 19)
+    said = (("user", f"{a:>2}+{b:>2}"), ("assistant", f"{a + b:>2}"))
+    return [{"role": role, "content": content} for role, content in said]
 
 
 def skewed(rng: random.Random, longest: int) -> int:

@@ -74,23 +74,27 @@ class Measured:
         return self.lags.get(str(lag), 0) / sum(self.lags.values())
 
 
-def run(eta: int, seed: int, steps: int, *further: str) -> Measured:
-    """Start it as a user would, with further overrides, and read what it leaves.
+def run(eta: int, seed: int, steps: int, *further: str, shots: int = 0) -> Measured:
+    """A run with further overrides; ``shots``: solved sums before each prompt."""
+    with tempfile.TemporaryDirectory(prefix="eta-") as temporary:
+        work, folder = Path(temporary), Path(temporary) / "run"
+        prompts = BATCH * (steps + max(ETAS) + 1)
+        data = write_graded(work, prompts=prompts, sessions=ROLLOUTS, longest=LONGEST, seed=seed, shots=shots)
+        return finished(folder, *_overrides(work, data, steps, seed), f"seamless.staleness.eta={eta}", *further)
+
+
+def finished(folder: Path, *arguments: str) -> Measured:
+    """Start a run as a user would, and read what it leaves in ``folder``.
 
     Raises:
         RuntimeError: it did not end well, or a row was not what the engine returned.
     """
-    with tempfile.TemporaryDirectory(prefix="eta-") as temporary:
-        work, folder = Path(temporary), Path(temporary) / "run"
-        prompts = BATCH * (steps + max(ETAS) + 1)
-        data = write_graded(work, prompts=prompts, sessions=ROLLOUTS, longest=LONGEST, seed=seed)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-        command = [sys.executable, "-m", "seamless_verl.main", *_overrides(work, data, steps, seed)]
-        command += [f"seamless.staleness.eta={eta}", f"hydra.run.dir={folder}", *further]
-        done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"eta {eta} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-        return _read(folder)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "seamless_verl.main", *arguments, f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return _read(folder)
 
 
 def _overrides(work: Path, data: Path, steps: int, seed: int) -> list[str]:
