@@ -7,10 +7,8 @@ them is not known (another engine or trainer than vLLM and FSDP, a model that is
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from seamless_verl.checked import value_of, whole_number
@@ -27,6 +25,7 @@ from seamless_verl.memory.gpu_memory import (
     highest_utilization,
 )
 from seamless_verl.run.check_machine import ADDRESS, cluster_address
+from seamless_verl.run.check_references import model_configs
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{_ROLLOUT}.gpu_memory_utilization"
@@ -73,16 +72,9 @@ def model_shape(path: str | None, *, headless: bool = False) -> ModelShape | Non
     Args:
         headless: without the matrix that makes logits, as a critic.
     """
-    if not path:
-        return None
-    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
-    snapshots = Path(cache).expanduser() / f"models--{path.replace('/', '--')}" / "snapshots"
-    for file in (Path(path).expanduser() / "config.json", *sorted(snapshots.glob("*/config.json"))):
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+    for found in model_configs(path):
+        with suppress(ValueError, KeyError):  # not what it is for the families that are known
             return ModelShape.from_config(found | {"tie_word_embeddings": True} if headless else found)
-        except (OSError, ValueError, KeyError):  # not here, or not what it is for the families that are known
-            continue
     return None
 
 

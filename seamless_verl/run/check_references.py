@@ -12,12 +12,14 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.checked import value_of
+from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import AgentConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_replay
@@ -40,6 +42,7 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     """
     _check_estimator(str(config["algorithm"]["adv_estimator"]))
     _check_paths(config, pending)
+    _check_positions(config)
     _check_reward(config)
     _check_columns(config, seamless, pending)
     _check_agent(config, seamless, pending)
@@ -90,6 +93,29 @@ def _check_model(key: str, path: str | None, pending: Path | None) -> None:
         return
     if local.is_absolute() or path.startswith((".", "~")) or not _HUB_NAME.fullmatch(path):
         raise ConfigError(key, path, "does not exist", "give a folder that exists, or a hub name such as Qwen/Qwen3-8B")
+
+
+def model_configs(path: str | None) -> Iterator[dict[str, Any]]:
+    """``config.json`` of a local folder, or of each snapshot of a hub model that was downloaded before."""
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
+    snapshots = Path(cache).expanduser() / f"models--{path.replace('/', '--')}" / "snapshots" if path else Path()
+    for file in (Path(path).expanduser() / "config.json", *sorted(snapshots.glob("*/config.json"))) if path else ():
+        with suppress(OSError, ValueError):  # not here, or no JSON
+            yield json.loads(file.read_text(encoding="utf-8"))
+
+
+def _check_positions(config: Mapping[str, Any]) -> None:
+    """verl's servers refuse such a length, when they start."""
+    model, key = config["actor_rollout_ref"]["model"], "actor_rollout_ref.rollout.max_model_len"
+    changed = dict(model.get("override_config") or {})
+    found: dict[str, Any] = next(model_configs(model["path"]), {})
+    known = {**found.get("text_config", {}), **found, **changed.get("model_config", changed)}
+    positions = known.get("max_position_embeddings")
+    if isinstance(positions, int) and (value_of(config, key, None) or 0) > positions:
+        asked = whole_number(config, key)
+        problem = f"is more than the {positions} positions of {model['path']} (max_position_embeddings)"
+        stretched = f"+actor_rollout_ref.model.override_config.max_position_embeddings={asked}"
+        raise ConfigError(key, asked, problem, f"write {positions}, or {stretched} where positions can be stretched")
 
 
 def _check_reward(config: Mapping[str, Any]) -> None:

@@ -193,6 +193,19 @@ def test_a_folder_that_holds_no_model_is_refused(tmp_path):
     check(changed)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_engine_for_more_tokens_than_the_model_has_positions_is_refused(tmp_path, nested):
+    positions = {"max_position_embeddings": 1023}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": positions} if nested else positions))
+    changed = config(actor_rollout_ref__rollout__max_model_len=1024)
+    changed["actor_rollout_ref"]["model"]["path"] = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"1023 positions.*write 1023") as refused:
+        check(changed)
+    assert refused.value.key == "actor_rollout_ref.rollout.max_model_len"
+    changed["actor_rollout_ref"]["model"]["override_config"] = {"max_position_embeddings": 1024}
+    check(changed)
+
+
 def test_an_estimator_that_is_nearly_one_of_verls_is_refused():
     check(config(algorithm__adv_estimator="my_own"))
     with pytest.raises(ConfigError, match=r"adv_estimator=grop: .*did you mean grpo\?"):
