@@ -24,8 +24,7 @@ from seamless_verl.memory.gpu_memory import (
     beyond,
     highest_utilization,
 )
-from seamless_verl.run.check_machine import ADDRESS, cluster_address
-from seamless_verl.run.check_references import model_configs
+from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_configs
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{_ROLLOUT}.gpu_memory_utilization"

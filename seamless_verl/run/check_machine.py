@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,12 @@ def _check_attention(config: Mapping[str, Any]) -> None:
             f"{HOW_TO_INSTALL['flash_attn']}, or write ++{_ATTENTION}=sdpa with "
             "actor_rollout_ref.model.use_remove_padding=false",
         )
+
+
+def model_configs(path: str | None) -> Iterator[dict[str, Any]]:
+    """``config.json`` of a local folder, or of each snapshot of a hub model that was downloaded before."""
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
+    snapshots = Path(cache).expanduser() / f"models--{path.replace('/', '--')}" / "snapshots" if path else Path()
+    for file in (Path(path).expanduser() / "config.json", *sorted(snapshots.glob("*/config.json"))) if path else ():
+        with contextlib.suppress(OSError, ValueError):  # not here, or no JSON
+            yield json.loads(file.read_text(encoding="utf-8"))

@@ -12,10 +12,8 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import AgentConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_replay
-from seamless_verl.run.check_machine import ADDRESS, cluster_address
+from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_configs
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # verl 0.9.1: `AdvantageEstimator` of trainer/ppo/core_algos.py (a contract test compares).
@@ -93,15 +91,6 @@ def _check_model(key: str, path: str | None, pending: Path | None) -> None:
         return
     if local.is_absolute() or path.startswith((".", "~")) or not _HUB_NAME.fullmatch(path):
         raise ConfigError(key, path, "does not exist", "give a folder that exists, or a hub name such as Qwen/Qwen3-8B")
-
-
-def model_configs(path: str | None) -> Iterator[dict[str, Any]]:
-    """``config.json`` of a local folder, or of each snapshot of a hub model that was downloaded before."""
-    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
-    snapshots = Path(cache).expanduser() / f"models--{path.replace('/', '--')}" / "snapshots" if path else Path()
-    for file in (Path(path).expanduser() / "config.json", *sorted(snapshots.glob("*/config.json"))) if path else ():
-        with suppress(OSError, ValueError):  # not here, or no JSON
-            yield json.loads(file.read_text(encoding="utf-8"))
 
 
 def _check_positions(config: Mapping[str, Any]) -> None:

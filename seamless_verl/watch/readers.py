@@ -2,6 +2,7 @@
 
     flight/*.jsonl     attempts that ended, by session
     rows/N.jsonl       what a step trained, by group and number of the attempt (verl's own dump: text and score)
+    signals/N.*        what the trainer made of its tokens (`observe.token_signals`)
     rows/ID.jsonl      rows of a closed session (stand-alone proxy), with every token
     journal.sqlite     sessions under way, kept.sqlite those that are over (under the trainer)
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from urllib.parse import quote
 
 import msgspec
 
+from seamless_verl.observe import token_signals
 from seamless_verl.observe.reporter import read_records
+from seamless_verl.observe.token_signals import TokenSignals
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_sessions, read_turns, restore, unpack
 from seamless_verl.proxy.session.sessions import TASK, Session, SessionState
@@ -208,6 +211,14 @@ class _Dumped(msgspec.Struct):
 
 
 _DUMPED = msgspec.json.Decoder(_Dumped)
+
+
+def signals(run: Path, attempt: Mapping[str, Any], row: int) -> TokenSignals | None:
+    """What the trainer made of a row's tokens; None: it is not trained yet, or nothing is kept."""
+    if attempt["step"] is None or attempt["index"] is None:
+        return None
+    key = f"{attempt['group']}_{attempt['index']}_{row}"
+    return token_signals.read(run / token_signals.FOLDER, attempt["step"], key)
 
 
 def line_at(file: Path, start: int, length: int) -> dict[str, Any]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from seamless_verl.observe.page.words import DRIFT
+from seamless_verl.observe.token_signals import TokenSignals
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.trajectory.rows import Row
@@ -138,8 +141,12 @@ def told_by_rows(rows: Sequence[Row], decode: Decode) -> list[dict[str, Any]]:
     return list(turns.values())
 
 
-def token_view(row: Row, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """A row in columns, one entry per token; ``versions`` is -1 where nothing was generated."""
+def token_view(row: Row, text_of: Callable[[int], str], signals: TokenSignals | None) -> dict[str, Any]:
+    """A row in columns, one entry per token; ``versions`` is -1 where nothing was generated.
+
+    Args:
+        signals: of its response, once it is trained.
+    """
     versions = [-1] * len(row.token_ids)
     for span in row.version_spans:
         versions[span.start : span.stop] = [span.version] * (span.stop - span.start)
@@ -152,7 +159,20 @@ def token_view(row: Row, text_of: Callable[[int], str]) -> dict[str, Any]:
         "seams": seams(row),
         "prompt_len": row.prompt_len,
         "turns": [[turn.start, turn.stop, turn.trained, turn.finish_reason.value, turn.num_cut] for turn in row.turns],
+        "signals": None if signals is None else _columns(signals, row),
     }
+
+
+def _columns(signals: TokenSignals, row: Row) -> dict[str, Any] | None:
+    """For all tokens of the row, as the page draws them; None: they are of another row than the one that is shown."""
+    given = row.prompt_len
+    if len(row.token_ids) != given + len(signals.mask):
+        return None
+    found: dict[str, Any] = {"counted": [0] * given + signals.mask.tolist()}
+    ratio = None if signals.log_ratio is None else np.exp(signals.log_ratio.astype(np.float32))
+    for name, values in (("advantage", signals.advantage), ("ratio", ratio), ("weight", signals.weight)):
+        found[name] = None if values is None else [None] * given + [round(float(value), 4) for value in values]
+    return found
 
 
 def seams(row: Row) -> list[int]:

@@ -13,10 +13,12 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -27,6 +29,7 @@ from seamless_verl.observe.flight import Phase, PullEnded
 from seamless_verl.observe.recording import read_recording
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
+from seamless_verl.observe.token_signals import read as read_signals
 from seamless_verl.run.environment import CPU_ENVIRONMENT
 from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
 from tests.tool_task import build as tool_task
@@ -193,6 +196,23 @@ def assert_the_report_accounts_for_the_run(folder: Path, devices: dict[str, int]
     assert ">finished<" in (folder / "report.html").read_text()
 
 
+def assert_signals_fit_the_rows(folder: Path, step: int, *, ratios: bool) -> None:
+    """``ratios``: rows come from the weights that the step trains, and the trainer computes log-probs of its own."""
+    rows = [json.loads(line) for line in (folder / "rows" / f"{step}.jsonl").read_text().splitlines()]
+    found = {row["uid"]: read_signals(folder / "signals", step, row["uid"]) for row in rows}
+    assert None not in found.values()
+    by_group = defaultdict(dict)
+    for row in rows:
+        by_group[row["uid"].split("_")[0]][row["uid"]] = row["score"]
+    for scores in by_group.values():
+        for uid, score in scores.items():
+            advantages = found[uid].advantage[found[uid].mask > 0]
+            above = score - sum(scores.values()) / len(scores)
+            assert (np.sign(advantages.round(3)) == np.sign(round(above, 3))).all(), (score, scores)
+            assert (found[uid].log_ratio is not None) == ratios
+            assert not ratios or np.abs(found[uid].log_ratio[found[uid].mask > 0]).max() <= 1e-4
+
+
 def requests_out(folder: Path) -> int:
     """Requests under way, as far as the rollout workers have written it down."""
     written = "".join(file.read_text() for file in (folder / "flight").glob("rollout-*.jsonl"))
@@ -231,6 +251,7 @@ def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     assert "platform: CPU" in output
     rows = [json.loads(line) for line in (folder / "rows" / "1.jsonl").read_text().splitlines()]
     assert len(rows) >= 128
+    assert_signals_fit_the_rows(folder, 1, ratios=False)
     assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints"} <= set(os.listdir(folder))
     assert f"seamless-verl report {folder}" in output
     assert_the_report_accounts_for_the_run(folder, {"trainer": 1, "rollout": 1})
@@ -397,6 +418,7 @@ def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_c
     figures = summary(folder)
     assert (figures["steps"], figures["staleness_max"]) == (4, 0)
     assert figures["max_logprob_diff_steps"] == 4
+    assert_signals_fit_the_rows(folder, 4, ratios=True)
     assert figures["max_logprob_diff"] <= 1e-4
     loans = loans_of(read_recording(folder / "flight").events, "trainer/0")  # of all three lives
     assert loans.matching == loans.checked >= 4

@@ -184,8 +184,7 @@ class ReplicaSlices:
         restart_replica(replica)
         self._given_up.pop(slice_id, None)
         self.addresses[slice_id] = replica.server_address
-        if hasattr(self._router, "set_cache_tokens"):
-            tell_cache_sizes(self._router, {replica.server_address: replica.server_handle})
+        tell_cache_sizes(self._router, {replica.server_address: replica.server_handle})
 
 
 async def _hand_back(replica: RolloutReplica) -> None:

@@ -118,11 +118,12 @@ class StandingServers:
         )
         return servers
 
-    def tell_cache_sizes(self, *managers: LLMServerManager) -> None:
-        """Tell the router how many tokens the caches of these managers' replicas hold."""
-        if self._config.actor_rollout_ref.rollout.name == "vllm" and not self.own_router:
-            known = {a: h for each in managers for a, h in zip(each.server_addresses, each.server_handles, strict=True)}
-            tell_cache_sizes(managers[0].global_load_balancer, known)
+    @staticmethod
+    def tell_cache_sizes(*managers: LLMServerManager) -> None:
+        """Tell the router of the first manager how many tokens the caches of all their servers hold."""
+        servers = [(m.server_addresses, m.server_handles) for m in managers]
+        known = {address: handle for each in servers for address, handle in zip(*each, strict=True)}
+        tell_cache_sizes(managers[0].global_load_balancer, known)
 
     def _balancer_class(self) -> Any:
         return (
@@ -133,11 +134,16 @@ class StandingServers:
 
 
 def tell_cache_sizes(router: Any, servers: Mapping[str, Any]) -> None:
-    """Args:
-    servers: handles of our own vLLM servers, by address.
+    """Tell the router how many tokens the caches of these servers hold; a router of the user's own, and servers of
+    other engines, are left alone.
+
+    Args:
+        servers: handles by address.
     """
-    sizes = ray.get([handle.cache_tokens.remote() for handle in servers.values()])
-    ray.get(router.set_cache_tokens.remote(dict(zip(servers, sizes, strict=True))))
+    ours = {address: handle for address, handle in servers.items() if hasattr(handle, "cache_tokens")}
+    if ours and hasattr(router, "set_cache_tokens"):
+        sizes = ray.get([handle.cache_tokens.remote() for handle in ours.values()])
+        ray.get(router.set_cache_tokens.remote(dict(zip(ours, sizes, strict=True))))
 
 
 class PlacedServers(LLMServerManager):

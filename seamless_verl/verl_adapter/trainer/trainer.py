@@ -46,6 +46,7 @@ from seamless_verl.verl_adapter.slices.standing import StandingServers, replica_
 from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early
 from seamless_verl.verl_adapter.trainer.batches import correct, in_training_order
 from seamless_verl.verl_adapter.trainer.lending import Lending, lending_of
+from seamless_verl.verl_adapter.trainer.signal_files import SignalFiles
 from seamless_verl.verl_adapter.trainer.step_report import AuditFailed, StepMeter, report_validation
 from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight, run_started, slices_of_verl
 from seamless_verl.verl_adapter.weights.rolling_weights import standing_weights
@@ -70,6 +71,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.lending: Lending | None = None
         self.standing = StandingServers(config, self.seamless.router, hybrid=self._enable_hybrid_replicas)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
+        self.signals = SignalFiles(config, self.seamless.run_dir, self.reporter.say)
         self.meter = StepMeter()
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
@@ -154,7 +156,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             follow_versions(self.rows, agent_loop_manager, router, lag)
         self.standing.tell_cache_sizes(self.standalone_server_manager, self.llm_server_manager)
         self.declare_slices(workers)
-        with self.flight.whole_run(), closing(self.standalone_checkpoint_manager):
+        with self.flight.whole_run(), closing(self.standalone_checkpoint_manager), closing(self.signals):
             super().fit(agent_loop_manager)
 
     @property
@@ -231,6 +233,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
                 batch = self._compute_advantage(batch, metrics=metrics)
             limit = self.config.data.max_response_length
             batch = correct(batch, metrics, self.seamless, limit=limit, version=self.global_steps - 1)
+            self.signals.keep(batch, f"{self.global_steps}.{self.local_trigger_step}")
         if self.use_critic:
             with marked_timer("update_critic", timing_raw, color="pink"), phase(Phase.UPDATE_CRITIC):
                 batch = self._update_critic(batch, metrics=metrics)

@@ -14,10 +14,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import FLIGHT, write_recording
+from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from tests.edge.watch.browser import browsing, in_browser
 from tests.edge.watch.recorded import (
     begin,
@@ -53,7 +55,9 @@ async def test_every_view_draws_and_hostile_text_stays_text(tmp_path: Path) -> N
         said = [*said, await agent.ask(said), user("more")]
         await agent.ask(said)
         await agent.ask([user(ATTACK), {"role": "assistant", "content": "compacted"}, user("go on")])
-        await agent.end(0.5)
+        (row, *_) = await agent.end(0.5)
+    ones = np.ones(len(row.token_ids) - row.prompt_len)
+    write(run / FOLDER, "2.0", {"<script>group</script>_0_0": TokenSignals(mask=ones, advantage=ones, log_ratio=ones)})
     write_texts(run, 2, [("<script>group</script>_0_0", 0.5, ATTACK), ("old_0_0", 0.5, f"{ATTACK}\ud800")])
     write_made_up_run(run)
 
@@ -66,6 +70,8 @@ async def test_every_view_draws_and_hostile_text_stays_text(tmp_path: Path) -> N
             "attempt": (f"/{at}/attempt/{agent.session.id}?turn=2", ".turn.here"),
             "old": (f"/{at}/attempt/old~0", ".turn"),  # half a character, and the text of verl's dump
             "tokens": (f"/{at}/tokens/{agent.session.id}/0?by=version", ".tokens .trained"),
+            "advantage": (f"/{at}/tokens/{agent.session.id}/0?by=advantage", ".tokens .trained[title*='advantage 1 ']"),
+            "ratio": (f"/{at}/tokens/{agent.session.id}/0?by=ratio", '.tokens .trained[title*="rollout\'s) 2.7"]'),
             "search": (f"/{at}/search?text=dataset.taken", ".find"),
             "compare": ("/compare/" + "/".join([at.removeprefix("run/")] * 2), ".curves svg"),
         }
@@ -86,6 +92,7 @@ async def test_every_view_draws_and_hostile_text_stays_text(tmp_path: Path) -> N
         assert "⟨U+001B⟩[31mred⟨U+202E⟩gnp.exe" in doms[name]
     assert "what the request said" in doms["attempt"]
     assert "<|im_start|>" in doms["tokens"]
+    assert "Advantage 1." in doms["advantage"]
     assert "dataset.taken = 'script'" in doms["search"]
 
 

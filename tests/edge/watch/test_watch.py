@@ -8,9 +8,11 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from seamless_verl.observe.flight import SessionEnded
+from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.watch import watched, watched_groups
@@ -45,6 +47,10 @@ async def test_from_the_run_to_a_group_an_attempt_and_its_tokens(tmp_path: Path)
     step_no = rows[0].version_spans[0].version + 3  # trains on weights two versions older than those it changes
     write_texts(run, step_no, [("task_0_0", 1.0, "a"), ("task_1_0", 0.0, "b")])
     write_flight(run, _ended(good.session.id, 0, 1.0, 2.5, "finished"), _ended(bad.session.id, 1, 0.0, 9.0, "timeout"))
+    length = len(rows[0].token_ids) - rows[0].prompt_len
+    trained = TokenSignals(mask=np.ones(length), advantage=np.full(length, 0.5), log_ratio=np.linspace(0, 1, length))
+    longer = TokenSignals(mask=np.ones(length + 1), advantage=np.ones(length + 1))
+    write(run / FOLDER, f"{step_no}.0", {"task_0_0": trained, "task_1_0": longer})
 
     async with watching(run, save_tokenizer(tmp_path / "model")) as http:
         at = await only_run(http)
@@ -52,6 +58,7 @@ async def test_from_the_run_to_a_group_an_attempt_and_its_tokens(tmp_path: Path)
         (group,) = (await get(http, f"{at}/groups", step=step_no))["groups"]
         one = await get(http, f"{at}/attempt", key=good.session.id)
         tokens = await get(http, f"{at}/tokens", key=good.session.id, row=0)
+        of_another = await get(http, f"{at}/tokens", key=bad.session.id, row=0)
         page = await http.get(f"api/{at}/page")
 
     assert (step["step"], step["groups"], step["attempts"], step["reward"]) == (step_no, 1, 2, 0.5)
@@ -74,6 +81,11 @@ async def test_from_the_run_to_a_group_an_attempt_and_its_tokens(tmp_path: Path)
     spans = [(span.version, span.stop - span.start) for span in row.version_spans]
     assert [v for v in tokens["versions"] if v >= 0] == [version for version, length in spans for _ in range(length)]
     assert len(tokens["seams"]) == len(row.version_spans) - len(row.turns)
+    told = tokens["signals"]
+    assert told["advantage"] == [None] * row.prompt_len + [0.5] * length
+    assert told["ratio"][row.prompt_len :: length - 1] == pytest.approx([1.0, math.e], rel=1e-3)
+    assert (told["weight"], sum(told["counted"])) == (None, length)
+    assert of_another["signals"] is None, "a row of another length is not this one"
     assert page.status_code == 200
     assert "watched" in page.text
 
