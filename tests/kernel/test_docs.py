@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Paths may be written from the root, from the package or from the page's own folder.
 BASES = (ROOT, ROOT / "examples", ROOT / "seamless_verl", ROOT / "tests")
 # What a page shows of a run folder, of another project or of another time is not here.
-ELSEWHERE = re.compile(r"RUN/|runs/|verl/|proxy/ID|rows/|logs/|/|flight/|checkpoints/")
+ELSEWHERE = re.compile(r"RUN/|runs/|verl/|proxy/ID|rows/|logs/|/|flight/|checkpoints/|signals/")
 EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json"}
 HISTORY = {ROOT / "CHANGELOG.md"}
 
