@@ -51,7 +51,7 @@ test-lending: $(READY) ## one real run in which a slice is lent and reclaimed in
 	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k in_every_step
 
 test-e2e: $(READY) ## real verl, Ray and vLLM on the CPU
-	$(BIN)/python -m pytest tests/e2e -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest tests/e2e -q -n 2 --dist worksteal
 
 model: $(READY) ## build the demo's tiny model and data, which takes one core two minutes the first time
 	$(BIN)/python -m seamless_verl.recipes.swe.tiny.assets

@@ -21,7 +21,7 @@ from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     summary,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RESOURCES = (
     "seamless.resources=[{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"

@@ -25,17 +25,18 @@ import pytest
 
 from benchmarks.loans import loans_of
 from seamless_verl.cli import main
+from seamless_verl.machine import WEIGHTS
 from seamless_verl.observe.flight import Phase, PullEnded
 from seamless_verl.observe.recording import read_recording
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
 from seamless_verl.observe.token_signals import read as read_signals
 from seamless_verl.run.environment import CPU_ENVIRONMENT
+from seamless_verl.run.supervisor import RUN_ID
 from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
 from tests.tool_task import build as tool_task
 
-# One run after the other: each takes both cores and half of the memory.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.xdist_group("runs")]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MARK = "SEAMLESS_TEST_MARK"
 PR_SET_CHILD_SUBREAPER = 36
@@ -104,17 +105,16 @@ class Machine:
         return self.actors("InterruptibleServer")
 
     def _is_marked(self, pid: int) -> bool:
-        with contextlib.suppress(OSError):
-            return f"{MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return False
+        return _has(pid, f"{MARK}={self.mark}")
 
     def _shared_and_unheld(self) -> list[str]:
-        """Shared memory made since the start that no process holds; what a living one holds is not ours, since ours
-        are gone, but of a test beside this one."""
+        """Shared memory made since the start that no process holds; what a living one holds, or a living run has
+        published, is not ours, since ours are gone, but of a test beside this one."""
         left = []
         for name in set(os.listdir("/dev/shm")) - self.shared_before:
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(Path("/dev/shm", name)).st_ino not in _mapped_or_open():
+                of_a_run = name.startswith(WEIGHTS.name) and _lives(name.removeprefix(WEIGHTS.name))
+                if not of_a_run and os.stat(Path("/dev/shm", name)).st_ino not in _mapped_or_open():
                     left.append(name)
         return left
 
@@ -123,6 +123,17 @@ class Machine:
         assert not left, left
         assert self._shared_and_unheld() == []
         assert list(self.temporary.iterdir()) == []
+
+
+def _has(pid: int, variable: str) -> bool:
+    """In its environment."""
+    with contextlib.suppress(OSError):
+        return variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def _lives(run_id: str) -> bool:
+    return any(_has(process.pid, f"{RUN_ID}={run_id}") for process in psutil.process_iter())
 
 
 def _mapped_or_open() -> set[int]:
