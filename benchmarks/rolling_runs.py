@@ -56,7 +56,7 @@ def _alone(name: str, eta: int, runs: list[Measured]) -> list[Record]:
         Record(
             name=f"{name}: KL to what generated", value=statistics.fmean(k for one in runs for k in one.kl), unit="nat"
         ),
-        Record(name=f"{name}: reward of all steps", value=statistics.fmean(map(_reward, runs)), unit=""),
+        Record(name=f"{name}: reward of all steps", value=statistics.fmean(one.mean_reward for one in runs), unit=""),
     ]
 
 
@@ -68,7 +68,7 @@ def _against(name: str, eta: int, runs: list[Measured], together: list[Measured]
         Record(name=f"{name}: tokens/s against together ({which})", value=value, unit="x", **_ahead(value, eta))
         for which, value in (("median", statistics.median(ratios)), ("least", min(ratios)))
     ]
-    low, high = interval([_reward(one) - _reward(base) for one, base in pairs])
+    low, high = interval([one.mean_reward - base.mean_reward for one, base in pairs])
     judged = {"bar": "the interval has 0", "holds": low <= 0 <= high} if len(pairs) > 1 else {}
     told.append(Record(name=f"{name}: reward minus together's, low", value=low, unit="", **judged))
     return [*told, Record(name=f"{name}: reward minus together's, high", value=high, unit="", **judged)]
@@ -76,10 +76,6 @@ def _against(name: str, eta: int, runs: list[Measured], together: list[Measured]
 
 def _ahead(ratio: float, eta: int) -> dict[str, Any]:
     return {"bar": "> 1", "holds": ratio > 1} if eta else {}
-
-
-def _reward(run: Measured) -> float:
-    return statistics.fmean(run.rewards)
 
 
 def main() -> int:

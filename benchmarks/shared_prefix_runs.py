@@ -49,7 +49,7 @@ def records(found: Parts) -> list[Record]:
         for way, measured in zip(_WAYS, (off, on), strict=True):
             step_s = statistics.median(map(_step_s, measured))
             told.append(Record(name=f"{job}, {way}: time of a step, median of the seeds", value=step_s, unit="s"))
-            reward = statistics.fmean(map(_reward, measured))
+            reward = statistics.fmean(one.mean_reward for one in measured)
             told.append(Record(name=f"{job}, {way}: reward of all steps", value=reward, unit=""))
         pairs = [*zip(off, on, strict=True)]
         ratios = [_step_s(without) / _step_s(with_) for without, with_ in pairs]
@@ -57,7 +57,7 @@ def records(found: Parts) -> list[Record]:
             Record(name=f"{job}: off over on, time of a step (median)", value=statistics.median(ratios), unit="x")
         )
         told.append(Record(name=f"{job}: the same (least)", value=min(ratios), unit="x"))
-        low, high = interval([_reward(with_) - _reward(without) for without, with_ in pairs])
+        low, high = interval([with_.mean_reward - without.mean_reward for without, with_ in pairs])
         judged = {"bar": "the interval has 0", "holds": low <= 0 <= high} if len(pairs) > 1 else {}
         told.append(Record(name=f"{job}: reward on minus off, low", value=low, unit="", **judged))
         told.append(Record(name=f"{job}: reward on minus off, high", value=high, unit="", **judged))
@@ -66,10 +66,6 @@ def records(found: Parts) -> list[Record]:
 
 def _step_s(run: Measured) -> float:
     return statistics.fmean(run.step_s[_WARM:])
-
-
-def _reward(run: Measured) -> float:
-    return statistics.fmean(run.rewards)
 
 
 def main() -> int:

@@ -67,6 +67,11 @@ class Measured:
         return statistics.fmean(self.rewards[-len(self.rewards) // 4 :])
 
     @property
+    def mean_reward(self) -> float:
+        """Of all steps."""
+        return statistics.fmean(self.rewards)
+
+    @property
     def max_lag(self) -> int:
         return max(map(int, self.lags))
 
