@@ -84,7 +84,7 @@ def ordered(
     for name, system in SYSTEMS.items():
         scenarios = [replace(run.scenario, system=system, steps=_STEPS, warm=_STEPS // 4) for run in runs]
         if name.startswith("verl"):  # without us engines serve as requests come
-            scenarios = [replace(one, oldest_first=None) for one in scenarios]
+            scenarios = [replace(one, router=None) for one in scenarios]
         if name in updates_s:
             scenarios = [replace(one, costs=replace(one.costs, load=updates_s[name])) for one in scenarios]
         found[name] = [simulate(one).step_s for one in scenarios]

@@ -8,8 +8,9 @@ from dataclasses import replace
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
-from seamless_verl.staleness.affinity import MovePrice, Newcomers, requests_to_move
-from seamless_verl.staleness.routing import MigrationRule, PendingRequest, ReplicaLoad, Route, RoutingPolicy
+from seamless_verl.staleness.affinity import Newcomers, requests_to_move
+from seamless_verl.staleness.router import Router
+from seamless_verl.staleness.routing import PendingRequest, ReplicaLoad, Route
 from seamless_verl.staleness.synchronisation import ReplicaWeights
 
 
@@ -66,11 +67,8 @@ class Unit:
 
 class Fleet:
     """Args:
-    router: places requests; the object that the live run uses.
-    migration: when replicas give requests back; None: never.
-    oldest_first: engines serve waiting requests of the oldest session first.
+    router: places and moves requests, by the rules of a live run.
     rebalance: running requests move to replicas that join, as far as that pays.
-    price: of leaving a replica that has the context in its cache.
     is_long: whether a request will probably last longer than slices are lent.
     lowest_version: of the weights that a request may run on (`PendingRequest.version`).
     started, stopped: told of every request that a slice gets, and loses (whether it was finished).
@@ -79,12 +77,9 @@ class Fleet:
     def __init__(
         self,
         clock: Clock,
-        router: RoutingPolicy,
+        router: Router,
         *,
-        migration: MigrationRule | None,
         rebalance: bool,
-        price: MovePrice,
-        oldest_first: bool,
         is_long: Callable[[Request], bool],
         lowest_version: Callable[[Request], int],
         started: Callable[[Request, str], None],
@@ -94,12 +89,9 @@ class Fleet:
         self.units: dict[str, Unit] = {}
         self.migrated = 0
         self._clock = clock
-        self._router = router
-        self._migration = migration
+        self.router = router
         self._rebalance = rebalance
-        self._price = price
-        self._newcomers = Newcomers(price)
-        self._oldest_first = oldest_first
+        self._newcomers = Newcomers(router.price)
         self._is_long = is_long
         self._lowest = lowest_version
         self._started = started
@@ -111,7 +103,7 @@ class Fleet:
 
     def add(self, name: str, *, gpus: int, trainable: bool, physics: EnginePhysics) -> Unit:
         account = Account(name=name, gpus=gpus, trainable=trainable)
-        replica = Replica(name, self._clock, physics, account, self._on_finish, oldest_first=self._oldest_first)
+        replica = Replica(name, self._clock, physics, account, self._on_finish, oldest_first=self.router.oldest_first)
         unit = self.units[name] = Unit(self._clock, account, replica)
         return unit
 
@@ -157,7 +149,7 @@ class Fleet:
             return
         held, self._held = self._held, {}
         pending = [replace(waiting, long=self._is_long(request)) for request, waiting in held.values()]
-        for decision in self._router.route(pending, [self._load(name) for name in names]):
+        for decision in self.router.policy.route(pending, [self._load(name) for name in names]):
             if isinstance(decision, Route):
                 self._place(held[decision.request][0], self.units[decision.replica])
             else:
@@ -201,21 +193,22 @@ class Fleet:
         if self._rebalance and empty:
             loads = [self._load(name) for name, unit in self.units.items() if unit.accepting]
             requests = []
-            for name, count in requests_to_move(loads, empty, self._price).items():
+            for name, count in requests_to_move(loads, empty, self.router.price).items():
                 requests += self.units[name].replica.share(count)
             self._release(requests)
-        if self._migration is not None:
-            for _ in range(len(self.units)):
-                if not self._migrate(self._migration):
-                    break
+        for _ in range(len(self.units)):
+            if not self._migrate():
+                break
 
-    def _migrate(self, rule: MigrationRule) -> bool:
+    def _migrate(self) -> bool:
+        rule = self.router.migration
+        if rule is None:
+            return False
         loads = [self._load(name) for name, unit in self.units.items() if unit.accepting]
         if len(loads) < 2:
             return False
-        cost = self.units[loads[0].replica].replica.physics.decode
         taken = []
-        for command in rule.migrations(loads, cost):
+        for command in rule.migrations(loads, self.router.cost):
             taken += self.units[command.replica].replica.take(command.count)
         self.migrated += len(taken)
         self._release(taken)
@@ -257,8 +250,7 @@ class Fleet:
         self._finished(request)
         if self._held:
             self.pump()
-        if self._migration is not None:
-            self._migrate(self._migration)
+        self._migrate()
 
     def versions(self) -> list[int]:
         """Of the slices that serve."""

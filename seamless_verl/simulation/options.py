@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from seamless_verl.config import WeightsConfig
+from seamless_verl.config import RouterConfig, WeightsConfig
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
 from seamless_verl.simulation.presets import CALIBRATED, engine
-from seamless_verl.simulation.regimes import LIVE_NAMES
+from seamless_verl.simulation.regimes import LIVE_NAMES, regime
 from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, divisor
 
@@ -26,7 +26,6 @@ _SIMPLE = {
     "data.train_batch_size": ("batch", int),
     "actor.ppo_mini_batch_size": ("mini_batch", int),
     "rollout.n": ("attempts", int),
-    "router.oldest_first": ("oldest_first", bool),
     "steps": ("steps", int),
     "seed": ("seed", int),
 }
@@ -53,11 +52,14 @@ _ELSEWHERE = {
     "n_gpus_per_node": _RESOURCES,
     "path": "a preset is Qwen3.5-35B-A3B on H100; for your model record a short run and start --from it",
     "model": "a preset is Qwen3.5-35B-A3B on H100; for your model record a short run and start --from it",
+    "cost": "leave it out: the simulated engines know what a decode step costs",
     "max_num_seqs": "it is read from a recorded run, start --from one",
 }
 _SIZES = (2, 4, 8)  # of a preset's model, whose weights do not fit into one GPU; a node has eight
-_NESTED = {"costs": SwitchCosts, "noise": Noise, "weights": WeightsConfig}
-_KINDS = {"weights.sync": str, "weights.cache": str, "weights.at_once": int, "weights.max_lag": int}
+_NESTED = {"costs": SwitchCosts, "noise": Noise, "weights": WeightsConfig, "router": RouterConfig}
+_FIELDS = {f"{name}.{field.name}": str(field.type) for name, kind in _NESTED.items() for field in fields(kind)}
+del _FIELDS["router.cost"]  # the simulated engines know what a decode step costs
+_KINDS = {kind.__name__: kind for kind in (int, str, bool)}  # else float
 _SLICE_SIZE = "rollout.tensor_model_parallel_size"
 KEYS = (
     *_SIMPLE,
@@ -67,7 +69,7 @@ KEYS = (
     "train.gpu_s_per_token",
     "train.shared_prefix",
     "decode.slowdown",
-    *(f"{name}.{field.name}" for name, kind in _NESTED.items() for field in fields(kind)),
+    *_FIELDS,
 )
 
 
@@ -86,7 +88,8 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
         pairs.append((key.removeprefix("seamless.").removeprefix("actor_rollout_ref."), text))
     for text in (text for key, text in pairs if key == _SLICE_SIZE):  # before the slices are declared
         base = _resized(base, text)
-    for key, text in sorted(pairs, key=lambda pair: pair[0] != "resources"):  # others change what these declare
+    first = ("resources", "scheduler.policy")  # others change what these declare
+    for key, text in sorted(pairs, key=lambda pair: pair[0] not in first):
         if key != _SLICE_SIZE:
             _assign(base, changes, key, text)
     noise, costs = (changes.get(group, getattr(base, group)) for group in ("noise", "costs"))
@@ -131,10 +134,15 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         changes["pools"] = tuple(
             replace(pool, engine=replace(pool.engine, decode=slower(pool.engine.decode, factor))) for pool in pools
         )
-    elif key in KEYS:
+    elif key in _FIELDS:
         group, _, field = key.partition(".")
         before = changes.get(group, getattr(base, group))
-        changes[group] = replace(before, **{field: _read(key, text, _KINDS.get(key, float))})
+        rules = regime(changes.get("system", base.system))
+        before = rules.routed(before) if group == "router" else before
+        changes[group] = replace(before, **{field: _read(key, text, _KINDS.get(_FIELDS[key], float))})
+        if group == "router" and rules.routed(changes[group]) != changes[group]:
+            fix = "leave it out, or simulate one of ours, e.g. scheduler.policy=predictive"
+            raise ConfigError(key, text, "a published system places requests by its own rule", fix)
     else:
         raise ConfigError(key, text, "unknown key", _ELSEWHERE.get(key.rpartition(".")[2]) or meant(key, KEYS))
 

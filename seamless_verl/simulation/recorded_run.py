@@ -9,13 +9,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 import yaml
 
+from seamless_verl.checked import build
+from seamless_verl.config import RouterConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
@@ -75,35 +77,39 @@ def from_run(folder: Path) -> Recorded:
     file, recording = folder / CONFIG, load_recording(folder)
     if not file.exists():  # a simulated run
         return from_recording(recording)
-    rollout = _rollout_settings(file)
+    rollout, router = _settings(file)
     seats = rollout.get("max_num_seqs") or _UNLIMITED
     if isinstance(seats, bool) or not isinstance(seats, int) or seats < 1:
         raise ConfigError(f"{file}: actor_rollout_ref.rollout.max_num_seqs", seats, "is no count", "write e.g. 1024")
     saved = [record["sharing_saved_s"] for record in read_records(folder / STEPS) if record.get("sharing_saved_s")]
-    by_age = rollout.get("scheduling_policy") == "priority"
-    return from_recording(recording, max_running=seats, oldest_first=by_age, saved_s=fmean(saved) if saved else 0.0)
+    return from_recording(recording, max_running=seats, router=router, saved_s=fmean(saved) if saved else 0.0)
 
 
-def _rollout_settings(file: Path) -> dict[str, Any]:
-    """``actor_rollout_ref.rollout`` of a run's configuration."""
+def _settings(file: Path) -> tuple[dict[str, Any], RouterConfig]:
+    """``actor_rollout_ref.rollout`` of a run's configuration, and its router; of a run without us, verl's."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise NothingToReplay(f"{file} cannot be read: {' '.join(str(error).split())}") from None
-    for key in ("actor_rollout_ref", "rollout"):
-        found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, dict):
+    rollout, ours = (_section(found, *path) for path in (("actor_rollout_ref", "rollout"), ("seamless", "router")))
+    if rollout is None:
         raise NothingToReplay(f"{file} has no actor_rollout_ref.rollout; is it the configuration of this run?")
-    return found
+    router: RouterConfig = build(RouterConfig, ours or {}, "seamless.router")
+    return rollout, replace(router, oldest_first=rollout.get("scheduling_policy") == "priority")
+
+
+def _section(found: object, *path: str) -> dict[str, Any] | None:
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def from_recording(
-    recording: Recording, *, max_running: int = _UNLIMITED, oldest_first: bool | None = None, saved_s: float = 0.0
+    recording: Recording, *, max_running: int = _UNLIMITED, router: RouterConfig | None = None, saved_s: float = 0.0
 ) -> Recorded:
     """Args:
         max_running: requests that an engine decodes at once.
-        oldest_first: requests that wait for it are served in the order in which their sessions began; None: as the
-            recorded system does by itself.
+        router: of the recorded run; None: as the recorded system does by itself.
         saved_s: what a step would have trained longer, had rows not computed once what they share.
 
     Raises:
@@ -122,7 +128,7 @@ def from_recording(
     busy = _busy_seconds(recording, steps[warm:], apart)
     system = _system_of(started.policy)
     lends = regime(system).lends
-    by_age = regime(system).oldest_first if oldest_first is None else oldest_first
+    by_age = regime(system).routed(router).oldest_first
     settled = _settled(requests, steps[0][1])
     pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=lends)
     costs, seen, awaits_load = _switch_costs(recording)
@@ -138,7 +144,7 @@ def from_recording(
         eta=started.eta,
         steps=len(steps),
         warm=warm,
-        oldest_first=oldest_first,
+        router=router,
     )
     estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
     lendable = () if lends else _never_lent(recording)

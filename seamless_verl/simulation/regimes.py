@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from seamless_verl.config import SchedulerConfig
+from seamless_verl.config import RouterConfig, SchedulerConfig
 from seamless_verl.errors import ConfigError, SeamlessError, meant
 from seamless_verl.scheduling.declaration import policy_of
 from seamless_verl.scheduling.policies import Policy
@@ -216,6 +216,9 @@ def _none(eta: int) -> None:
     """No bound on staleness."""
 
 
+_VERLS_ROUTER = RouterConfig(oldest_first=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
     """One system.
@@ -235,9 +238,8 @@ class Regime:
             does; else it goes on.
         barrier: one-step-off's order.
         poll_s: how often the trainer looks for data.
-        router: ``least_requests`` or ``marginal_gain`` (with migration).
+        router: what ``seamless.router`` would say in a live run of it.
         rebalances: requests are placed anew when replicas join (verl's gate: where it announces them, see `TrainLoop`).
-        oldest_first: what waits for an engine is served in the order in which sessions began; else as it came.
     """
 
     colocated: bool = False
@@ -252,9 +254,14 @@ class Regime:
     awaits_load: bool = False
     barrier: bool = False
     poll_s: float = 0.0
-    router: str = "least_requests"
+    router: RouterConfig = _VERLS_ROUTER
     rebalances: bool = False
-    oldest_first: bool = False
+
+    def routed(self, asked: RouterConfig | None) -> RouterConfig:
+        """The router of a run that asks for this one: it decides in ours, which have the default of a live run."""
+        if asked is None or self.router == RouterConfig():
+            return asked or self.router
+        return replace(self.router, oldest_first=asked.oldest_first)
 
     @property
     def rolls(self) -> bool:
@@ -289,12 +296,13 @@ def _verl(*, warmup: bool = True, waits: bool = False) -> Callable[[Draw, int, i
     return feed
 
 
+_STALEFLOWS = RouterConfig(policy="marginal_gain", migrate=True, oldest_first=False)
 _APART = Regime(policy=_policy("disaggregated"), feed=_bounded)
 _IN_TURN = Regime(colocated=True, policy=_policy("colocated"), feed=_bounded)
 _VERL_SYNC = replace(_IN_TURN, feed=_verl(warmup=False), bound=lambda eta: 0, poll_s=2.0)
 _VERL_SEPARATE = replace(_APART, feed=_verl(), bound=_none, streaming=True, poll_s=2.0)
 _VERL_SWITCH = replace(_VERL_SEPARATE, lends=True, needs_standing=True, policy=_policy("verl_gate"))
-_OURS = replace(_APART, streaming=True, stop_the_world=False, awaits_load=True, oldest_first=True)
+_OURS = replace(_APART, streaming=True, stop_the_world=False, awaits_load=True, router=RouterConfig())
 _GREEDY = replace(_OURS, lends=True, policy=_policy("greedy"), releases=True, rebalances=True)
 
 REGIMES: Mapping[str, Regime] = MappingProxyType(
@@ -309,7 +317,7 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         "verl_enable_switch": _VERL_SWITCH,
         "areal": replace(_APART, feed=lambda draw, batch, eta: Quota(draw, batch, eta=eta), bound=_none),
         "roll": replace(_APART, feed=lambda draw, batch, eta: Bucket(draw, batch, alpha=eta)),
-        "staleflow": replace(_APART, stop_the_world=False, router="marginal_gain"),
+        "staleflow": replace(_APART, stop_the_world=False, router=_STALEFLOWS),
         "seamlessflow": replace(
             _APART,
             lends=True,
@@ -320,7 +328,7 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         "greedy": _GREEDY,
         "predictive": replace(_GREEDY, policy=_policy("predictive")),
         "disaggregated": _OURS,
-        "colocated": replace(_IN_TURN, rebalances=True, oldest_first=True),
+        "colocated": replace(_IN_TURN, rebalances=True, router=RouterConfig()),
     }
 )
 

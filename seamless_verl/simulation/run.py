@@ -24,8 +24,7 @@ from seamless_verl.simulation.loop import StepRecord, TrainLoop
 from seamless_verl.simulation.regimes import Bounded, Regime, regime
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.scenario import Scenario
-from seamless_verl.staleness.affinity import MovePrice
-from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule, RoutingPolicy
+from seamless_verl.staleness.router import router_of
 
 _FOR_EVER = 1e6
 
@@ -122,14 +121,12 @@ class Simulation:
         self.loop = self._make_loop()
 
     def _make_fleet(self) -> Fleet:
-        scenario, rules = self._scenario, self._regime
+        engine = self._scenario.pools[-1].engine
+        router = self._regime.routed(self._scenario.router)
         return Fleet(
             self.clock,
-            self._router(),
-            migration=MigrationRule() if rules.router == "marginal_gain" else None,
-            rebalance=rules.rebalances,
-            price=MovePrice.of(scenario.pools[-1].engine.decode, scenario.pools[-1].engine.prefill_s_per_token),
-            oldest_first=rules.oldest_first if scenario.oldest_first is None else scenario.oldest_first,
+            router_of(router, cost=engine.decode, prefill_s_per_token=engine.prefill_s_per_token),
+            rebalance=self._regime.rebalances,
             is_long=self._is_long,
             lowest_version=_lowest_version,
             started=self._request_started,
@@ -187,11 +184,6 @@ class Simulation:
         )
 
     # ---------------------------------------------------------------- construction
-
-    def _router(self) -> RoutingPolicy:
-        if self._regime.router == "marginal_gain":
-            return MarginalGain(cost=self._scenario.pools[-1].engine.decode)
-        return LeastRequests()
 
     def _build(self) -> None:
         for pool in self._scenario.pools:

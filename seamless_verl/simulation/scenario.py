@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from seamless_verl.checked import check_bound
-from seamless_verl.config import WeightsConfig
+from seamless_verl.config import RouterConfig, WeightsConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.agents import Workload
 from seamless_verl.simulation.regimes import Regime, regime
@@ -106,7 +106,8 @@ class Scenario:
     eta: bound on staleness; for systems without a bound, the batches they keep in advance.
     in_flight: batches under way, 1 to eta + 1 (`StalenessProtocol`); None: eta + 1.
     warm: first steps that the figures leave out (the pipeline fills).
-    oldest_first: engines serve waiting requests of the oldest session first; None: as the system does by itself.
+    router: ``seamless.router``; None: as the system does by itself. Published systems keep their own rule, and take
+        from it only the order in which engines serve.
     weights: how replicas take new weights (``seamless.weights``).
     """
 
@@ -124,7 +125,7 @@ class Scenario:
     warm: int = 3
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
-    oldest_first: bool | None = None
+    router: RouterConfig | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """Every recipe composes with verl's configuration, and on the machine it is for nothing in it is refused."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +19,14 @@ from seamless_verl.recipes.swe.real import runner as swe_runner
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
 from seamless_verl.run import check_gpu_memory, check_machine, check_references, compose, preflight
 from seamless_verl.run.check_combinations import replica_size
-from seamless_verl.scheduling.declaration import slices_of, verl_keys
+from seamless_verl.scheduling.declaration import policy_of, slices_of, verl_keys
 from seamless_verl.scheduling.slices import Tag
+from seamless_verl.simulation.regimes import LIVE_NAMES, regime
+from seamless_verl.simulation.run import Simulation
+from seamless_verl.staleness.routing import LeastRequests, MarginalGain
+from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
 from tests.kernel.memory.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
+from tests.kernel.simulation.build import scenario
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -95,6 +101,43 @@ SHAPES = {
         "vocab_size": 152064,
     },
 }
+
+
+LIVE_POLICIES = ("predictive", "greedy", "disaggregated", "colocated", "verl_gate")
+ROUTERS = {
+    "gain": ("++seamless.router.policy=marginal_gain", "++seamless.router.mu=0.1"),
+    "moving": ("++seamless.router.policy=marginal_gain", "++seamless.router.migrate=true"),
+    "as they come": ("++seamless.router.oldest_first=false",),
+}
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "arithmetic"])
+def test_the_simulator_plays_by_itself_what_decides_in_its_run(recipe):
+    _, seamless = composed(recipe)
+    rules = regime(seamless.scheduler.policy)
+    runs = policy_of(seamless.scheduler, batch=8, mini_batch=2)
+    assert pickle.dumps(rules.policy(8, 2)) == pickle.dumps(runs), "a policy with all its settings"
+    assert rules.routed(None) == seamless.router
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+@pytest.mark.parametrize("asked", ROUTERS)
+def test_the_simulator_plays_what_a_run_may_be_told(policy, asked):
+    _, seamless = composed("swe", *ROUTERS[asked], f"seamless.scheduler.policy={policy}")
+    system = LIVE_NAMES.get(policy, policy)
+    runs = policy_of(seamless.scheduler, batch=8, mini_batch=2)
+    assert pickle.dumps(regime(system).policy(8, 2)) == pickle.dumps(runs)
+
+    live = balancer_class(seamless.router, max_running=8).rules
+    simulated = Simulation(scenario(system, router=seamless.router)).fleet.router
+    assert simulated.oldest_first == live.oldest_first
+    if policy == "verl_gate":  # it is played as verl runs it
+        assert (type(simulated.policy), simulated.migration) == (LeastRequests, None)
+        return
+    assert type(simulated.policy) is type(live.policy)
+    assert simulated.migration == live.migration
+    if isinstance(live.policy, MarginalGain):
+        assert simulated.policy.mu == live.policy.mu
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen" in recipe])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.cli import main
+from seamless_verl.config import RouterConfig
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.simulation.recorded_run import from_run
 
@@ -124,10 +125,12 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
     told = capsys.readouterr().out
     off = float(told.split(" s (")[1].split("%")[0])
     assert abs(off) < 10.0
-    assert known.scenario.oldest_first is None  # a simulated run: as each system does it
+    assert known.scenario.router is None  # a simulated run: as each system does it
     for policy in ("fcfs", "priority"):
-        (run / "config.yaml").write_text(f"actor_rollout_ref: {{rollout: {{scheduling_policy: {policy}}}}}")
-        assert from_run(run).scenario.oldest_first is (policy == "priority")
+        rollout = f"actor_rollout_ref: {{rollout: {{scheduling_policy: {policy}}}}}"
+        (run / "config.yaml").write_text(f"{rollout}\nseamless: {{router: {{policy: marginal_gain, mu: 0.1}}}}")
+        recorded = RouterConfig(policy="marginal_gain", mu=0.1, oldest_first=policy == "priority")
+        assert from_run(run).scenario.router == recorded
 
 
 def test_search_ranks_splits_and_says_what_moves_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

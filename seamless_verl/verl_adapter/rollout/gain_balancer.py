@@ -21,8 +21,8 @@ from typing import Any
 from cachetools import LRUCache
 
 from seamless_verl.config import RouterConfig
-from seamless_verl.decode_cost import PUBLISHED
-from seamless_verl.staleness.routing import MarginalGain, MigrationRule, PendingRequest, ReplicaLoad, Route
+from seamless_verl.staleness.router import router_of
+from seamless_verl.staleness.routing import MarginalGain, PendingRequest, ReplicaLoad, Route
 from seamless_verl.verl_adapter.rollout.load_balancer import Attempt, MeteredLoadBalancer
 
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
@@ -48,12 +48,10 @@ class MarginalGainBalancer(MeteredLoadBalancer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._policy = MarginalGain(cost=PUBLISHED[self.settings.cost], mu=self.settings.mu)
         self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
         self._asked = 0
         self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
         self._conversations = 0
-        self._rule = MigrationRule() if self.settings.migrate else None
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
 
@@ -137,7 +135,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             PendingRequest(request=number, version=waiting[number].floor, tokens=waiting[number].tokens)
             for number in order
         ]
-        for decision in self._policy.route(requests, self._loads()):
+        for decision in self.rules.policy.route(requests, self._loads()):
             if not isinstance(decision, Route) or waiting[decision.request].place.done():
                 continue
             conversation = waiting[decision.request].conversation
@@ -153,10 +151,10 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         """
         asks_since = time.monotonic() - _ASKS_AGAIN_S
         self._moving = {conversation: left for conversation, left in self._moving.items() if left > asks_since}
-        if self._rule is None or self._leaving or self._moving or self._held or not self._inflight_requests:
+        if self.rules.migration is None or self._leaving or self._moving or self._held or not self._inflight_requests:
             return
         loads = self._loads()
-        for command in self._rule.migrations(loads, self._policy.cost):
+        for command in self.rules.migration.migrations(loads, self.rules.cost):
             to = [load for load in loads if load.version >= self._versions.of(command.replica)]
             starving = min(to, key=lambda load: (load.running + load.waiting, load.replica))
             here = [key for key in self._running if key[0] == command.replica]
@@ -182,5 +180,6 @@ def balancer_class(settings: RouterConfig, max_running: int) -> type[MeteredLoad
     Args:
         max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
     """
-    base = MeteredLoadBalancer if settings.policy == "least_requests" else MarginalGainBalancer
-    return type(base.__name__, (base,), {"settings": settings, "max_running": max_running})
+    rules = router_of(settings)
+    base = MarginalGainBalancer if isinstance(rules.policy, MarginalGain) else MeteredLoadBalancer
+    return type(base.__name__, (base,), {"rules": rules, "max_running": max_running})

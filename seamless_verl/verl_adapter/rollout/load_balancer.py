@@ -22,14 +22,10 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.observe.time_ledger import SliceSeconds
-from seamless_verl.staleness.affinity import MovePrice, Newcomers, queued_to_move, requests_to_move
+from seamless_verl.staleness.affinity import Newcomers, queued_to_move, requests_to_move
 from seamless_verl.staleness.floors import ServingVersions
-from seamless_verl.staleness.routing import (
-    LeastRequests,
-    PendingRequest,
-    ReplicaLoad,
-    Route,
-)
+from seamless_verl.staleness.router import router_of
+from seamless_verl.staleness.routing import LeastRequests, PendingRequest, ReplicaLoad, Route
 from seamless_verl.verl_adapter.rollout.replica_seconds import ReplicaSeconds
 
 NONE_NEW_ENOUGH = "No replica takes requests for version"
@@ -60,7 +56,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     Made by `gain_balancer.balancer_class`, since verl hands a balancer nothing but its replicas.
     """
 
-    settings = RouterConfig()
+    rules = router_of(RouterConfig())
     max_running = _UNBOUNDED
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +67,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._dead: set[str] = set()  # rollout workers
         self._lent: set[str] = set()
         self._outlasting: frozenset[str] = frozenset()
-        self._newcomers = Newcomers()
+        self._newcomers = Newcomers(self.rules.price)
         self._versions = ServingVersions()
         # Conversations that wait to ask again; one that was given up counts until it is forgotten, which costs little.
         self._refused: LRUCache[str, None] = LRUCache(maxsize=self._request_id_to_server.maxsize)
@@ -214,7 +210,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         empty = [name for name, n in self._inflight_requests.items() if not n and self._versions.of(name) == newest]
         if self._full_determinism or not empty:
             return
-        for server_id, count in requests_to_move(self._loads(), empty, MovePrice()).items():
+        for server_id, count in requests_to_move(self._loads(), empty, self.rules.price).items():
             here = [conversation for replica, conversation in self._running if replica == server_id]
             queued = queued_to_move(count, len(here[self.max_running :]))
             chosen = [here[self.max_running + index] for index in queued] if queued else here[-count:]

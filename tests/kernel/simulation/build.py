@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.simulation.agents import LogNormal
 from seamless_verl.simulation.clock import Clock
@@ -12,8 +13,7 @@ from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, TrainPhysics
-from seamless_verl.staleness.affinity import MovePrice
-from seamless_verl.staleness.routing import LeastRequests
+from seamless_verl.staleness.router import router_of
 
 COST = DecodeCost(
     floor_s=1.1e-2, base_s=9.8e-3, per_request_s=1.2e-4, attention_base_s=9e-4, attention_per_token_s=4e-9
@@ -45,11 +45,8 @@ def scenario(system: str, **changes: Any) -> Scenario:
 def make_fleet(clock: Clock, **changes: Any) -> Fleet:
     """Without slices. Requests go to who has the fewest, nothing moves by itself, and nobody listens."""
     values: dict[str, Any] = {
-        "router": LeastRequests(),
-        "migration": None,
+        "router": router_of(RouterConfig(oldest_first=False)),
         "rebalance": False,
-        "price": MovePrice(),
-        "oldest_first": False,
         "is_long": lambda request: False,
         "lowest_version": lambda request: 0,
         "started": lambda request, name: None,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from seamless_verl.config import RouterConfig
 from seamless_verl.simulation.agents import Agentic, Agents, Replay, Turn
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.staleness.affinity import MovePrice
+from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import Hold, MarginalGain, PendingRequest, ReplicaLoad, Route
 from tests.kernel.simulation.build import ENGINE, make_fleet, scenario
 
@@ -98,7 +101,8 @@ def _two_busy(
     stopped: list[tuple[object, str, bool]], context: int, *, count: int = 40, price: MovePrice | None = None
 ) -> Fleet:
     """Two slices that serve requests of one context and a third that does not yet; what joins may take running ones."""
-    fleet = _fleet(stopped, rebalance=True, price=price or MovePrice())
+    router = replace(router_of(RouterConfig(oldest_first=False)), price=price or MovePrice())
+    fleet = _fleet(stopped, rebalance=True, router=router)
     for name in ("a", "b", "c"):
         fleet.add(name, gpus=1, trainable=name == "c", physics=ENGINE)
     for name in ("a", "b"):

@@ -10,15 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Request
-from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule
+from seamless_verl.staleness.router import router_of
 from tests.kernel.simulation.build import make_fleet
 
 COST = DecodeCost(floor_s=0.1, base_s=0.05, per_request_s=0.02, attention_base_s=0.0, attention_per_token_s=1e-4)
 ENGINE = EnginePhysics(decode=COST, prefill_s_per_token=1e-3, kv_tokens=2_000, max_running=3)
+GAINS = RouterConfig(policy="marginal_gain", migrate=True)
 NAMES = ("a", "b", "c")
 names = st.sampled_from(NAMES)
 
@@ -38,10 +40,8 @@ class Machine(RuleBasedStateMachine):
         self.version = 0
         self.fleet = make_fleet(
             self.clock,
-            router=MarginalGain(cost=COST) if self.moves else LeastRequests(),
-            migration=MigrationRule() if self.moves else None,
+            router=router_of(GAINS if self.moves else RouterConfig(oldest_first=False), cost=COST),
             rebalance=True,
-            oldest_first=self.moves,
             started=self._started,
             stopped=self._stopped,
             finished=self.ended.append,

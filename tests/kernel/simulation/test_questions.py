@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import MEASURED
+from seamless_verl.config import RouterConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
 from seamless_verl.simulation.fluid import best_limit
@@ -31,8 +32,11 @@ SET: dict[str, tuple[str, Any]] = {
     "data.train_batch_size=16": ("batch", 16),
     "actor_rollout_ref.actor.ppo_mini_batch_size=4": ("mini_batch", 4),
     "actor_rollout_ref.rollout.n=5": ("attempts", 5),
-    "router.oldest_first=TRUE": ("oldest_first", True),
-    "router.oldest_first=false": ("oldest_first", False),
+    "router.oldest_first=TRUE": ("router", RouterConfig()),
+    "router.oldest_first=false": ("router", RouterConfig(oldest_first=False)),
+    "seamless.router.policy=marginal_gain": ("router", RouterConfig(policy="marginal_gain")),
+    "router.mu=0.5": ("router", RouterConfig(mu=0.5)),
+    "router.migrate=true": ("router", RouterConfig(migrate=True)),
     "steps=9": ("steps", 9),
     "seed=4": ("seed", 4),
     "workload={kind: constant, answer: 80}": ("workload", Constant(answer=80)),
@@ -72,6 +76,16 @@ def test_costs_noise_and_speeds_are_set_one_by_one() -> None:
     assert all(pool.engine.decode.step_s(10, 5000) == pytest.approx(4 * step_s) for pool in slow.pools)
 
 
+def test_a_published_system_keeps_its_router_whatever_the_order_of_the_assignments() -> None:
+    base = scenario("predictive")
+    assert apply(base, ["router.oldest_first=true", "scheduler.policy=staleflow"]).router == RouterConfig(
+        policy="marginal_gain", migrate=True
+    )
+    for assignments in (["router.mu=0.5", "scheduler.policy=staleflow"], ["scheduler.policy=roll", "router.mu=0.5"]):
+        with pytest.raises(ConfigError, match=r"router\.mu=0\.5: a published system places requests by its own rule"):
+            apply(base, assignments)
+
+
 def test_fewer_steps_leave_fewer_out() -> None:
     base = preset("separate_async")
     assert (base.steps, base.warm) == (20, 5)
@@ -97,6 +111,9 @@ REFUSED = {
     "noise.failures_per_hour=20": "slices would fail faster than they are repaired",
     "decode.slowdown=0": "is no factor between 0.001 and 1000",
     "router.oldest_first=perhaps": "is no bool",
+    "router.policy=random": r"seamless\.router\.policy=random",
+    "router.mu=2": "must be between 0 and 1",
+    "router.cost=7b-tp1": "know what a decode step costs",
     "staleness.etta=1": "write staleness.eta",
     "data.max_response_length=9": "write it as the cap of workload",
     "trainer.nnodes=9": r"write resources=\[",

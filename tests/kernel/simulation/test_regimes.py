@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from seamless_verl.config import RouterConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy
 from seamless_verl.scheduling.prediction.predictive import Predictive
@@ -32,7 +35,6 @@ FLAGS = {
     "releases": {"greedy", "predictive"},
     "awaits_load": {"greedy", "predictive", "disaggregated"},
     "rebalances": {"seamlessflow", "greedy", "predictive", "colocated"},
-    "oldest_first": {"greedy", "predictive", "disaggregated", "colocated"},
     "reserves": {"staleflow", "seamlessflow", "greedy", "predictive", "disaggregated", "colocated"},
     "streaming": {
         *("verl_separate_async", "verl_separate_async_wait", "verl_enable_switch", "verl_enable_switch_wait"),
@@ -68,7 +70,20 @@ def test_only_verls_trainers_that_sample_a_buffer_look_from_time_to_time() -> No
 
 
 def test_only_staleflow_routes_by_marginal_gain() -> None:
-    assert [name for name, rules in REGIMES.items() if rules.router == "marginal_gain"] == ["staleflow"]
+    assert [name for name, rules in REGIMES.items() if rules.router.policy == "marginal_gain"] == ["staleflow"]
+
+
+@pytest.mark.parametrize("name", sorted(REGIMES))
+def test_a_router_that_is_asked_for_decides_where_it_would_live(name: str) -> None:
+    """A published system keeps its own, and takes the order in which the recorded run's engines served."""
+    rules = REGIMES[name]
+    asked = RouterConfig(policy="marginal_gain", mu=0.7, migrate=name != "staleflow")
+    if name in {"greedy", "predictive", "disaggregated", "colocated"}:
+        assert rules.routed(asked) == asked
+        assert rules.routed(None) == RouterConfig()
+    else:
+        assert rules.routed(asked) == replace(rules.router, oldest_first=True)
+        assert rules.routed(replace(asked, oldest_first=False)) == rules.routed(None) == rules.router
 
 
 def test_mini_batches_are_trained_as_they_come_only_where_a_system_streams() -> None:

@@ -7,6 +7,7 @@ from statistics import mean
 
 import pytest
 
+from seamless_verl.config import RouterConfig
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent, SliceState
 from seamless_verl.observe.recording import Recording
@@ -19,15 +20,16 @@ from seamless_verl.simulation.run import Simulation, simulate
 from seamless_verl.simulation.scenario import Scenario, TrainPhysics
 from tests.kernel.simulation.build import COST, scenario
 
+AS_THEY_COME = RouterConfig(oldest_first=False)
 FEW_AT_ONCE = EnginePhysics(decode=COST, prefill_s_per_token=0.0, kv_tokens=400_000, max_running=4)
 
 
-def recorded(base: Scenario, *, oldest_first: bool | None = None) -> tuple[Recorded, float]:
+def recorded(base: Scenario, *, router: RouterConfig | None = None) -> tuple[Recorded, float]:
     """The scenario that its recording gives, and the mean step of those that the replay counts."""
     events: list[FlightEvent] = []
     result = Simulation(replace(base, warm=0), record=events.append).run()
     running = base.pools[0].engine.max_running
-    found = from_recording(Recording(events=tuple(events)), max_running=running, oldest_first=oldest_first)
+    found = from_recording(Recording(events=tuple(events)), max_running=running, router=router)
     return found, mean(step.ended - step.began for step in result.steps[found.scenario.warm :])
 
 
@@ -55,11 +57,11 @@ def test_a_queue_is_replayed_in_the_order_that_it_was_recorded_in() -> None:
     for seed in range(4):
         base = scenario("greedy", steps=16, seed=seed)
         pools = tuple(replace(pool, engine=FEW_AT_ONCE) for pool in base.pools)
-        base = replace(base, pools=pools, workload=replace(base.workload, mean=300), oldest_first=False)
-        found, step_s = recorded(base, oldest_first=False)
+        base = replace(base, pools=pools, workload=replace(base.workload, mean=300), router=AS_THEY_COME)
+        found, step_s = recorded(base, router=AS_THEY_COME)
         were.append(step_s)
         are.append(simulate(found.scenario).step_s)
-        oldest_first.append(simulate(replace(found.scenario, oldest_first=None)).step_s)
+        oldest_first.append(simulate(replace(found.scenario, router=None)).step_s)
     assert mean(are) == pytest.approx(mean(were), rel=0.03)
     assert mean(oldest_first) < 0.95 * mean(were)
 

@@ -1,0 +1,47 @@
+"""The rules by which a run places and moves requests. A live run and a simulated one get theirs from `router_of`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seamless_verl.config import RouterConfig
+from seamless_verl.decode_cost import PUBLISHED, DecodeCost
+from seamless_verl.staleness.affinity import MovePrice
+from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Attributes:
+    policy: places requests.
+    cost: model of a decode step; what `policy` and `migration` reckon with.
+    migration: when replicas give requests back; None: never.
+    price: of leaving a replica that has the context in its cache.
+    oldest_first: engines serve waiting requests of the oldest session first; else as they came.
+    """
+
+    policy: LeastRequests | MarginalGain
+    cost: DecodeCost
+    migration: MigrationRule | None
+    price: MovePrice
+    oldest_first: bool
+
+
+def router_of(
+    settings: RouterConfig, *, cost: DecodeCost | None = None, prefill_s_per_token: float | None = None
+) -> Router:
+    """What ``seamless.router`` asks for.
+
+    Args:
+        cost: of a decode step, where it is known (the simulator's engines); else the published one that is configured.
+        prefill_s_per_token: seconds of a replica, where they are known.
+    """
+    gains = settings.policy == "marginal_gain"
+    known = cost or PUBLISHED[settings.cost]
+    return Router(
+        policy=MarginalGain(cost=known, mu=settings.mu) if gains else LeastRequests(),
+        cost=known,
+        migration=MigrationRule() if gains and settings.migrate else None,
+        price=MovePrice() if prefill_s_per_token is None else MovePrice.of(known, prefill_s_per_token),
+        oldest_first=settings.oldest_first,
+    )
