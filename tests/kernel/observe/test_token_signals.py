@@ -42,3 +42,13 @@ def test_nothing_is_told_of_what_was_not_kept(tmp_path: Path) -> None:
     assert read(tmp_path / "nowhere", 7, "g_0_0") is None
     (tmp_path / "signals" / "9.0.safetensors").write_bytes(b"half a file")
     assert read(tmp_path / "signals", 9, "g_0_0") is None
+
+
+def test_a_token_takes_one_byte_to_seven(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0).normal(0.0, 1e-3, 3000).tolist()
+    rows = {f"g_{attempt}_0": signals(drawn, log_ratio=drawn, weight=drawn) for attempt in range(8)}
+    write(tmp_path / "signals", "1.0", rows)
+    assert (tmp_path / "signals" / "1.0.safetensors").stat().st_size <= 8 * (7 * 3000 + 400)
+    alike = {key: signals([0.5] * 3000) for key in rows}  # advantages of a group, log-probs of the rollout
+    write(tmp_path / "signals", "2.0", alike)
+    assert (tmp_path / "signals" / "2.0.safetensors").stat().st_size <= 8 * (3000 + 400)
