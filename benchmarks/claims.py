@@ -232,7 +232,7 @@ class Claims:
 
     def router(self) -> None:
         """5: the router beats least-requests under skew."""
-        plain = replace(_STALEFLOW, router="least_requests")
+        plain = replace(_STALEFLOW, router=replace(_STALEFLOW.router, policy="least_requests", migrate=False))
         grounds = {work: cell("staleflow", work) for work in ("skewed", "lognormal")}
         # Here caches are too small for all that is in flight.
         grounds |= {f"14B on H20s, {work}": staleflow_ground(lengths) for work, lengths in _UP_TO_20K.items()}
