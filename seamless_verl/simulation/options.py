@@ -137,12 +137,13 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
     elif key in _FIELDS:
         group, _, field = key.partition(".")
         before = changes.get(group, getattr(base, group))
-        rules = regime(changes.get("system", base.system))
+        system = changes.get("system", base.system)
+        rules = regime(system)
         before = rules.routed(before) if group == "router" else before
         changes[group] = replace(before, **{field: _read(key, text, _KINDS.get(_FIELDS[key], float))})
         if group == "router" and rules.routed(changes[group]) != changes[group]:
             fix = "leave it out, or simulate one of ours, e.g. scheduler.policy=predictive"
-            raise ConfigError(key, text, "a published system places requests by its own rule", fix)
+            raise ConfigError(key, text, f"{system} places requests by its own rule", fix)
     else:
         raise ConfigError(key, text, "unknown key", _ELSEWHERE.get(key.rpartition(".")[2]) or meant(key, KEYS))
 

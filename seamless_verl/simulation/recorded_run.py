@@ -94,7 +94,7 @@ def _settings(file: Path) -> tuple[dict[str, Any], RouterConfig]:
     rollout, ours = (_section(found, *path) for path in (("actor_rollout_ref", "rollout"), ("seamless", "router")))
     if rollout is None:
         raise NothingToReplay(f"{file} has no actor_rollout_ref.rollout; is it the configuration of this run?")
-    router: RouterConfig = build(RouterConfig, ours or {}, "seamless.router")
+    router: RouterConfig = build(RouterConfig, ours or {}, f"{file}: seamless.router")
     return rollout, replace(router, oldest_first=rollout.get("scheduling_policy") == "priority")
 
 

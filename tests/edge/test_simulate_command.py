@@ -11,6 +11,7 @@ import pytest
 
 from seamless_verl.cli import main
 from seamless_verl.config import RouterConfig
+from seamless_verl.errors import ConfigError
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.simulation.recorded_run import from_run
 
@@ -131,6 +132,9 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
         (run / "config.yaml").write_text(f"{rollout}\nseamless: {{router: {{policy: marginal_gain, mu: 0.1}}}}")
         recorded = RouterConfig(policy="marginal_gain", mu=0.1, oldest_first=policy == "priority")
         assert from_run(run).scenario.router == recorded
+    (run / "config.yaml").write_text("actor_rollout_ref: {rollout: {}}\nseamless: {router: {polcy: x}}")
+    with pytest.raises(ConfigError, match=r"config\.yaml: seamless\.router\.polcy=x: .* did you mean .*\.policy"):
+        from_run(run)
 
 
 def test_search_ranks_splits_and_says_what_moves_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
