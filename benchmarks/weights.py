@@ -35,7 +35,7 @@ from benchmarks.records import Record, arguments, report
 
 _RUNNING = (8, 32, 64)
 _PROMPT, _SHORTEST, _LONGEST = 128, 150, 400
-_SEATS, _VOCABULARY = 64, 512
+_SEATS, VOCABULARY = 64, 512
 _BEFORE_S, _AFTER_S = 2.0, 2.5  # in which the pace is taken, and in which what is missing is counted
 WAYS = ("together", "refill", "keep")
 
@@ -82,7 +82,7 @@ class Replicas:
 
         from benchmarks.placement import composed
         from seamless_verl.config import RouterConfig, WeightsConfig
-        from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
+        from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
         from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
         from seamless_verl.verl_adapter.vllm.pulling_server import PullingReplica
         from seamless_verl.verl_adapter.weights.rolling_weights import RollingWeights
@@ -174,7 +174,7 @@ def load(replicas: Replicas, running: int) -> Iterator[None]:
 
     async def agent() -> None:
         while not over.is_set():
-            prompt = [rng.randrange(5, _VOCABULARY) for _ in range(_PROMPT)]
+            prompt = [rng.randrange(5, VOCABULARY) for _ in range(_PROMPT)]
             length = rng.randrange(_SHORTEST, _LONGEST)
             params = {"max_tokens": length, "ignore_eos": True, "logprobs": True}
             await replicas.client.generate(uuid.uuid4().hex, prompt_ids=prompt, sampling_params=params)
@@ -255,13 +255,13 @@ def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Recor
     return records
 
 
-def _model(folder: Path) -> Path:
+def small_model(folder: Path, **shape: int) -> Path:
     """A random Qwen3 of a few megabytes."""
     from benchmarks.training_workers import model_folder
     from seamless_verl.recipes.arithmetic import assets
 
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model_folder(str(folder), **shape, num_key_value_heads=2, head_dim=32, vocab_size=_VOCABULARY)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4} | shape
+    model_folder(str(folder), **sizes, num_key_value_heads=2, head_dim=32, vocab_size=VOCABULARY)
     for file in (assets.build() / "model").glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
@@ -284,7 +284,7 @@ def main() -> int:
         environment = {"env_vars": of_workers}
         ray.init("local", num_cpus=8, num_gpus=2, include_dashboard=False, runtime_env=environment, log_to_driver=False)
         try:
-            replicas = Replicas(_model(Path(scratch)), Path(shared) / "weights")
+            replicas = Replicas(small_model(Path(scratch)), Path(shared) / "weights")
             for way in ("refill", "keep"):
                 replicas.update(way)
             for replica in replicas.replicas:

@@ -83,7 +83,9 @@ class RouterConfig:
 
     Attributes:
         policy: ``least_requests`` is verl's rule. ``marginal_gain`` is StaleFlow's: a request goes where a model of the
-            decode step says that throughput gains most, and waits while no replica gains enough.
+            decode step says that throughput gains most, and waits while no replica gains enough. ``cache_aware`` is for
+            agents of many turns whose contexts do not fit into the caches together: sessions keep their cache, new ones
+            go where their prompt's prefix is, and wait where they would only push others out.
         mu: share of the gain on an empty replica that a placement must bring (``marginal_gain``).
         migrate: ``marginal_gain`` also moves requests from overloaded to starving replicas, with their tokens (vLLM
             only). Off, since what it is worth has not been measured live.
@@ -99,7 +101,7 @@ class RouterConfig:
     cost: str = "7b-tp1"
 
     def __post_init__(self) -> None:
-        one_of("seamless.router.policy", self.policy, ("least_requests", "marginal_gain"))
+        one_of("seamless.router.policy", self.policy, ("least_requests", "marginal_gain", "cache_aware"))
         one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
         if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
             raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")

@@ -41,6 +41,23 @@ class DecodeCost:
         return more - self.throughput(running, kv_tokens)
 
 
+TURN_TOKENS = 256.0
+"""Of a turn of an agent, where nobody has measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePace:
+    """What a replica takes: for a decode step, and in seconds for each token that it prefills.
+
+    Attributes:
+        turn_tokens: that it generates for a request, on average.
+    """
+
+    decode: DecodeCost
+    prefill_s_per_token: float
+    turn_tokens: float = TURN_TOKENS
+
+
 # Published with the paper, H20; error about 10 % by secondary sources.
 PUBLISHED: Mapping[str, DecodeCost] = MappingProxyType(
     {
@@ -77,7 +94,7 @@ PUBLISHED: Mapping[str, DecodeCost] = MappingProxyType(
 
 
 def fit_decode_cost(
-    running: Sequence[int], kv_tokens: Sequence[int], step_s: Sequence[float], steps: Sequence[int]
+    running: Sequence[int], kv_tokens: Sequence[float], step_s: Sequence[float], steps: Sequence[int]
 ) -> DecodeCost | None:
     """The coefficients that explain measured decode steps best by least squares, none negative.
 
@@ -113,6 +130,46 @@ def fit_decode_cost(
         per_request_s=per_request,
         attention_base_s=0.0,
         attention_per_token_s=per_token,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """One step as it was measured: seconds, requests that got a token, those for which it was the first one, prompt
+    tokens that were computed for these."""
+
+    seconds: float
+    running: int
+    begun: int
+    prefilled: int
+
+
+_FEWEST_STEPS = 64
+_TELLING_PREFILL = 32  # tokens; fewer drown in the rest of a step
+
+
+def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
+    """What an engine's own steps say. By medians: a step may have waited for new weights, or prefilled a part of a
+    prompt whose first token came later. Reading the cache is part of what a request takes.
+
+    Returns:
+        None while there are too few, or all with the same number of requests.
+    """
+    plain: dict[int, list[float]] = {}
+    for step in steps:
+        if not step.begun:
+            plain.setdefault(step.running, []).append(step.seconds)
+    counts = [len(seconds) for seconds in plain.values()]
+    medians = [float(np.median(seconds)) for seconds in plain.values()]
+    decode = fit_decode_cost(list(plain), [0.0] * len(plain), medians, counts)
+    prefilling = [step for step in steps if step.prefilled >= _TELLING_PREFILL]
+    if decode is None or sum(counts) < _FEWEST_STEPS or not prefilling:
+        return None
+    each = [(step.seconds - decode.step_s(step.running, 0)) / step.prefilled for step in prefilling]
+    return EnginePace(
+        decode=decode,
+        prefill_s_per_token=max(0.0, float(np.median(each))),
+        turn_tokens=sum(step.running for step in steps) / sum(step.begun for step in steps),
     )
 
 

@@ -22,7 +22,7 @@ from seamless_verl.config import RouterConfig
 from seamless_verl.run.compose import our_config_dir, verl_config_dir
 from seamless_verl.run.environment import CPU_ENVIRONMENT
 from seamless_verl.scheduling.slices import SliceId
-from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
+from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
+from seamless_verl.decode_cost import TURN_TOKENS, EnginePace
 from seamless_verl.simulation.books import Account, Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.replica import EnginePhysics, Replica, Request
 from seamless_verl.staleness.affinity import Newcomers, requests_to_move
+from seamless_verl.staleness.cache_aware import CacheAware, Residents
 from seamless_verl.staleness.router import Router
 from seamless_verl.staleness.routing import PendingRequest, ReplicaLoad, Route
 from seamless_verl.staleness.synchronisation import ReplicaWeights
+
+_OFFERED = 64  # requests, where the others would wait anyway
 
 
 class Unit:
@@ -100,6 +105,9 @@ class Fleet:
         self._held: dict[str, tuple[Request, PendingRequest]] = {}
         self._holds = 0
         self._home: dict[object, str] = {}  # sessions stay where their cache is
+        self._residents = Residents() if isinstance(router.policy, CacheAware) else None
+        self._running: set[object] = set()  # sessions
+        self._turns = self._generated = 0
 
     def add(self, name: str, *, gpus: int, trainable: bool, physics: EnginePhysics) -> Unit:
         account = Account(name=name, gpus=gpus, trainable=trainable)
@@ -115,6 +123,7 @@ class Fleet:
         """Place requests now, or hold them until a place is worth taking."""
         homeless = []
         for request in requests:
+            self._make_room(request)
             home, floor = self._home.get(request.owner), self._lowest(request)
             if home is not None and self._takes(home, floor) and not request.done:
                 if self._newcomers:
@@ -127,9 +136,18 @@ class Fleet:
                 self._holds += 1
                 name, tokens = str(self._holds), round(request.context + request.done)
                 version = self._lowest(request)
-                pending = PendingRequest(request=name, version=version, begun=request.age, tokens=tokens)
+                near = self._residents.near(request.owner, None) if self._residents else ""
+                pending = PendingRequest(request=name, version=version, begun=request.age, tokens=tokens, near=near)
                 self._held[name] = (request, pending)
             self.pump()
+
+    def _make_room(self, request: Request) -> None:
+        """Sessions whose caches do not fit beside this one, which has grown, lose their places."""
+        home = self._home.get(request.owner)
+        if self._residents and home is not None:
+            cache = self.units[home].replica.physics.kv_tokens
+            for owner in self._residents.grown(request.owner, request.context, cache, self._running.__contains__):
+                self._home.pop(owner, None)
 
     def withdraw(self, request: Request) -> None:
         """Give a request up, wherever it runs or waits; what it generated is lost."""
@@ -138,6 +156,7 @@ class Fleet:
             self._held = {name: entry for name, entry in self._held.items() if entry[0] is not request}
             return
         replica.remove(request)
+        self._running.discard(request.owner)
         self._stopped(request, replica.name, False)
 
     def pump(self) -> None:
@@ -147,13 +166,22 @@ class Fleet:
         names = [name for name, unit in self.units.items() if unit.accepting]
         if not names:
             return
-        held, self._held = self._held, {}
+        offered = list(self._held)
+        if self._residents:  # there nobody overtakes: the others would wait, too
+            offered = heapq.nsmallest(
+                _OFFERED, offered, key=lambda name: (self._held[name][1].version, self._held[name][1].begun)
+            )
+        held = {name: self._held.pop(name) for name in offered}
         pending = [replace(waiting, long=self._is_long(request)) for request, waiting in held.values()]
+        routes = 0
         for decision in self.router.policy.route(pending, [self._load(name) for name in names]):
             if isinstance(decision, Route):
+                routes += 1
                 self._place(held[decision.request][0], self.units[decision.replica])
             else:
                 self._held[decision.request] = held[decision.request]
+        if routes == _OFFERED:
+            self.pump()
 
     def vacate(self, name: str) -> None:
         """Interrupt everything on a slice (tokens kept) and place it elsewhere."""
@@ -161,6 +189,8 @@ class Fleet:
         unit.accepting = False
         self._home = {owner: home for owner, home in self._home.items() if home != name}
         self._newcomers.left([name])
+        if self._residents:
+            self._residents.left([name])
         self._release(unit.replica.take_all())
 
     def joined(self, name: str) -> None:
@@ -177,6 +207,8 @@ class Fleet:
         requests = []
         self._home.clear()
         self._newcomers.caches_lost()
+        if self._residents:
+            self._residents.caches_lost()
         for name in names:
             unit = self.units[name]
             requests += unit.replica.take_all()
@@ -217,6 +249,9 @@ class Fleet:
     def forget(self, owner: object) -> None:
         """A session has ended."""
         self._home.pop(owner, None)
+        if self._residents:
+            self._residents.over([owner])
+            self.pump()
 
     def idle(self, name: str) -> bool:
         return self.units[name].replica.load == 0
@@ -234,11 +269,17 @@ class Fleet:
             request.replica = None
             request.prefix = request.context if request.done else request.prefix
             self._home.pop(request.owner, None)
+            self._running.discard(request.owner)
+            if self._residents:
+                self._residents.displaced(request.owner)
         self.submit(requests)
 
     def _place(self, request: Request, unit: Unit) -> None:
         self._home[request.owner] = unit.replica.name
         self._newcomers.placed(request.owner, unit.replica.name)
+        self._running.add(request.owner)
+        if self._residents:
+            self._residents.placed(request.owner, None, unit.replica.name, round(request.context + request.done))
         self._started(request, unit.replica.name)
         unit.replica.submit(request)
 
@@ -246,6 +287,9 @@ class Fleet:
         assert request.replica is not None
         name = request.replica.name
         request.replica = None
+        self._running.discard(request.owner)
+        self._turns += 1
+        self._generated += request.tokens
         self._stopped(request, name, True)
         self._finished(request)
         if self._held:
@@ -294,4 +338,12 @@ class Fleet:
             kv_room=replica.physics.kv_tokens - kv,
             max_running=replica.physics.max_running,
             lent=self.units[name].lent,
+            kept=self._residents.kept(name) if self._residents else 0,
+            pace=EnginePace(
+                decode=replica.physics.decode,
+                prefill_s_per_token=replica.physics.prefill_s_per_token,
+                turn_tokens=self._generated / self._turns if self._turns else TURN_TOKENS,
+            )
+            if self._residents
+            else None,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from seamless_verl.config import RouterConfig
-from seamless_verl.decode_cost import PUBLISHED, DecodeCost
+from seamless_verl.decode_cost import PUBLISHED, DecodeCost, EnginePace
 from seamless_verl.staleness.affinity import MovePrice
+from seamless_verl.staleness.cache_aware import CacheAware
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, MigrationRule
 
 
@@ -20,7 +21,7 @@ class Router:
     oldest_first: engines serve waiting requests of the oldest session first; else as they came.
     """
 
-    policy: LeastRequests | MarginalGain
+    policy: LeastRequests | MarginalGain | CacheAware
     cost: DecodeCost
     migration: MigrationRule | None
     price: MovePrice
@@ -38,10 +39,17 @@ def router_of(
     """
     gains = settings.policy == "marginal_gain"
     known = cost or PUBLISHED[settings.cost]
+    price = MovePrice() if prefill_s_per_token is None else MovePrice.of(known, prefill_s_per_token)
+    policy: LeastRequests | MarginalGain | CacheAware = LeastRequests()
+    if gains:
+        policy = MarginalGain(cost=known, mu=settings.mu)
+    elif settings.policy == "cache_aware":
+        prefill_s = prefill_s_per_token or price.prefill_steps * known.attention_per_token_s
+        policy = CacheAware(pace=EnginePace(decode=known, prefill_s_per_token=prefill_s), price=price)
     return Router(
-        policy=MarginalGain(cost=known, mu=settings.mu) if gains else LeastRequests(),
+        policy=policy,
         cost=known,
         migration=MigrationRule() if gains and settings.migrate else None,
-        price=MovePrice() if prefill_s_per_token is None else MovePrice.of(known, prefill_s_per_token),
+        price=price,
         oldest_first=settings.oldest_first,
     )

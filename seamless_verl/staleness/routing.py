@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from seamless_verl.decode_cost import DecodeCost
+from seamless_verl.decode_cost import DecodeCost, EnginePace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class ReplicaLoad:
         kv_room: further tokens that its cache can hold.
         max_running: requests that it decodes at a time; more would wait.
         lent: it will be taken back, and what it still runs then goes on elsewhere, without its cache.
+        kept: tokens of sessions that are to find their cache there at their next turn, those that run included.
+        pace: what it takes, where that was measured.
     """
 
     replica: str
@@ -39,6 +41,13 @@ class ReplicaLoad:
     kv_room: int
     max_running: int = 1 << 30
     lent: bool = False
+    kept: int = 0
+    pace: EnginePace | None = None
+
+    @property
+    def cache_tokens(self) -> int:
+        """What its cache holds, in all."""
+        return self.kv_tokens + self.kv_room
 
     def can_start(self, tokens: int) -> bool:
         """Whether a request with ``tokens`` of context would be decoded at once."""
@@ -58,6 +67,7 @@ class PendingRequest:
         tokens: context it brings, prompt and what was generated so far.
         begun: when its session did, in any order that tells older from younger.
         long: it is expected to last longer than what is lent.
+        near: the replica that computed its prefix last; empty: nobody knows.
     """
 
     request: str
@@ -65,6 +75,7 @@ class PendingRequest:
     tokens: int
     begun: tuple[int, ...] = ()
     long: bool = False
+    near: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.regimes import LIVE_NAMES, regime
 from seamless_verl.simulation.run import Simulation
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain
-from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
+from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 from tests.kernel.memory.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 from tests.kernel.simulation.build import scenario
 
@@ -107,17 +107,18 @@ LIVE_POLICIES = ("predictive", "greedy", "disaggregated", "colocated", "verl_gat
 ROUTERS = {
     "gain": ("++seamless.router.policy=marginal_gain", "++seamless.router.mu=0.1"),
     "moving": ("++seamless.router.policy=marginal_gain", "++seamless.router.migrate=true"),
+    "fewest": ("++seamless.router.policy=least_requests",),
     "as they come": ("++seamless.router.oldest_first=false",),
 }
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "arithmetic"])
-def test_the_simulator_plays_by_itself_what_decides_in_its_run(recipe):
+def test_the_simulator_plays_what_decides_in_its_run(recipe):
     _, seamless = composed(recipe)
     rules = regime(seamless.scheduler.policy)
     runs = policy_of(seamless.scheduler, batch=8, mini_batch=2)
     assert pickle.dumps(rules.policy(8, 2)) == pickle.dumps(runs), "a policy with all its settings"
-    assert rules.routed(None) == seamless.router
+    assert rules.routed(seamless.router) == seamless.router
 
 
 @pytest.mark.parametrize("policy", LIVE_POLICIES)

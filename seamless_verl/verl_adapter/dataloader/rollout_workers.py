@@ -162,6 +162,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
         self._news = 0
         self._waiting: list[asyncio.Future[None]] = []
         request_log.ring = self._ring
+        request_log.over = self.llm_client.conversations_over
         self._loop_watch: LoopWatch | None = None
         seamless = _seamless(self.config)
         self._late_s = LATE * seamless.agent.deadline_s

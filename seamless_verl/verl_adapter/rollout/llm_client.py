@@ -136,6 +136,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         floor = request_log.floor(request_id) if self._versions_differ else 0
         if floor:
             extra["floor"] = floor
+        extra["group"] = request_log.group_of(request_id)
         while True:
             try:
                 server_id, handle = await self._seat(request_id, **extra)
@@ -166,6 +167,12 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if not asked.cancelled() and asked.exception() is None:
             server_id, _ = asked.result()
             self._release_server(server_id, request_id=request_id)
+
+    def conversations_over(self, request_ids: list[str]) -> None:
+        """Their session has ended: a router that keeps room for their contexts may give it to others."""
+        told = getattr(self._load_balancer, "conversations_over", None)
+        if told is not None and request_ids:
+            told.remote(request_ids)
 
     async def _someone_serves(self, floor: int = 0) -> None:
         """Wait until a replica serves requests with this floor, with one call for all of this process. Each call holds

@@ -1,6 +1,6 @@
 """verl's load balancer with books, prefixes and versions.
 
-`MeteredLoadBalancer` routes by least requests, as verl's; `gain_balancer` puts StaleFlow's rule on top of it. verl
+`MeteredLoadBalancer` routes by least requests, as verl's; `holding_balancer` puts StaleFlow's rule on top of it. verl
 forgets where conversations are whenever replicas join; each then prefills its context somewhere else. Here they stay
 until new weights have emptied every cache, or their replica leaves, or moving pays (`staleness.affinity`): between
 turns, and for requests that run or queue as soon as the newcomer is awake (`even_out`). It also knows how long each
@@ -32,7 +32,7 @@ NONE_NEW_ENOUGH = "No replica takes requests for version"
 """How a request is refused whose floor nobody serves, or nobody who has not got his share of requests: it is to wait by
 `someone_serves` and ask again."""
 
-_UNBOUNDED = 1 << 30
+UNBOUNDED = 1 << 30
 
 
 @dataclass(slots=True)
@@ -53,11 +53,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     """Routes as its parent, except that conversations stay with their prefix when replicas join, and while replicas are
     lent, among equals, long sessions go to those that stay.
 
-    Made by `gain_balancer.balancer_class`, since verl hands a balancer nothing but its replicas.
+    Made by `holding_balancer.balancer_class`, since verl hands a balancer nothing but its replicas.
     """
 
     rules = router_of(RouterConfig())
-    max_running = _UNBOUNDED
+    max_running = UNBOUNDED
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -239,7 +239,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             running=min(requests, self.max_running),
             waiting=max(0, requests - self.max_running),
             kv_tokens=held,
-            kv_room=max(0, self._cache_tokens.get(server_id, _UNBOUNDED) - held),
+            kv_room=max(0, self._cache_tokens.get(server_id, UNBOUNDED) - held),
             max_running=self.max_running,
             lent=server_id in self._lent,
         )

@@ -46,10 +46,12 @@ class RequestLog:
 
     Attributes:
         ring: called when the trainer should come and fetch.
+        over: told the conversations of a session that has ended.
     """
 
     def __init__(self) -> None:
         self.ring: Callable[[], None] = lambda: None
+        self.over: Callable[[list[str]], None] = lambda conversations: None
         self._wanted = False
         self._events: deque[Event] = deque(maxlen=_MOST)
         self._names: dict[str, tuple[str, str]] = {}
@@ -73,14 +75,17 @@ class RequestLog:
             if self._began.get(key[1]) == began_ms:  # else it was started anew meanwhile
                 del self._began[key[1]]
                 self._made_by.pop(key[1], None)
-            self._names = {name: known for name, known in self._names.items() if known != key}
+            over = [name for name, known in self._names.items() if known == key]
+            for name in over:
+                del self._names[name]
+            self.over(over)
             self._keep(SessionFinished(at=time.time(), session=key[1], group=group))
 
     def name(self, request_id: str) -> None:
         """Generations asked for under ``request_id`` belong to the session at hand, whoever asks (the proxy does)."""
         key = _session.get()
         if key is not None:
-            self._names[request_id] = key
+            self._names.setdefault(request_id, key)
 
     def group_of(self, request_id: str) -> str:
         """The prompt that ``request_id`` is asked for, ``""`` where nobody said."""
@@ -124,7 +129,8 @@ class RequestLog:
         self._watched = frozenset(servers)
 
     def started(self, request: str, request_id: str, server: str, context_tokens: int) -> None:
-        group, session = self._names.get(request_id) or _session.get() or ("", request_id)
+        self.name(request_id)
+        group, session = self._names.get(request_id, ("", request_id))
         self._on[request] = server
         self._keep(
             RequestStarted(

@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollou
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.run.check_combinations import replica_size
-from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
+from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 from seamless_verl.verl_adapter.slices.deaths import start_workers
 from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager
 

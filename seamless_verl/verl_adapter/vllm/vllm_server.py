@@ -21,8 +21,10 @@ from cachetools import LRUCache
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from seamless_verl.decode_cost import EnginePace, measured_pace
 from seamless_verl.verl_adapter.cpu.cpu_device import name_device
 from seamless_verl.verl_adapter.vllm.engine_death import EngineNotStarted
+from seamless_verl.verl_adapter.vllm.engine_steps import EngineSteps
 
 _PLUGINS = "VLLM_PLUGINS"
 _DEVICES = {RolloutMode.HYBRID: "trainer", RolloutMode.STANDALONE: "standing"}
@@ -45,6 +47,7 @@ class InterruptibleServer(vLLMHttpServer):
         self._ended: LRUCache[str, bool] = LRUCache(maxsize=_MOST_ENDED)  # by name, before the engine had them
         self._without_token = 0  # verl's count
         self._has_cores = False  # more than one
+        self._steps: EngineSteps | None = None
         super().__init__(*args, **kwargs)
         if self.rollout_mode in _DEVICES:
             workers = self.config.tensor_model_parallel_size * self.config.pipeline_model_parallel_size
@@ -59,6 +62,10 @@ class InterruptibleServer(vLLMHttpServer):
         """Tokens that the KV cache holds, of all engine cores."""
         cache = self.engine.vllm_config.cache_config
         return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+    async def pace(self) -> EnginePace | None:
+        """What the engine takes, by its latest steps; None: nobody knows yet."""
+        return measured_pace(list(self._steps.latest)) if self._steps else None
 
     @property
     def _admitting(self) -> int:
@@ -80,6 +87,8 @@ class InterruptibleServer(vLLMHttpServer):
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
         self._has_cores = self.engine.vllm_config.parallel_config.data_parallel_size > 1
+        if not self._has_cores:
+            self._steps = EngineSteps(self.engine.output_processor)
         add_request = self.engine.add_request
 
         async def noted(request_id: str, *args: Any, **kwargs: Any) -> Any:

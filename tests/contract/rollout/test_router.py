@@ -10,14 +10,14 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
 def router(servers=("a", "b"), mu=0.3, max_running=64):
-    from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 
     made = balancer_class(RouterConfig(policy="marginal_gain", mu=mu), max_running)
     return made(servers={name: f"handle of {name}" for name in servers}, max_cache_size=100)
 
 
 def balancer_of(servers, max_running=64, policy="marginal_gain", full_determinism=False, **settings):
-    from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 
     made = balancer_class(RouterConfig(policy=policy, **settings), max_running)
     return made(servers=servers, max_cache_size=100, full_determinism=full_determinism)
@@ -162,7 +162,7 @@ def client_of(balancer):
 
 async def test_the_seat_of_a_client_that_left_an_actors_queue_goes_to_the_next(cluster):
     """Cancelling an await on an actor's answer does not cancel the actor's call: it is granted a seat later."""
-    from seamless_verl.verl_adapter.rollout.gain_balancer import balancer_class
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 
     made = balancer_class(RouterConfig(policy="marginal_gain"), 1)
     balancer = cluster.remote(made).options(num_cpus=0).remote(servers={"a": "handle"}, max_cache_size=100)
@@ -226,7 +226,7 @@ async def test_replicas_may_come_and_go():
 
 
 async def test_too_many_held_requests_are_served_rather_than_block_the_actor(monkeypatch):
-    from seamless_verl.verl_adapter.rollout import gain_balancer as module
+    from seamless_verl.verl_adapter.rollout import holding_balancer as module
 
     monkeypatch.setattr(module, "_MOST_HELD", 2)
     balancer = router(servers=("a",), max_running=1)
@@ -318,7 +318,7 @@ async def test_a_replica_that_starves_takes_over_half_of_what_runs_elsewhere_wit
 
 
 async def test_a_round_of_moves_is_over_when_those_that_left_have_asked_again_or_do_not(monkeypatch):
-    from seamless_verl.verl_adapter.rollout import gain_balancer as module
+    from seamless_verl.verl_adapter.rollout import holding_balancer as module
 
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)

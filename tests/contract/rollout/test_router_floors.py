@@ -108,9 +108,9 @@ async def _in_session(client, group, index):
 
 
 async def test_where_no_more_are_held_who_is_refused_does_not_ask_again_at_once(monkeypatch):
-    from seamless_verl.verl_adapter.rollout import gain_balancer
+    from seamless_verl.verl_adapter.rollout import holding_balancer
 
-    monkeypatch.setattr(gain_balancer, "_MOST_HELD", 0)
+    monkeypatch.setattr(holding_balancer, "_MOST_HELD", 0)
     balancer = two("marginal_gain")
     assert await acquire(balancer, "first", floor=4) == "new"
     with pytest.raises(RuntimeError, match="No replica takes requests for version 4"):

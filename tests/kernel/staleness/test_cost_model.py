@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.decode_cost import PUBLISHED, DecodeCost, fit_decode_cost
+from seamless_verl.decode_cost import PUBLISHED, DecodeCost, EngineStep, fit_decode_cost, measured_pace
 
 COST = PUBLISHED["7b-tp1"]
 # 10 ms up to 8 requests, 1 ms for each further one, 1 us per cached token.
@@ -106,3 +106,30 @@ def test_a_fit_to_anything_has_no_negative_time(measured: list[tuple[int, int, f
 def test_one_load_level_says_nothing_yet() -> None:
     assert fit_decode_cost([4, 4], [1000, 2000], [0.01, 0.02], [1, 1]) is None
     assert fit_decode_cost([], [], [], []) is None
+
+
+def test_the_pace_of_an_engine_is_read_from_its_steps() -> None:
+    """5 ms and 1 ms per request; 0.2 ms per prefilled token. One step in ten waited for weights, one in ten prefilled a
+    part of a prompt that is told later."""
+    steps = []
+    for number in range(400):
+        running = 1 + number % 8
+        seconds = 0.005 + 0.001 * running
+        begun = number % 5 == 4
+        prefilled = 100 + number if begun else 0
+        seconds += 2e-4 * prefilled + (number % 10 == 3) * 2.0 + (number % 10 == 6) * 0.05
+        steps.append(EngineStep(seconds, running, int(begun), prefilled))
+    pace = measured_pace(steps)
+    assert pace is not None
+    assert pace.decode.step_s(4, 0) == pytest.approx(0.009, rel=0.05)
+    assert pace.prefill_s_per_token == pytest.approx(2e-4, rel=0.05)
+    assert pace.turn_tokens == pytest.approx(4.5 * 5)
+
+
+def test_too_few_steps_or_steps_without_a_prompt_tell_no_pace() -> None:
+    plain = [EngineStep(0.01 + 0.001 * (n % 2), 1 + n % 2, 0, 0) for n in range(100)]
+    begun = [EngineStep(0.1, 1, 1, 500)]
+    assert measured_pace([*plain[:40], *begun]) is None
+    assert measured_pace(plain) is None
+    assert measured_pace([*(EngineStep(0.01, 1, 0, 0) for _ in range(100)), *begun]) is None
+    assert measured_pace([*plain, *begun]) is not None

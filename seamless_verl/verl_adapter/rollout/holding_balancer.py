@@ -1,6 +1,7 @@
-"""StaleFlow's routing rule (`staleness.routing.MarginalGain`) as verl's load balancer, and which balancer a run gets.
+"""Routing rules that hold requests back, as verl's load balancer, and which balancer a run gets.
 
-`MarginalGainBalancer` sends a request where it gains most, or holds it until a place is worth it:
+`HoldingBalancer` sends a request where its rule says, or holds it until a place is worth it. `staleness.routing` has
+StaleFlow's rule; with `staleness.cache_aware` sessions lose and get places (`CacheAwareBalancer`).
 
     acquire ─► hold ─► place ─► replica ─► release ─► loads differ too much? ─► abort attempts there; their client keeps
                  ▲                                                                   the tokens and acquires again ─┐
@@ -13,23 +14,27 @@ conversations began.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cachetools import LRUCache
 
 from seamless_verl.config import RouterConfig
+from seamless_verl.decode_cost import EnginePace
+from seamless_verl.staleness.cache_aware import CacheAware, Residents
 from seamless_verl.staleness.router import router_of
-from seamless_verl.staleness.routing import MarginalGain, PendingRequest, ReplicaLoad, Route
-from seamless_verl.verl_adapter.rollout.load_balancer import Attempt, MeteredLoadBalancer
+from seamless_verl.staleness.routing import LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
+from seamless_verl.verl_adapter.rollout.load_balancer import UNBOUNDED, Attempt, MeteredLoadBalancer
 
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
 # no release could come through. Beyond this many, requests go where they are served soonest.
 _MOST_HELD = 500
 # A client asks for its next place right after it left the last one; who has not by then had come to its end.
 _ASKS_AGAIN_S = 1.0
+_LEARN_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class _Held:
     place: asyncio.Future[str]
 
 
-class MarginalGainBalancer(MeteredLoadBalancer):
+class HoldingBalancer(MeteredLoadBalancer):
     """See the module; a conversation stays on its replica, as under its parent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +67,7 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         if request_id not in self._begun:
             self._begun[request_id] = self._conversations
             self._conversations += 1
+        self._make_room(request_id, context_tokens or 0)
         able = self._able(floor)
         at_home = self._request_id_to_server.get(request_id) in able
         if able and not at_home and len(self._held) < _MOST_HELD:
@@ -132,8 +138,15 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             return
         order = sorted(waiting, key=lambda number: self._begun.get(waiting[number].conversation, 0))
         requests = [
-            PendingRequest(request=number, version=waiting[number].floor, tokens=waiting[number].tokens)
-            for number in order
+            PendingRequest(
+                request=number,
+                version=waiting[number].floor,
+                tokens=waiting[number].tokens,
+                begun=(place,),
+                long=waiting[number].conversation in self._outlasting,
+                near=self._near(waiting[number].conversation),
+            )
+            for place, number in enumerate(order)
         ]
         for decision in self.rules.policy.route(requests, self._loads()):
             if not isinstance(decision, Route) or waiting[decision.request].place.done():
@@ -143,6 +156,13 @@ class MarginalGainBalancer(MeteredLoadBalancer):
             for held in waiting.values():  # what else it asked for at the same time goes to the same prefix cache
                 if held.conversation == conversation and not held.place.done():
                     held.place.set_result(decision.replica)
+
+    def _make_room(self, conversation: str, tokens: int) -> None:
+        """It asks, with a context of so many tokens."""
+
+    def _near(self, conversation: str) -> str:
+        """The replica that may hold its prefix; empty: nobody knows."""
+        return ""
 
     def _migrate(self) -> None:
         """Interrupt conversations where the rule says so, those that came last first: they have the least to lose.
@@ -174,6 +194,87 @@ class MarginalGainBalancer(MeteredLoadBalancer):
         return loads
 
 
+class CacheAwareBalancer(HoldingBalancer):
+    """Sessions keep their place as long as their contexts fit into the cache there; else the youngest lose theirs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._residents = Residents()
+        self._groups: LRUCache[str, str] = LRUCache(maxsize=self._request_id_to_server.maxsize)
+        self._paces: dict[str, EnginePace] = {}
+        self._learned = -math.inf
+
+    def require_acquire_fields(self) -> list[str]:
+        return [*super().require_acquire_fields(), "group"]
+
+    async def acquire_server(  # type: ignore[override]
+        self, request_id: str, context_tokens: int | None = None, *, group: str = "", **named: Any
+    ) -> tuple[str, Any]:
+        """As its parent's.
+
+        Args:
+            group: whose prompt it is; conversations of one group begin with the same tokens.
+        """
+        self._groups[request_id] = group
+        return await super().acquire_server(request_id, context_tokens, **named)
+
+    def conversations_over(self, request_ids: list[str]) -> None:
+        """Their sessions have ended: others may have their room."""
+        self._residents.over(request_ids)
+        self._route()
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        super().release_server(server_id, request_id)
+        if time.monotonic() > self._learned + _LEARN_EVERY_S:
+            self._learned = time.monotonic()
+            self._learning = asyncio.get_running_loop().create_task(self._learn())
+
+    async def _learn(self) -> None:
+        """Ask every replica what its steps take."""
+        asked = {name: server.pace.remote() for name, server in self._servers.items() if hasattr(server, "pace")}
+        told = await asyncio.gather(*asked.values(), return_exceptions=True)  # one that is dying tells nothing
+        self._paces |= {name: pace for name, pace in zip(asked, told, strict=True) if isinstance(pace, EnginePace)}
+
+    def clear_sticky_cache(self) -> dict[str, Any]:
+        self._residents.caches_lost()
+        return super().clear_sticky_cache()
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        self._residents.left(server_ids)
+        super().remove_servers(server_ids)
+
+    def _make_room(self, conversation: str, tokens: int) -> None:
+        home = self._request_id_to_server.get(conversation)
+        if home is None:
+            return
+        cache = self._cache_tokens.get(home, UNBOUNDED)
+        for other in self._residents.grown(conversation, tokens, cache, self._runs_on(home)):
+            self._request_id_to_server.pop(other, None)
+
+    def _runs_on(self, replica: str) -> Callable[[Hashable], bool]:
+        return lambda conversation: (replica, conversation) in self._running
+
+    def _near(self, conversation: str) -> str:
+        return self._residents.near(conversation, self._groups.get(conversation, ""))
+
+    def _seat(self, request_id: str, attempt: Attempt) -> tuple[str, Any]:
+        server_id, handle = super()._seat(request_id, attempt)
+        self._residents.placed(request_id, self._groups.get(request_id, ""), server_id, attempt.tokens)
+        return server_id, handle
+
+    def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
+        load = super()._load(server_id, requests, coming_tokens)
+        kept = self._residents.kept(server_id) + coming_tokens
+        return replace(load, kept=kept, pace=self._paces.get(server_id))
+
+
+_BALANCERS: dict[type, type[MeteredLoadBalancer]] = {
+    LeastRequests: MeteredLoadBalancer,
+    MarginalGain: HoldingBalancer,
+    CacheAware: CacheAwareBalancer,
+}
+
+
 def balancer_class(settings: RouterConfig, max_running: int) -> type[MeteredLoadBalancer]:
     """The load balancer that ``seamless.router`` asks for.
 
@@ -181,5 +282,5 @@ def balancer_class(settings: RouterConfig, max_running: int) -> type[MeteredLoad
         max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
     """
     rules = router_of(settings)
-    base = MarginalGainBalancer if isinstance(rules.policy, MarginalGain) else MeteredLoadBalancer
+    base = _BALANCERS[type(rules.policy)]
     return type(base.__name__, (base,), {"rules": rules, "max_running": max_running})

@@ -1,0 +1,142 @@
+"""`seamless.router.policy=cache_aware` as verl's load balancer, and how it learns what it needs."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from seamless_verl.config import RouterConfig
+from seamless_verl.decode_cost import DecodeCost, EnginePace
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+DEAR = EnginePace(
+    decode=DecodeCost(floor_s=0, base_s=0.01, per_request_s=1e-3, attention_base_s=0, attention_per_token_s=0),
+    prefill_s_per_token=1.0,
+)
+
+
+class Server:
+    """A replica that tells what its engine takes."""
+
+    def __init__(self, pace: EnginePace | None = DEAR) -> None:
+        self.asked = asyncio.Event()
+        self.pace = SimpleNamespace(remote=self._told)
+        self._pace = pace
+
+    async def _told(self) -> EnginePace | None:
+        self.asked.set()
+        return self._pace
+
+
+async def learned(cache: int = 1000, **servers: Server):
+    """A balancer that has asked its replicas."""
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
+
+    made = balancer_class(RouterConfig(policy="cache_aware"), 64)(servers=servers, max_cache_size=100)
+    made.set_cache_tokens(dict.fromkeys(servers, cache))
+    place, _ = await made.acquire_server("first", context_tokens=1)
+    made.release_server(place, "first")
+    await asyncio.gather(*(asyncio.wait_for(server.asked.wait(), 10) for server in servers.values()))
+    made.conversations_over(["first"])
+    await asyncio.sleep(0)
+    return made
+
+
+def ask(made, name, tokens, group=""):
+    return asyncio.ensure_future(made.acquire_server(name, context_tokens=tokens, group=group))
+
+
+async def seated(*calls):
+    return [(await asyncio.wait_for(call, 10))[0] for call in calls]
+
+
+async def test_a_session_waits_for_room_and_gets_it_when_another_has_ended():
+    made = await learned(a=Server())
+    await seated(ask(made, "old", 500), ask(made, "older", 300))
+    waits = ask(made, "new", 200)
+    made.release_server("a", "old")
+    await asyncio.sleep(0.01)
+    assert not waits.done(), "its turn has ended, its cache stays"
+    made.conversations_over(["old"])
+    assert await seated(waits) == ["a"]
+
+
+async def test_where_prefilling_is_cheap_it_does_not_wait():
+    made = await learned(a=Server(EnginePace(decode=DEAR.decode, prefill_s_per_token=0.0)))
+    assert await seated(ask(made, "old", 500), ask(made, "older", 300), ask(made, "new", 200)) == ["a"] * 3
+
+
+async def test_a_replica_that_tells_nothing_is_reckoned_with_as_configured():
+    made = await learned(a=Server(pace=None))
+    assert await seated(ask(made, "old", 500), ask(made, "older", 300), ask(made, "new", 200)) == ["a"] * 3
+
+
+async def test_a_session_that_grew_too_large_waits_while_the_older_ones_run():
+    made = await learned(a=Server())
+    await seated(ask(made, "old", 400), ask(made, "young", 400))
+    made.release_server("a", "young")
+    grown = ask(made, "young", 700)
+    await asyncio.sleep(0.01)
+    assert not grown.done()
+    made.release_server("a", "old")
+    assert await seated(grown) == ["a"], "nobody else runs"
+
+
+async def test_groups_come_together_and_sessions_leave_with_their_replica():
+    made = await learned(cache=100_000, a=Server(), b=Server())
+    places = await seated(*(ask(made, f"{group}{n}", 2000, group) for n in range(3) for group in "xy"))
+    assert places[0::2] in (["a"] * 3, ["b"] * 3)
+    assert len(set(places)) == 2, "each group on a replica of its own"
+    left = places[0]
+    made.remove_servers([left])
+    assert await seated(ask(made, "x0", 2100, "x")) == [places[1]]
+    made.clear_sticky_cache()
+    assert await seated(ask(made, "x0", 2100, "x")) == [places[1]]
+
+
+async def test_who_waits_is_served_when_a_replica_joins():
+    made = await learned(a=Server())
+    await seated(ask(made, "old", 800))
+    waits = ask(made, "new", 300)
+    await asyncio.sleep(0.01)
+    assert not waits.done()
+    made.add_servers({"b": Server()})
+    assert await seated(waits) == ["b"]
+
+
+async def test_a_client_tells_which_group_it_asks_for_and_when_its_session_is_over():
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
+    from seamless_verl.verl_adapter.rollout.request_log import RequestLog, request_log
+
+    made = await learned(cache=100_000, a=Server(), b=Server())
+    told = []
+
+    class Handle:
+        def __getattr__(self, name):
+            def remote(*args, **kwargs):
+                told.append((name, args, kwargs))
+                answer = getattr(made, name)(*args, **kwargs)
+                if asyncio.iscoroutine(answer):
+                    return answer
+                done = asyncio.get_running_loop().create_future()
+                done.set_result(answer)
+                return done
+
+            return SimpleNamespace(remote=remote)
+
+    client = VersionedLLMClient(OmegaConf.create({}), Handle())
+    with request_log.session("prompt", 0):
+        await client._acquire_server("chat", prompt_ids=[1, 2, 3])
+    assert ("acquire_server", (), {"request_id": "chat", "context_tokens": 3, "group": "prompt"}) in told
+
+    log = RequestLog()
+    log.over = client.conversations_over
+    with log.session("prompt", 1):
+        log.name("chat")
+        log.started("q", "second chat", "a", 1)
+    with log.session("prompt", 2):
+        pass
+    assert [args for name, args, _ in told if name == "conversations_over"] == [(["chat", "second chat"],)]
