@@ -158,6 +158,7 @@ class Fleet:
         replica.remove(request)
         self._running.discard(request.owner)
         self._stopped(request, replica.name, False)
+        self.forget(request.owner)
 
     def pump(self) -> None:
         """Ask the router about everything that is held."""

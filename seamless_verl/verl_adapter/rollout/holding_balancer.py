@@ -70,7 +70,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._make_room(request_id, context_tokens or 0)
         able = self._able(floor)
         at_home = self._request_id_to_server.get(request_id) in able
-        if able and not at_home and len(self._held) < _MOST_HELD:
+        if able and not at_home and not self._full_determinism and len(self._held) < _MOST_HELD:
             self._asked += 1
             number = str(self._asked)
             held = _Held(request_id, context_tokens or 0, worker, floor, asyncio.get_running_loop().create_future())
@@ -201,6 +201,7 @@ class CacheAwareBalancer(HoldingBalancer):
         super().__init__(*args, **kwargs)
         self._residents = Residents()
         self._groups: LRUCache[str, str] = LRUCache(maxsize=self._request_id_to_server.maxsize)
+        self._over: LRUCache[str, bool] = LRUCache(maxsize=self._request_id_to_server.maxsize)
         self._paces: dict[str, EnginePace] = {}
         self._learned = -math.inf
 
@@ -221,6 +222,7 @@ class CacheAwareBalancer(HoldingBalancer):
     def conversations_over(self, request_ids: list[str]) -> None:
         """Their sessions have ended: others may have their room."""
         self._residents.over(request_ids)
+        self._over.update(dict.fromkeys(request_ids, True))
         self._route()
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
@@ -259,7 +261,8 @@ class CacheAwareBalancer(HoldingBalancer):
 
     def _seat(self, request_id: str, attempt: Attempt) -> tuple[str, Any]:
         server_id, handle = super()._seat(request_id, attempt)
-        self._residents.placed(request_id, self._groups.get(request_id, ""), server_id, attempt.tokens)
+        if request_id not in self._over:  # else whoever asked has left meanwhile, and gives its seat back
+            self._residents.placed(request_id, self._groups.get(request_id, ""), server_id, attempt.tokens)
         return server_id, handle
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:

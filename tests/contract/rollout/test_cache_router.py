@@ -44,7 +44,8 @@ async def learned(cache: int = 1000, **servers: Server):
 
 
 def ask(made, name, tokens, group=""):
-    return asyncio.ensure_future(made.acquire_server(name, context_tokens=tokens, group=group))
+    named = {"group": group} if group else {}
+    return asyncio.ensure_future(made.acquire_server(name, context_tokens=tokens, **named))
 
 
 async def seated(*calls):
@@ -60,6 +61,20 @@ async def test_a_session_waits_for_room_and_gets_it_when_another_has_ended():
     assert not waits.done(), "its turn has ended, its cache stays"
     made.conversations_over(["old"])
     assert await seated(waits) == ["a"]
+
+
+async def test_who_left_while_it_waited_keeps_no_room():
+    made = await learned(a=Server())
+    await seated(ask(made, "old", 500), ask(made, "older", 300))
+    left = ask(made, "left", 400)
+    await asyncio.sleep(0.01)
+    made.conversations_over(["left"])  # its agent has ended; the call to the router goes on by itself
+    made.release_server("a", "old")
+    made.release_server("a", "older")
+    await seated(left)
+    made.release_server("a", "left")
+    made.conversations_over(["old", "older"])
+    assert await seated(ask(made, "next", 500), ask(made, "one more", 400)) == ["a", "a"]
 
 
 async def test_where_prefilling_is_cheap_it_does_not_wait():
@@ -140,3 +155,19 @@ async def test_a_client_tells_which_group_it_asks_for_and_when_its_session_is_ov
     with log.session("prompt", 2):
         pass
     assert [args for name, args, _ in told if name == "conversations_over"] == [(["chat", "second chat"],)]
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "marginal_gain"])
+async def test_under_full_determinism_a_name_decides_and_nobody_waits(policy):
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
+
+    names = [f"s{n}" for n in range(20)]
+    places = []
+    for _ in range(2):
+        made = balancer_class(RouterConfig(policy=policy), 1)(
+            servers={"a": Server(), "b": Server()}, max_cache_size=100, full_determinism=True
+        )
+        places.append(await seated(*(ask(made, name, 10) for name in names)))
+        names.reverse()
+    assert places[0] == places[1][::-1]
+    assert set(places[0]) == {"a", "b"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -191,3 +192,25 @@ async def test_more_requests_than_ray_has_slots_survive_two_updates_and_a_loan(r
         assert len(output.token_ids) == len(output.log_probs) == NUM_TOKENS
         assert sum(tokens for _, tokens in output.extra_fields["version_spans"]) == NUM_TOKENS
         assert 5 <= output.extra_fields["min_global_steps"] <= output.extra_fields["max_global_steps"] <= 7
+
+
+async def test_the_engine_tells_what_its_steps_take(replica):
+    """Against the clock: eight requests at a time, of 64 tokens each, with 256 tokens that nobody has sent before."""
+    loop = asyncio.get_running_loop()
+
+    async def answers(number: int, prompt_tokens: int) -> float:
+        began = loop.time()
+        prompts = [[random.randrange(5, 60) for _ in range(prompt_tokens)] for _ in range(number)]
+        params = {"max_tokens": 64, "ignore_eos": True, "logprobs": True}
+        await asyncio.gather(
+            *(replica.client.generate(uuid.uuid4().hex, prompt_ids=ids, sampling_params=params) for ids in prompts)
+        )
+        return loop.time() - began
+
+    for number in (1, 2, 4, 8):
+        took = await answers(number, 256)
+    pace = await replica.server.pace.remote()
+    assert pace.turn_tokens > 20
+    assert pace.prefill_s_per_token > 0
+    by_steps = 64 * pace.decode.step_s(8, 0) + 8 * 256 * pace.prefill_s_per_token
+    assert took / 5 < by_steps < 2 * took

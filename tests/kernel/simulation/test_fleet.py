@@ -11,10 +11,12 @@ import pytest
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.simulation.agents import Agentic, Agents, Replay, Turn
+from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.run import Simulation
+from seamless_verl.simulation.scenario import Pool, TrainPhysics
 from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import Hold, MarginalGain, PendingRequest, ReplicaLoad, Route
@@ -44,6 +46,24 @@ def test_the_router_is_told_the_version_of_a_session_and_serves_the_most_stale_f
     behind = [[(request.version, request.begun) for request in pending] for pending, _ in seen]
     assert all(order == sorted(order) for order in behind)
     assert any(order[0][0] < order[-1][0] for order in behind)  # interrupted sessions beside new ones
+
+
+def test_where_contexts_outgrow_the_caches_sessions_that_keep_theirs_are_faster() -> None:
+    """Two slices of 400,000 tokens for 64 sessions of some 30,000; with ten times as much it makes no difference."""
+    work = Agentic(turns=12, max_turns=20, answer=150, observation=2500, tool_s=2.0, prompt=2000, max_answer=800)
+
+    def step_s(policy: str, cache: int) -> tuple[float, float]:
+        pool = Pool(name="a", slices=2, gpus=4, trains=True, engine=replace(ENGINE, kv_tokens=cache))
+        pools = (pool, replace(pool, name="b", trains=False))
+        changes = {"batch": 16, "train": TrainPhysics(gpu_s_per_token=1e-5), "router": RouterConfig(policy=policy)}
+        outcome = Simulation(scenario("disaggregated", workload=work, pools=pools, **changes)).run()
+        again = outcome.books.gpu_seconds[Use.PREFILL_AGAIN] / len(outcome.steps)
+        return outcome.step_s, again
+
+    (fewest, computed_again), (keeping, hardly) = step_s("least_requests", 400_000), step_s("cache_aware", 400_000)
+    assert keeping < 0.85 * fewest
+    assert hardly < 0.5 * computed_again
+    assert step_s("cache_aware", 4_000_000)[0] == pytest.approx(step_s("least_requests", 4_000_000)[0], rel=0.02)
 
 
 def _fleet(stopped: list[tuple[object, str, bool]], **changes: Any) -> Fleet:

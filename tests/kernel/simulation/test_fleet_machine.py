@@ -28,7 +28,7 @@ names = st.sampled_from(NAMES)
 class Machine(RuleBasedStateMachine):
     """``on``: by request that was started and not stopped, the slice that it was started on."""
 
-    moves = False
+    settings = RouterConfig(oldest_first=False)
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
         self.version = 0
         self.fleet = make_fleet(
             self.clock,
-            router=router_of(GAINS if self.moves else RouterConfig(oldest_first=False), cost=COST),
+            router=router_of(self.settings, cost=COST, prefill_s_per_token=ENGINE.prefill_s_per_token),
             rebalance=True,
             started=self._started,
             stopped=self._stopped,
@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_held_where_somebody_serves(self) -> None:
-        if any(unit.accepting for unit in self.fleet.units.values()) and not self.moves:
+        if any(unit.accepting for unit in self.fleet.units.values()) and self.settings.policy == "least_requests":
             assert self.fleet.num_held == 0
 
     @invariant()
@@ -158,10 +158,29 @@ class Machine(RuleBasedStateMachine):
 
 
 class Migrating(Machine):
-    moves = True
+    settings = GAINS
+
+
+class KeepingCaches(Machine):
+    """Sessions are never told to have ended: nobody may wait for their room for ever."""
+
+    settings = RouterConfig(policy="cache_aware")
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), more=st.integers(1, 400), tokens=st.integers(1, 200))
+    def next_turn(self, data: st.DataObject, more: int, tokens: int) -> None:
+        last = data.draw(st.sampled_from(self.ended))
+        busy = {request.owner for request in self.open}
+        if last.owner not in busy:
+            context = last.context + last.tokens
+            again = Request(last.owner, context + more, tokens, prefix=context, age=last.age)
+            self.asked.append(again)
+            self.fleet.submit([again])
 
 
 TestFleet = Machine.TestCase
 TestFleet.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestCacheAwareFleet = KeepingCaches.TestCase
+TestCacheAwareFleet.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestMigratingFleet = Migrating.TestCase
 TestMigratingFleet.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
