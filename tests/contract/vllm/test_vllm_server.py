@@ -13,7 +13,9 @@ class FullEngine:
     """As vLLM's ``AsyncLLM``: `generate` adds the request, then waits for tokens, which here only a pause brings."""
 
     def __init__(self, num_cores):
-        self.output_processor = SimpleNamespace(request_states={}, external_req_ids={})
+        self.output_processor = SimpleNamespace(
+            request_states={}, external_req_ids={}, process_outputs=lambda *args: None
+        )
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=num_cores))
         self.let_in = asyncio.Event()
         self.paused = asyncio.Event()
