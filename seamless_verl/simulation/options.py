@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from seamless_verl.config import RouterConfig, WeightsConfig
+from seamless_verl.config import RouterConfig, SchedulerConfig, WeightsConfig
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
@@ -56,9 +56,17 @@ _ELSEWHERE = {
     "max_num_seqs": "it is read from a recorded run, start --from one",
 }
 _SIZES = (2, 4, 8)  # of a preset's model, whose weights do not fit into one GPU; a node has eight
-_NESTED = {"costs": SwitchCosts, "noise": Noise, "weights": WeightsConfig, "router": RouterConfig}
+_NESTED = {
+    "costs": SwitchCosts,
+    "noise": Noise,
+    "weights": WeightsConfig,
+    "router": RouterConfig,
+    "scheduler": SchedulerConfig,
+}
 _FIELDS = {f"{name}.{field.name}": str(field.type) for name, kind in _NESTED.items() for field in fields(kind)}
-del _FIELDS["router.cost"]  # the simulated engines know what a decode step costs
+# Simulated engines know what a decode step costs, `_SIMPLE` has the policy, and no weights are loaded.
+for _elsewhere in ("router.cost", "scheduler.policy", "scheduler.check_weights"):
+    del _FIELDS[_elsewhere]
 _KINDS = {kind.__name__: kind for kind in (int, str, bool)}  # else float
 _SLICE_SIZE = "rollout.tensor_model_parallel_size"
 KEYS = (
@@ -144,6 +152,8 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
         if group == "router" and rules.routed(changes[group]) != changes[group]:
             fix = "leave it out, or simulate one of ours, e.g. scheduler.policy=predictive"
             raise ConfigError(key, text, f"{system} places requests by its own rule", fix)
+        if group == "scheduler" and system != "predictive":
+            raise ConfigError(key, text, f"{system} has no such setting", "simulate scheduler.policy=predictive")
     else:
         raise ConfigError(key, text, "unknown key", _ELSEWHERE.get(key.rpartition(".")[2]) or meant(key, KEYS))
 

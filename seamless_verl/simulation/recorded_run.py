@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from seamless_verl.checked import build
-from seamless_verl.config import RouterConfig
+from seamless_verl.config import RouterConfig, SchedulerConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
@@ -77,25 +77,29 @@ def from_run(folder: Path) -> Recorded:
     file, recording = folder / CONFIG, load_recording(folder)
     if not file.exists():  # a simulated run
         return from_recording(recording)
-    rollout, router = _settings(file)
+    rollout, router, scheduler = _settings(file)
     seats = rollout.get("max_num_seqs") or _UNLIMITED
     if isinstance(seats, bool) or not isinstance(seats, int) or seats < 1:
         raise ConfigError(f"{file}: actor_rollout_ref.rollout.max_num_seqs", seats, "is no count", "write e.g. 1024")
     saved = [record["sharing_saved_s"] for record in read_records(folder / STEPS) if record.get("sharing_saved_s")]
-    return from_recording(recording, max_running=seats, router=router, saved_s=fmean(saved) if saved else 0.0)
+    saved_s = fmean(saved) if saved else 0.0
+    return from_recording(recording, max_running=seats, router=router, scheduler=scheduler, saved_s=saved_s)
 
 
-def _settings(file: Path) -> tuple[dict[str, Any], RouterConfig]:
-    """``actor_rollout_ref.rollout`` of a run's configuration, and its router; of a run without us, verl's."""
+def _settings(file: Path) -> tuple[dict[str, Any], RouterConfig, SchedulerConfig]:
+    """``actor_rollout_ref.rollout`` of a run's configuration, and what decides in it; of a run without us, verl's."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise NothingToReplay(f"{file} cannot be read: {' '.join(str(error).split())}") from None
-    rollout, ours = (_section(found, *path) for path in (("actor_rollout_ref", "rollout"), ("seamless", "router")))
+    rollout, ours = _section(found, "actor_rollout_ref", "rollout"), _section(found, "seamless") or {}
     if rollout is None:
         raise NothingToReplay(f"{file} has no actor_rollout_ref.rollout; is it the configuration of this run?")
-    router: RouterConfig = build(RouterConfig, ours or {}, f"{file}: seamless.router")
-    return rollout, replace(router, oldest_first=rollout.get("scheduling_policy") == "priority")
+    router: RouterConfig = build(RouterConfig, _section(ours, "router") or {}, f"{file}: seamless.router")
+    scheduler: SchedulerConfig = build(
+        SchedulerConfig, _section(ours, "scheduler") or {}, f"{file}: seamless.scheduler"
+    )
+    return rollout, replace(router, oldest_first=rollout.get("scheduling_policy") == "priority"), scheduler
 
 
 def _section(found: object, *path: str) -> dict[str, Any] | None:
@@ -105,11 +109,17 @@ def _section(found: object, *path: str) -> dict[str, Any] | None:
 
 
 def from_recording(
-    recording: Recording, *, max_running: int = _UNLIMITED, router: RouterConfig | None = None, saved_s: float = 0.0
+    recording: Recording,
+    *,
+    max_running: int = _UNLIMITED,
+    router: RouterConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
+    saved_s: float = 0.0,
 ) -> Recorded:
     """Args:
         max_running: requests that an engine decodes at once.
         router: of the recorded run; None: as the recorded system does by itself.
+        scheduler: of the recorded run; its policy is that of the recording.
         saved_s: what a step would have trained longer, had rows not computed once what they share.
 
     Raises:
@@ -145,6 +155,7 @@ def from_recording(
         steps=len(steps),
         warm=warm,
         router=router,
+        scheduler=scheduler or SchedulerConfig(),
     )
     estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
     lendable = () if lends else _never_lent(recording)

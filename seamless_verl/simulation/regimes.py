@@ -227,7 +227,7 @@ class Regime:
         colocated: every slice trains and rolls out, all in turn.
         lends: slices that can train may roll out where their tags say so; else pools stay apart.
         bound: on staleness in versions, given eta; None: there is none.
-        policy: of the scheduler, given batch and mini-batch in groups.
+        policy: of the scheduler, given its settings, and batch and mini-batch in groups.
         feed: admission, given the source of groups, the batch and eta.
         streaming: mini-batches are trained as they come; else the whole batch is waited for.
         releases: the gang is given back while it starves within a step.
@@ -246,7 +246,7 @@ class Regime:
     bound: Callable[[int], int | None] = _eta
     lends: bool = False
     needs_standing: bool = False
-    policy: Callable[[int, int], Policy]
+    policy: Callable[[SchedulerConfig, int, int], Policy]
     feed: Callable[[Draw, int, int], Feed]
     streaming: bool = False
     releases: bool = False
@@ -282,9 +282,9 @@ def _bounded(draw: Draw, batch: int, eta: int) -> Feed:
     return Bounded(draw, StalenessProtocol(eta=eta, batch_size=batch))
 
 
-def _policy(name: str) -> Callable[[int, int], Policy]:
-    """What a live run with ``seamless.scheduler.policy=name`` and the other keys' defaults gets."""
-    return lambda batch, mini_batch: policy_of(SchedulerConfig(policy=name), batch=batch, mini_batch=mini_batch)
+def _policy(name: str) -> Callable[[SchedulerConfig, int, int], Policy]:
+    """What a live run with ``seamless.scheduler.policy=name`` gets."""
+    return lambda asked, batch, mini_batch: policy_of(replace(asked, policy=name), batch=batch, mini_batch=mini_batch)
 
 
 def _verl(*, warmup: bool = True, waits: bool = False) -> Callable[[Draw, int, int], Feed]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from seamless_verl.checked import check_bound
-from seamless_verl.config import RouterConfig, WeightsConfig
+from seamless_verl.config import RouterConfig, SchedulerConfig, WeightsConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.agents import Workload
 from seamless_verl.simulation.regimes import Regime, regime
@@ -108,6 +108,7 @@ class Scenario:
     warm: first steps that the figures leave out (the pipeline fills).
     router: ``seamless.router``; None: as the system does by itself. Published systems keep their own rule, and take
         from it only the order in which engines serve.
+    scheduler: settings of the policy; its name is that of the system.
     weights: how replicas take new weights (``seamless.weights``).
     """
 
@@ -126,6 +127,7 @@ class Scenario:
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
     router: RouterConfig | None = None
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def __post_init__(self) -> None:

@@ -117,7 +117,7 @@ def test_the_simulator_plays_what_decides_in_its_run(recipe):
     _, seamless = composed(recipe)
     rules = regime(seamless.scheduler.policy)
     runs = policy_of(seamless.scheduler, batch=8, mini_batch=2)
-    assert pickle.dumps(rules.policy(8, 2)) == pickle.dumps(runs), "a policy with all its settings"
+    assert pickle.dumps(rules.policy(seamless.scheduler, 8, 2)) == pickle.dumps(runs), "a policy with all its settings"
     assert rules.routed(seamless.router) == seamless.router
 
 
@@ -127,7 +127,7 @@ def test_the_simulator_plays_what_a_run_may_be_told(policy, asked):
     _, seamless = composed("swe", *ROUTERS[asked], f"seamless.scheduler.policy={policy}")
     system = LIVE_NAMES.get(policy, policy)
     runs = policy_of(seamless.scheduler, batch=8, mini_batch=2)
-    assert pickle.dumps(regime(system).policy(8, 2)) == pickle.dumps(runs)
+    assert pickle.dumps(regime(system).policy(seamless.scheduler, 8, 2)) == pickle.dumps(runs)
 
     live = balancer_class(seamless.router, max_running=8).rules
     simulated = Simulation(scenario(system, router=seamless.router)).fleet.router

@@ -132,6 +132,10 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
         (run / "config.yaml").write_text(f"{rollout}\nseamless: {{router: {{policy: marginal_gain, mu: 0.1}}}}")
         recorded = RouterConfig(policy="marginal_gain", mu=0.1, oldest_first=policy == "priority")
         assert from_run(run).scenario.router == recorded
+    shy = "scheduler: {policy: predictive, margin: 0.5, max_loans_per_step: 1}"
+    (run / "config.yaml").write_text(f"actor_rollout_ref: {{rollout: {{}}}}\nseamless: {{{shy}}}")
+    assert from_run(run).scenario.scheduler.margin == 0.5
+    assert from_run(run).scenario.scheduler.max_loans_per_step == 1
     (run / "config.yaml").write_text("actor_rollout_ref: {rollout: {}}\nseamless: {router: {polcy: x}}")
     with pytest.raises(ConfigError, match=r"config\.yaml: seamless\.router\.polcy=x: .* did you mean .*\.policy"):
         from_run(run)
@@ -173,6 +177,11 @@ def test_parquet_has_one_column_per_figure(tmp_path: Path) -> None:
         (["--set", "staleness.eta=two"], "staleness.eta=two: is no int. Fix: write e.g. staleness.eta=2"),
         (["--set", "staleness.eta=-1"], "staleness.eta=-1: is too small. Fix: write 0 or more"),
         (["--set", "steps=0"], "steps=0: is too small"),
+        (["--set", "scheduler.margin=-1"], "scheduler.margin=-1: must be finite and not negative"),
+        (
+            ["--set", "scheduler.max_loans_per_step=2"],
+            "has no such setting. Fix: simulate scheduler.policy=predictive",
+        ),
         (["--set", "router.oldest_first=perhaps"], "is no bool. Fix: write e.g. router.oldest_first=true"),
         (["--set", "costs.wake=nan"], "costs.wake=nan: must be finite"),
         (["--set", "resources=[{name: a}]"], "an entry lacks nodes, gpus_per_node, capabilities"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from seamless_verl.config import RouterConfig
+from seamless_verl.config import RouterConfig, SchedulerConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy
 from seamless_verl.scheduling.prediction.predictive import Predictive
@@ -58,7 +58,7 @@ def test_bounds_policies_and_admission(name: str) -> None:
     rules = REGIMES[name]
     assert rules.bound(3) == BOUNDS.get(name, 3)
     kind = next((kind for kind, systems in POLICIES.items() if name in systems), Disaggregated)
-    assert type(rules.policy(8, 2)) is kind
+    assert type(rules.policy(SchedulerConfig(), 8, 2)) is kind
     feed = rules.feed(lambda version: pytest.fail("nothing is drawn before it may start"), 8, 3)
     own = {"areal": Quota, "roll": Bucket}.get(name, Bounded if rules.reserves else BatchPerStep)
     assert type(feed) is own
