@@ -138,8 +138,7 @@ def from_recording(
     busy = _busy_seconds(recording, steps[warm:], apart)
     system = _system_of(started.policy)
     lends = regime(system).lends
-    by_age = regime(system).routed(router).oldest_first
-    settled = _settled(requests, steps[0][1])
+    by_age, settled = regime(system).routed(router).oldest_first, _settled(requests, steps[0][1])
     pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=lends)
     costs, seen, awaits_load = _switch_costs(recording)
     scenario = Scenario(
@@ -158,8 +157,7 @@ def from_recording(
         scheduler=scheduler or SchedulerConfig(),
     )
     estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
-    lendable = () if lends else _never_lent(recording)
-    return Recorded(scenario=scenario, step_s=step_s, notes=(*estimated, *lendable))
+    return Recorded(scenario=scenario, step_s=step_s, notes=(*estimated, *(() if lends else _never_lent(recording))))
 
 
 def _training(

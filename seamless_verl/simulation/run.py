@@ -91,9 +91,8 @@ class Simulation:
         self._noise_rng = random.Random(rng.random())
         self.clock = Clock()
         self.fleet = self._make_fleet()
-        self._policy = rules.policy(
-            scenario.scheduler, scenario.batch, rules.update(scenario.batch, scenario.mini_batch)
-        )
+        update = rules.update(scenario.batch, scenario.mini_batch)
+        self._policy = rules.policy(scenario.scheduler, scenario.batch, update)
         self.scheduler = Scheduler(self._policy, _patience(scenario))
         recorded = RecordedScheduler(self.scheduler, record, policy=scenario.system) if record else self.scheduler
         self.driver = Driver(

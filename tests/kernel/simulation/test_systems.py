@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seamless_verl.config import SchedulerConfig
 from seamless_verl.decode_cost import DecodeCost
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe import flight
@@ -176,6 +177,24 @@ def test_tags_decide_what_may_be_lent_and_what_the_limit_is() -> None:
     mixed = simulate(replace(base, pools=(replace(trainers, slices=1), replace(third, slices=1), rollouts)))
     assert mixed.lends > 0
     assert mixed.books.balance == pytest.approx(1.0, abs=1e-9)
+
+
+def test_a_loan_that_must_save_more_is_made_less_often_and_so_it_is_where_few_are_allowed() -> None:
+    """The settings of the policy are those of a live run. With a margin that nothing reaches only the loan is left
+    without which nobody would generate, before the first step."""
+    base = scenario("predictive", steps=12, warm=0)
+
+    def lends(**asked: float) -> int:
+        return simulate(replace(base, scheduler=SchedulerConfig(**asked))).lends
+
+    assert lends() > lends(max_loans_per_step=1) > lends(margin=5.0) >= lends(margin=1000.0) == 1
+
+
+@pytest.mark.parametrize("system", ["greedy", "disaggregated", "staleflow"])
+def test_other_policies_have_no_such_settings(system: str) -> None:
+    shy = SchedulerConfig(margin=1000.0, max_loans_per_step=1)
+    base = scenario(system)
+    assert simulate(replace(base, scheduler=shy)).steps == simulate(base).steps
 
 
 def test_the_best_limit_is_that_of_the_slices_whoever_shares_them() -> None:
