@@ -234,7 +234,7 @@ def sweep(
         leave = waited_s >= limit_s or seen > max(before, 1)
         forced = [process for process in left if leave or seen > before or waited_s >= _patience(process, patience_s)]
         for process in left:
-            shared |= _mapped_files(process.pid)
+            shared |= _mapped_files(process.pid).keys()
         for process in forced if asked else left:
             _send(process, signal.SIGKILL if process in forced else signal.SIGTERM)
         asked = True
@@ -353,19 +353,20 @@ def _remove_shared_memory(files: set[str], since: float) -> None:
                 if found.st_ctime >= since and found.st_uid == os.getuid():
                     files.add(str(candidate))
     files = {file for file in files if Path(file).parent == _SHARED_MEMORY}
-    if files:
-        files -= set().union(*(_mapped_files(process.pid) for process in psutil.process_iter()))
+    in_use = {inode for process in psutil.process_iter() for inode in _mapped_files(process.pid).values()}
     for file in files:
         with contextlib.suppress(OSError):  # gone meanwhile
-            os.unlink(file)
+            if os.stat(file).st_ino not in in_use:
+                os.unlink(file)
 
 
-def _mapped_files(pid: int) -> set[str]:
+def _mapped_files(pid: int) -> dict[str, int]:
+    """Inodes by name: glibc maps a semaphore under another name than the one it leaves in the folder."""
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
-        return set()  # ended meanwhile, or not ours to look into
-    return {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line}
+        return {}  # ended meanwhile, or not ours to look into
+    return {line.split(maxsplit=5)[-1]: int(line.split()[4]) for line in lines if "/dev/shm/" in line}
 
 
 def _reap_orphans() -> None:

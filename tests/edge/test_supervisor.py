@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+import multiprocessing
 import os
 import shutil
 import signal
@@ -299,6 +300,20 @@ def test_shared_memory_of_killed_nccl_ranks_goes_and_that_of_others_stays(segmen
         there = [file.exists() for file in (before, left, used)]
         holder.kill()
     assert there == [True, False, True]
+
+
+def test_semaphores_of_a_run_beside_this_one_stay_and_those_of_the_dead_go():
+    """A process that opens one by its name later, as spawned ones do, would else find none."""
+    since = time.time() - 1.0
+    held = multiprocessing.get_context("spawn").Lock()
+    name = Path("/dev/shm", f"sem.{held._semlock.name.removeprefix('/')}")
+    left = Path("/dev/shm", f"sem.mp-{uuid.uuid4().hex[:8]}")
+    left.touch()
+    try:
+        _remove_shared_memory({str(name), str(left)}, since)
+        assert (name.exists(), left.exists()) == (True, False)
+    finally:
+        left.unlink(missing_ok=True)
 
 
 def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch, tmp_path):
