@@ -6,16 +6,16 @@ Each test ends by looking for what a run must not leave: processes, shared memor
 import contextlib
 import ctypes
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MARK = "SEAMLESS_TEST_MARK"
 PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 2.0
 QUIET = ["trainer.val_before_train=false", "trainer.test_freq=-1"]
 FAST = ["+recipe=arithmetic", *QUIET]
 # The nccl engine of GPU users, which forgives nothing, instead of the CPU platform's.
@@ -59,7 +60,6 @@ class Machine:
     """
 
     started: ClassVar[set[int]] = set()
-    unswept: ClassVar[Path]  # of all tests' processes: from when to when runs without a supervisor went on
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -69,6 +69,9 @@ class Machine:
         self.shared_before = set(os.listdir("/dev/shm"))
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.children_before = set(psutil.Process().children())
+        self.held: set[int] = set()  # inodes in /dev/shm that the run's processes had, as far as they were seen
+        self.over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def start(self, *arguments: str, module: str = "seamless_verl.main", **environment: str) -> subprocess.Popen[str]:
         env = {**os.environ, MARK: self.mark, "SEAMLESS_RUNS": str(self.folder / "runs"), **environment}
@@ -85,14 +88,13 @@ class Machine:
         return process
 
     def run(self, *arguments: str, **settings: str) -> tuple[int, str]:
-        began, note = time.time(), self.unswept / f"unswept-{self.mark}"
-        if "module" in settings:  # verl's own
-            note.write_text(f"{began} inf")
         process = self.start(*arguments, **settings)
         output, _ = process.communicate(timeout=800)
-        if "module" in settings:
-            note.write_text(f"{began} {time.time()}")
         return process.returncode, output
+
+    def _watch(self) -> None:
+        while not self.over.wait(_LOOK_S):
+            self.held |= _mapped_or_open(p for p in psutil.process_iter() if self._is_marked(p.pid))
 
     def runs(self) -> list[Path]:
         return sorted((self.folder / "runs").iterdir())
@@ -116,18 +118,16 @@ class Machine:
 
     def _shared_and_unheld(self) -> list[str]:
         """Shared memory made since the start that no process holds; what a living one holds, or a living run has
-        published, is not ours, since ours are gone, but of a test beside this one. Nor is a semaphore that was made
-        while a run under verl's own entry point went on, which leaves its own."""
+        published, is not ours, since ours are gone, but of a test beside this one. Of semaphores, whose names tell
+        nothing, those that processes of ours were seen to hold: tests beside this one kill processes that leave theirs.
+        """
         left = []
-        unswept = [file.read_text().split() for file in self.unswept.glob("unswept-*")]
         for name in set(os.listdir("/dev/shm")) - self.shared_before:
             with contextlib.suppress(FileNotFoundError):
+                inode = os.stat(Path("/dev/shm", name)).st_ino
                 of_a_run = name.startswith(WEIGHTS.name) and _lives(name.removeprefix(WEIGHTS.name))
-                found = os.stat(Path("/dev/shm", name))
-                made = found.st_mtime if name.startswith("sem.mp-") else math.inf
-                of_verls = any(float(began) <= made <= float(ended) for began, ended in unswept)
-                beside = name.startswith("sem.mp-")  # runs of other tests make them, too
-                if not of_a_run and not of_verls and not beside and found.st_ino not in _mapped_or_open():
+                of_others = name.startswith("sem.mp-") and inode not in self.held
+                if not of_a_run and not of_others and inode not in _mapped_or_open(psutil.process_iter()):
                     left.append(name)
         return left
 
@@ -149,10 +149,10 @@ def _lives(run_id: str) -> bool:
     return any(_has(process.pid, f"{RUN_ID}={run_id}") for process in psutil.process_iter())
 
 
-def _mapped_or_open() -> set[int]:
+def _mapped_or_open(processes: Iterable[psutil.Process]) -> set[int]:
     """Inodes: glibc maps a semaphore under another name than the one it leaves in the folder."""
     found = set()
-    for process in psutil.process_iter():
+    for process in processes:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             found |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
@@ -164,11 +164,10 @@ def _mapped_or_open() -> set[int]:
 
 
 @pytest.fixture
-def machine(tmp_path, tmp_path_factory) -> Iterator[Machine]:
-    base = tmp_path_factory.getbasetemp()
-    Machine.unswept = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+def machine(tmp_path) -> Iterator[Machine]:
     machine = Machine(tmp_path)
     yield machine
+    machine.over.set()
     for process in machine.processes():  # only what a failed test left; the assertions are the tests' own
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
