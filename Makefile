@@ -27,8 +27,8 @@ demo: $(READY) ## install what is pinned, then run the main job on the CPU (abou
 	$(BIN)/python -m seamless_verl.main +recipe=swe
 
 test: $(READY) ## every check and every test tier (STACK=newest: on the newest set)
-	$(MAKE) -j 2 model lint types $(CLIENTS)/.ready test-kernel # the model takes one core
-	$(MAKE) test-edge test-e2e
+	$(MAKE) -j 2 model lint types $(CLIENTS)/.ready
+	$(MAKE) test-kernel test-edge test-e2e
 
 test-newest: ## on the newest set: pure tests, contracts, one run that lends
 	$(MAKE) STACK=newest test-kernel test-contract test-lending

@@ -85,7 +85,7 @@ class Round:
 
 
 class LeastRequestsEveryTurn:
-    """Made a subclass of verl's balancer by `_routers`; the place of the last turn is forgotten."""
+    """Goes before verl's balancer (`Replicas`): the place of the last turn is forgotten."""
 
     def acquire_server(self, request_id: str) -> Any:
         self._request_id_to_server.pop(request_id, None)  # type: ignore[attr-defined]

@@ -368,6 +368,7 @@ def test_ctrl_c_ends_one_run_and_a_dead_replica_the_other_each_without_harm_to_i
         for process in (steady, interrupted):
             process.kill()
     other.assert_nothing_left()
+    other.over.set()
     machine.assert_nothing_left()
 
 

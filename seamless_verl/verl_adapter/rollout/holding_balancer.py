@@ -200,8 +200,9 @@ class CacheAwareBalancer(HoldingBalancer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._residents = Residents()
-        self._groups: LRUCache[str, str] = LRUCache(maxsize=self._request_id_to_server.maxsize)
-        self._over: LRUCache[str, bool] = LRUCache(maxsize=self._request_id_to_server.maxsize)
+        size = self._request_id_to_server.maxsize
+        self._askers: LRUCache[str, tuple[str, str]] = LRUCache(maxsize=size)  # conversation -> group, rollout worker
+        self._over: LRUCache[str, bool] = LRUCache(maxsize=size)
         self._paces: dict[str, EnginePace] = {}
         self._learned = -math.inf
 
@@ -216,7 +217,7 @@ class CacheAwareBalancer(HoldingBalancer):
         Args:
             group: whose prompt it is; conversations of one group begin with the same tokens.
         """
-        self._groups[request_id] = group
+        self._askers[request_id] = (group, named.get("worker", ""))
         return await super().acquire_server(request_id, context_tokens, **named)
 
     def conversations_over(self, request_ids: list[str]) -> None:
@@ -224,6 +225,10 @@ class CacheAwareBalancer(HoldingBalancer):
         self._residents.over(request_ids)
         self._over.update(dict.fromkeys(request_ids, True))
         self._route()
+
+    def worker_died(self, worker: str) -> None:
+        super().worker_died(worker)
+        self.conversations_over([name for name, (_, asker) in self._askers.items() if asker == worker])
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         super().release_server(server_id, request_id)
@@ -257,12 +262,13 @@ class CacheAwareBalancer(HoldingBalancer):
         return lambda conversation: (replica, conversation) in self._running
 
     def _near(self, conversation: str) -> str:
-        return self._residents.near(conversation, self._groups.get(conversation, ""))
+        return self._residents.near(conversation, self._askers.get(conversation, ("", ""))[0])
 
     def _seat(self, request_id: str, attempt: Attempt) -> tuple[str, Any]:
         server_id, handle = super()._seat(request_id, attempt)
         if request_id not in self._over:  # else whoever asked has left meanwhile, and gives its seat back
-            self._residents.placed(request_id, self._groups.get(request_id, ""), server_id, attempt.tokens)
+            group, _ = self._askers.get(request_id, ("", ""))
+            self._residents.placed(request_id, group, server_id, attempt.tokens)
         return server_id, handle
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:

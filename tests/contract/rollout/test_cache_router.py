@@ -77,6 +77,19 @@ async def test_who_left_while_it_waited_keeps_no_room():
     assert await seated(ask(made, "next", 500), ask(made, "one more", 400)) == ["a", "a"]
 
 
+async def test_the_sessions_of_a_dead_rollout_worker_keep_no_room():
+    made = await learned(a=Server())
+    await made.acquire_server("lives", context_tokens=100, worker="w1")
+    for name in ("one", "two"):
+        await made.acquire_server(name, context_tokens=350, worker="w2")
+        made.release_server("a", name)  # their agents use tools, and will not come back
+    waits = ask(made, "new", 400)
+    await asyncio.sleep(0.01)
+    assert not waits.done()
+    made.worker_died("w2")
+    assert await seated(waits) == ["a"]
+
+
 async def test_where_prefilling_is_cheap_it_does_not_wait():
     made = await learned(a=Server(EnginePace(decode=DEAR.decode, prefill_s_per_token=0.0)))
     assert await seated(ask(made, "old", 500), ask(made, "older", 300), ask(made, "new", 200)) == ["a"] * 3
