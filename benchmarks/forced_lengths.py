@@ -55,9 +55,8 @@ class GradedForcedLengthAgentLoop(ForcedLengthAgentLoop):
         answer = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
         output.reward_score = compute_score("", answer, kwargs["reward_model"]["ground_truth"])
         output.extra_fields["reward_extra_info"] = {}
-        output.extra_fields[ROW_FIELD]["digest"] = row_digest(
-            output.prompt_ids, ids, output.response_mask, output.response_logprobs
-        )
+        if stamp := output.extra_fields.get(ROW_FIELD):  # none under verl's own trainers
+            stamp["digest"] = row_digest(output.prompt_ids, ids, output.response_mask, output.response_logprobs)
         return output
 
 

@@ -27,7 +27,7 @@ from benchmarks.forced_lengths import write_graded
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 
-_ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 ETAS = (0, 1, 2, 3)
 SEEDS, STEPS = 3, 16
 # The run fills its pipeline in these; with a bound above 0 the first batch alone pays for the groups ahead.
@@ -94,9 +94,9 @@ def finished(folder: Path, *arguments: str) -> Measured:
     Raises:
         RuntimeError: it did not end well, or a row was not what the engine returned.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "seamless_verl.main", *arguments, f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return _read(folder)
