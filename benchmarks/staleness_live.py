@@ -33,6 +33,7 @@ SEEDS, STEPS = 3, 16
 # The run fills its pipeline in these; with a bound above 0 the first batch alone pays for the groups ahead.
 _LEFT_OUT = 4
 BATCH, ROLLOUTS, LONGEST = 8, 8, 256
+_KL = "rollout_corr/k3_kl"
 _RESOURCES = (
     "seamless.resources=[{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: [train]},"
     "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
@@ -48,7 +49,8 @@ class Measured:
         tokens: generated tokens of the rows trained.
         rewards: mean over the rows.
         lags: rows per staleness, over all steps.
-        kl: of the trainer's policy to the one that generated, verl's k3 estimate (``rollout_corr/k3_kl``).
+        kl: of the trainer's policy to the one that generated, verl's k3 estimate; nothing where
+            the trainer takes the rollout's log-probs for its own (``bypass_mode``).
     """
 
     step_s: list[float]
@@ -141,7 +143,7 @@ def _read(folder: Path) -> Measured:
         tokens=[sum(event.response_tokens) for event in trained],
         rewards=[step["reward"] for step in steps],
         lags={str(lag): count for lag, count in sorted(lags.items())},
-        kl=[step["rollout_corr/k3_kl"] for step in metrics],
+        kl=[step[_KL] for step in metrics if _KL in step],
     )
 
 
