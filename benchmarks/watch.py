@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import httpx
 import psutil
 
 from benchmarks.records import Record, arguments, report
-from seamless_verl.observe.flight import RunStarted, SessionEnded, StepBegan, StepEnded
+from seamless_verl.observe.flight import RequestEnded, RequestStarted, RunStarted, SessionEnded, StepBegan, StepEnded
 from seamless_verl.observe.page.words import quantile
 from seamless_verl.observe.recording import FLIGHT, FlightHeader, encode_event, encode_header
 from seamless_verl.observe.reporter import STEPS, StepReport, as_record
@@ -45,6 +45,7 @@ from seamless_verl.trajectory.tree import SessionTree
 _ROLLOUTS = 8
 _TURNS, _GIVEN, _GENERATED = 10, 200, 60  # turns of an attempt, tokens of each
 _KEPT_BYTES = 256 << 20
+_FOLLOWED_S, _ATTEMPTS_PER_S, _LOOKS_S = 30, 40, 2.0  # 4,096 attempts in 100 s; as often as the page of steps looks
 _HEADER = FlightHeader(writer="generated", clock_s=0.0, wall_s=1.7e9)
 
 
@@ -193,6 +194,35 @@ def behind(http: httpx.Client, run: Path, at: str, steps: int, attempts: int) ->
         time.sleep(0.05)
 
 
+def followed(http: httpx.Client, run: Path, at: str, server: psutil.Process, steps: int) -> list[Record]:
+    """Share of a core while the recording grows as that of a run, and the list of steps is on the screen."""
+    rng, asked, number = random.Random(4), 0.0, 0
+    before, began = sum(server.cpu_times()[:2]), time.monotonic()
+    with (run / FLIGHT / "generated.jsonl").open("a") as recording:
+        while (now := time.monotonic() - began) < _FOLLOWED_S:
+            while number < now * _ATTEMPTS_PER_S:
+                number += 1
+                recording.writelines(_attempt(steps, 1_000_000 + number, rng))
+            recording.flush()
+            if now >= asked:
+                timed(http, f"{at}/steps")
+                asked += _LOOKS_S
+            time.sleep(0.05)
+    share = (sum(server.cpu_times()[:2]) - before) / (time.monotonic() - began)
+    name = f"server while {_ATTEMPTS_PER_S} attempts of {_TURNS} turns end each second, looked at every {_LOOKS_S:g} s"
+    return [Record(name=name, value=100 * share, unit="% of a core", bar="<= 1", holds=share <= 0.01)]
+
+
+def _attempt(step: int, number: int, rng: random.Random) -> Iterator[str]:
+    """Lines of a recording: its requests and its end."""
+    ended = _ended(step, number, rng)
+    for turn in range(_TURNS):
+        which: dict[str, Any] = {"at": ended.at, "request": f"{number}-{turn}", "slice": "rollouts/0"}
+        yield encode_event(RequestStarted(**which, prompt_tokens=400, session=ended.session)) + "\n"
+        yield encode_event(RequestEnded(**which, tokens=60, finish="completed", cached_tokens=300)) + "\n"
+    yield encode_event(ended) + "\n"
+
+
 def measure(run: Path, steps: int, attempts: int, repeats: int) -> list[Record]:
     command = [sys.executable, "-m", "seamless_verl.cli", "watch", str(run), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -218,6 +248,7 @@ def measure(run: Path, steps: int, attempts: int, repeats: int) -> list[Record]:
                         holds=late_s <= 2,
                     )
                 )
+                found += followed(http, run, at, psutil.Process(server.pid), steps)
                 used = psutil.Process(server.pid).memory_info().rss / 2**20
                 found.append(
                     Record(name="memory of the server", value=used, unit="MiB", bar="<= 500 MB", holds=used <= 476)

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Rows = Sequence[Ids]
+_TOKEN = 24_576
+"""What a token takes, where ``n`` take ``n**2`` for attention, in a model of 7B (verl's ``calculate_workload``)."""
 
 
 class Stretch(NamedTuple):
@@ -158,9 +160,10 @@ def micro_batches(
 
 
 def deal(groups: Sequence[str], shared: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows to ranks, equally many to each: groups whole where there is room, ranks even in distinct tokens.
+    """Rows to ranks, equally many to each: groups whole where there is room, ranks even in what they compute.
 
-    The largest group goes first, to the rank with the fewest tokens so far among those that have room for all of it.
+    That is distinct tokens and their attention, as verl weighs them. The largest group goes first, to the rank with the
+    least so far among those that have room for all of it.
 
     Args:
         groups: of each row; their number is a multiple of ``ranks``.
@@ -175,8 +178,11 @@ def deal(groups: Sequence[str], shared: Sequence[int], lengths: Sequence[int], r
     for row in sorted(range(len(groups)), key=lambda row: lengths[row]):
         members.setdefault(groups[row], []).append(row)
 
+    def below(end: int, begin: int) -> int:
+        return _TOKEN * (end - begin) + end**2 - begin**2
+
     def cost(rows: Sequence[int]) -> int:
-        return max(shared[row] for row in rows) + sum(lengths[row] - shared[row] for row in rows)
+        return below(max(shared[row] for row in rows), 0) + sum(below(lengths[row], shared[row]) for row in rows)
 
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks

@@ -19,18 +19,14 @@ from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, divisor
 
 _WORKLOADS = {"constant": Constant, "lognormal": LogNormal, "bimodal": Bimodal, "agentic": Agentic}
-_SIMPLE = {
-    "scheduler.policy": ("system", str),
-    "staleness.eta": ("eta", int),
-    "staleness.in_flight": ("in_flight", float),
-    "data.train_batch_size": ("batch", int),
-    "actor.ppo_mini_batch_size": ("mini_batch", int),
-    "rollout.n": ("attempts", int),
-    "steps": ("steps", int),
-    "seed": ("seed", int),
+_WHOLE = {  # field, least, most
+    "staleness.eta": ("eta", 0, 100),
+    "data.train_batch_size": ("batch", 1, 100_000),
+    "actor.ppo_mini_batch_size": ("mini_batch", 1, 100_000),
+    "rollout.n": ("attempts", 1, 10_000),
+    "steps": ("steps", 1, 100_000),
+    "seed": ("seed", 0, 1 << 32),
 }
-_LEAST = {"eta": 0, "batch": 1, "mini_batch": 1, "attempts": 1, "steps": 1, "seed": 0}
-_MOST = {"eta": 100, "batch": 100_000, "attempts": 10_000, "steps": 100_000}
 _SHARES = ("shared", "long_share")
 _WIDEST = 5.0  # standard deviation of a logarithm: a factor of 150 at one sigma
 _MAY_BE_ZERO = ("prompt", "observation", "answer_sigma", "tool_sigma")
@@ -64,13 +60,15 @@ _NESTED = {
     "scheduler": SchedulerConfig,
 }
 _FIELDS = {f"{name}.{field.name}": str(field.type) for name, kind in _NESTED.items() for field in fields(kind)}
-# Simulated engines know what a decode step costs, `_SIMPLE` has the policy, and no weights are loaded.
+# Simulated engines know what a decode step costs, a policy may be a rival's, and no weights are loaded.
 for _elsewhere in ("router.cost", "scheduler.policy", "scheduler.check_weights"):
     del _FIELDS[_elsewhere]
 _KINDS = {kind.__name__: kind for kind in (int, str, bool)}  # else float
 _SLICE_SIZE = "rollout.tensor_model_parallel_size"
 KEYS = (
-    *_SIMPLE,
+    "scheduler.policy",
+    "staleness.in_flight",
+    *_WHOLE,
     _SLICE_SIZE,
     "resources",
     "workload",
@@ -114,15 +112,15 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
 
 
 def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> None:
-    if key in _SIMPLE:
-        name, kind = _SIMPLE[key]
-        value = changes[name] = _read(key, text, kind)
-        if name == "system":
-            changes[name] = LIVE_NAMES.get(text, text)
-        elif name in _LEAST and value < _LEAST[name]:
-            raise ConfigError(key, text, "is too small", f"write {_LEAST[name]} or more")
-        elif name in _MOST and value > _MOST[name]:
-            raise ConfigError(key, text, "is more than can be simulated", f"write {_MOST[name]} or less")
+    if key == "scheduler.policy":
+        changes["system"] = LIVE_NAMES.get(text, text)
+    elif key == "staleness.in_flight":
+        changes["in_flight"] = _read(key, text, float)
+    elif key in _WHOLE:
+        name, least, most = _WHOLE[key]
+        changes[name] = _read(key, text, int)
+        if not least <= changes[name] <= most:
+            raise ConfigError(key, text, "cannot be simulated", f"write a number from {least} to {most}")
     elif key == "resources":
         changes["pools"] = _pools(base, text)
     elif key == "workload":

@@ -1,6 +1,6 @@
 """Where the time of each attempt went, and which of the GPUs' idle seconds fall on it. Pure.
 
-    requests of the attempt  ──► model ▏held up ▏agent        (in this order where several hold at once)
+    requests of the attempt  ──► model ▏queue ▏held up ▏agent     (in this order where several hold at once)
     idle devices / attempts under way, moment by moment  ──► its share of idle device-seconds
 
 A device that has nothing to do waits for what agents are about to ask or to finish. So each moment of idle time is
@@ -58,9 +58,9 @@ class AttemptTimes:
     """Of every attempt that the recording knows, those under way included."""
 
     def __init__(self, run: RunDigest) -> None:
-        self._requests, self._held = _requests(run)
+        self._requests, self._queued, self._held = _requests(run)
         self.tells_requests = bool(self._requests)
-        self._spans = {s: (r[0][0], run.span_s) for s, r in self._requests.items() if r}  # not ended yet
+        self._spans = {s: (min(spans)[0], run.span_s) for s, spans in self._queued.items()}  # not ended yet
         for event in run.recording.events:
             if isinstance(event, flight.SessionEnded):
                 self._spans[event.session] = max(0.0, event.at - event.seconds), event.at
@@ -86,9 +86,11 @@ class AttemptTimes:
         began, ended = self._spans[session]
         seconds = ended - began
         model = union(self._requests.get(session, ()))
-        held = _without(union(self._held.get(session, ())), model)
-        spent = [("model", _total(model)), ("held up", _total(held))]
-        spans = [("model", *span) for span in model] + [("held up", *span) for span in held]
+        queued = _without(union(self._queued.get(session, ())), model)
+        held = _without(union(self._held.get(session, ())), union([*model, *queued]))
+        each = {"model": model, "queue": queued, "held up": held}
+        spent = [(what, _total(intervals)) for what, intervals in each.items()]
+        spans = [(what, *span) for what, intervals in each.items() for span in intervals]
         rest = max(0.0, seconds - sum(value for _, value in spent))
         return {
             "seconds": seconds,
@@ -127,24 +129,30 @@ class AttemptTimes:
         return {pool: shares.at(ended) - shares.at(began) for pool, shares in self._shares.items()}
 
 
-def _requests(run: RunDigest) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[tuple[float, float]]]]:
-    """By session: when a replica had a request of it, and when an interrupted one waited to go on."""
+_Spans = defaultdict[str, list[tuple[float, float]]]
+
+
+def _requests(run: RunDigest) -> tuple[_Spans, _Spans, _Spans]:
+    """By session: when a replica generated for it, when a request of it waited for a replica or its first token, and
+    when an interrupted one waited to go on."""
     out: dict[str, flight.RequestStarted] = {}
-    had: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    held: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    had, queued, held = _Spans(list), _Spans(list), _Spans(list)
     since: dict[str, float] = {}  # session -> when its latest request was interrupted
     for event in run.recording.events:
         if isinstance(event, flight.RequestStarted) and event.session:
             out[event.request] = event
+            queued[event.session].append((event.at - event.waited_s, event.at))
             if event.resumed and event.session in since:
-                held[event.session].append((since.pop(event.session), event.at))
+                held[event.session].append((since.pop(event.session), event.at - event.waited_s))
         elif isinstance(event, flight.RequestEnded) and (start := out.pop(event.request, None)) is not None:
-            had[start.session].append((start.at, event.at))
+            first = start.at + (event.first_token_s or 0.0)
+            queued[start.session].append((start.at, first))
+            had[start.session].append((first, event.at))
             if event.finish in _INTERRUPTED:
                 since[start.session] = event.at
     for start in out.values():
         had[start.session].append((start.at, run.span_s))
-    return {session: sorted(spans) for session, spans in had.items()}, held
+    return had, queued, held
 
 
 def _without(intervals: Intervals, taken: Intervals) -> list[tuple[float, float]]:

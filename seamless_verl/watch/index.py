@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -27,8 +28,10 @@ from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, file
 
 INDEX = "watch.sqlite"
 _VERSION = 5
-_MOST_KEPT = 25  # sessions per update
-_MOST_BYTES = 1 << 22  # per update, so that a click is answered while a large run is still being read
+_MOST_KEPT = 25  # sessions, and bytes of a file: between two looks at the clock
+_MOST_BYTES = 1 << 18
+_SHARE = 0.01  # of the time, for the summary of a step that changes all the time
+_UPDATE_S = 0.2  # so that a click is answered while a large run is still being read
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
@@ -73,7 +76,10 @@ class RunIndex:
         self._open_sessions: dict[str, dict[str, int]] = {}
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
-        self._budget = self._unread = 0
+        self._counted: dict[int | None, tuple[dict[str, Any], float]] = {}  # summaries, and when to make them again
+        self._most = self._unread = 0
+        self._goes_on = False  # there is more in the file that was read last
+        self._has_read = False  # in this update
         self.is_behind = True
 
     def close(self) -> None:
@@ -92,18 +98,22 @@ class RunIndex:
         if any(file.exists() and file.stat().st_size < mark for file, mark in self._marks()):
             self._lost = {None, *self.steps()}
             self._begin_anew()
-        self.is_behind, self._budget = False, _MOST_BYTES
+        self.is_behind, self._most = False, _MOST_BYTES
         self._groups = set()
+        grow = ((self._place / FLIGHT, ("*.jsonl",), self._read_recording),)
+        grow += ((self._place, ROW_FILES, self._read_rows), (self._place, KEPT_FILES, self._read_kept))
         self._db.execute("BEGIN")
         try:
-            for file in files_of(self._place / FLIGHT, ("*.jsonl",)):
-                self._guarded(file, self._read_recording)
-            for file in files_of(self._place, ROW_FILES):
-                self._guarded(file, self._read_rows)
-            for file in files_of(self._place, KEPT_FILES):
-                self._guarded(file, self._read_kept)
             for file in files_of(self._place, JOURNALS):
                 self._guarded(file, self._read_journal)
+            self._has_read, until = False, time.monotonic() + _UPDATE_S
+            for file, read in ((file, read) for place, names, read in grow for file in files_of(place, names)):
+                more = self._guarded(file, read)
+                while more and time.monotonic() < until:
+                    more = self._guarded(file, read)
+                self.is_behind |= more
+                if self._has_read and time.monotonic() >= until:
+                    self._most = 0  # of the others only whether there is something
             return self._changed()
         finally:
             self._db.execute("COMMIT")
@@ -122,24 +132,29 @@ class RunIndex:
         return {None, *(step for (step,) in found)}
 
     def summary(self, step: int | None) -> dict[str, Any] | None:
-        """What `keep_summary` was given last; ``None``: attempts of the step have changed since."""
+        """What `keep_summary` was given last; ``None``: attempts of the step have changed since, make it anew."""
         row = self._db.execute("SELECT told FROM summaries WHERE step = ?", (_number(step),)).fetchone()
-        return json.loads(row[0]) if row is not None else None
+        told, again = self._counted.get(step, (None, 0.0))
+        return json.loads(row[0]) if row is not None else told if time.monotonic() < again else None
 
-    def keep_summary(self, step: int | None, told: dict[str, Any]) -> None:
-        self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
+    def keep_summary(self, step: int | None, told: dict[str, Any], *, took_s: float, lasts: bool) -> None:
+        """``lasts``: it stays as it is while the attempts do."""
+        self._counted[step] = told, time.monotonic() + took_s / _SHARE
+        if lasts:
+            self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
 
     def problems(self) -> list[tuple[str, str]]:
         """Files that could not be read, or not all lines of which, and why."""
         found = self._db.execute("SELECT file, problem, unread FROM sources WHERE problem != '' OR unread")
         return [(file, "; ".join(filter(None, (problem, _unread(unread))))) for file, problem, unread in found]
 
-    def _guarded(self, file: Path, read: Any) -> None:
+    def _guarded(self, file: Path, read: Any) -> bool:
+        """Whether there is more in it."""
         name = str(file.relative_to(self._place))
         asked = "SELECT mark, problem, changed_ns, unread FROM sources WHERE file = ?"
         known = self._db.execute(asked, (name,)).fetchone()
         mark, problem, changed_ns, unread = known or (0, "", 0, 0)
-        self._unread = 0
+        self._unread, self._goes_on = 0, False
         try:
             now_ns = file.stat().st_mtime_ns
             if read == self._read_rows and mark and changed_ns != now_ns:
@@ -150,13 +165,14 @@ class RunIndex:
             problem = f"{type(error).__name__}: {error}"
         unread += self._unread
         if (mark, problem, changed_ns, unread) != known:
+            self._has_read = True
             values = (name, mark, problem, changed_ns, unread)
             self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", values)
+        return self._goes_on
 
     def _new_lines(self, file: Path, mark: int) -> readers.Lines:
-        found = readers.new_lines(file, mark, self._budget)
-        self._budget -= found.end - mark
-        self.is_behind |= found.is_part
+        found = readers.new_lines(file, mark, self._most)
+        self._goes_on = found.is_part
         return found
 
     def _read_recording(self, file: Path, name: str, mark: int) -> int:
@@ -167,11 +183,10 @@ class RunIndex:
         return found.end
 
     def _read_rows(self, file: Path, name: str, mark: int) -> int:
-        if not mark and self._budget > 0 and (rows := readers.closed_session(file)):
+        if not mark and self._most and (rows := readers.closed_session(file)):
             self._put([readers.facts_of_rows(rows)], name)
             size = file.stat().st_size
             self._unread += max(0, sum(1 for line in file.read_bytes().splitlines() if line.strip()) - len(rows))
-            self._budget -= size
             return size
         found = self._new_lines(file, mark)
         self._put_texts(list(readers.trained_texts(found)), name)
@@ -180,9 +195,10 @@ class RunIndex:
 
     def _read_kept(self, file: Path, name: str, mark: int) -> int:
         with readers.journal(file, self.scratch) as db:
-            new = db.execute("SELECT number, id FROM kept WHERE number > ? ORDER BY number LIMIT ?", (mark, _MOST_KEPT))
-            numbers = {session: number for number, session in new}
-            self.is_behind |= len(numbers) == _MOST_KEPT
+            asked = "SELECT id, number FROM kept WHERE number > ? ORDER BY number LIMIT ?"
+            new = db.execute(asked, (mark, _MOST_KEPT + 1)).fetchall()
+            numbers = dict(new[: _MOST_KEPT if self._most else 0])
+            self._goes_on = len(new) > len(numbers)
             self._put(readers.kept_sessions(db, frozenset(numbers)), name)
             if numbers:  # else they may have left the file meanwhile
                 there = {session for (session,) in db.execute("SELECT id FROM kept")}

@@ -32,6 +32,7 @@ def _opened(where: Path, schema: str, version: int) -> sqlite3.Connection:
             db = _connect(where)
             db.executescript(schema)
         db.execute("PRAGMA synchronous = OFF")  # it can be made again
+        db.execute("PRAGMA cache_size = -65536")  # KiB
         # Held from here on, so that another server of this run makes an index of its own.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("BEGIN EXCLUSIVE")

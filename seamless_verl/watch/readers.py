@@ -104,9 +104,9 @@ class Lines:
 
 
 def new_lines(file: Path, start: int, most: int = _MOST_BYTES) -> Lines:
-    """About ``most`` bytes, but one line at least, however long; nothing where ``most`` is not above 0."""
+    """About ``most`` bytes, but one line at least, however long; nothing where ``most`` is 0."""
     size = file.stat().st_size
-    if size <= start or most <= 0:
+    if size <= start or not most:
         return Lines(end=start, is_part=size > start)
     with file.open("rb") as stream:
         stream.seek(start)

@@ -354,15 +354,15 @@ class Watched:
         self, index: RunIndex, steps: Sequence[int | None], records: Mapping[int, Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """A line per step. Those whose attempts have changed are counted anew, for as long as `_COUNT_S`."""
-        until = time.monotonic() + _COUNT_S
-        found = []
+        until, found = time.monotonic() + _COUNT_S, []
         for step in steps:
             told = index.summary(step)
             name = watched_groups.NO_STEP if step is None else step
             if told is None and time.monotonic() < until:
+                began = time.thread_time()
                 told = watched_groups.summary(name, index.attempts(step=step), self._now())
-                if "under way" not in told["flags"]:  # what is silent changes by itself
-                    index.keep_summary(step, told)
+                lasts = "under way" not in told["flags"]  # what is silent changes by itself
+                index.keep_summary(step, told, took_s=time.thread_time() - began, lasts=lasts)
             record = records.get(step, {}) if step is not None else {}
             found.append(watched_groups.with_record(told or watched_groups.uncounted(name), record))
         return found

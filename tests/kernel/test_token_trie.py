@@ -132,6 +132,11 @@ def test_groups_stay_whole_and_ranks_even_in_distinct_tokens() -> None:
     assert [{groups[row] for row in rows} for rows in dealt] == [{"a", "d"}, {"b", "c"}]
 
 
+def test_ranks_are_even_in_attention_too() -> None:
+    lengths = [60_000, 40_000, 30_000, 20_000, 10_000, 5_000]  # in tokens alone the first would be with the fourth
+    assert deal(list("abcdef"), [1] * 6, lengths, 2) == [[0, 4, 5], [1, 2, 3]]
+
+
 def test_a_group_is_parted_only_where_no_rank_has_room() -> None:
     dealt = deal(list("aaab"), [9, 9, 9, 1], [10, 11, 12, 2], 2)
     assert sorted(map(sorted, dealt)) == [[0, 1], [2, 3]]

@@ -34,6 +34,8 @@ from seamless_verl.scheduling.events import (
 )
 from seamless_verl.scheduling.slices import SliceId, Tag
 
+FIRST_TOKEN = "seamless_first_token_s"
+"""Among the extra fields of a replica's output: seconds from when it had the request."""
 _MOST = 100_000  # a trainer that does not come back costs forecasts, not memory
 
 _session: ContextVar[tuple[str, str] | None] = ContextVar("scheduled_session", default=None)
@@ -253,6 +255,7 @@ class ReplicaCall:
         self._prompt_tokens = prompt_tokens
         self._resumed = resumed
         self._request = uuid.uuid4().hex
+        self._asked = recorder.now()
         self.engine_name = ""
         self.address: str | None = None
         self.server: Any = None
@@ -282,14 +285,16 @@ class ReplicaCall:
         """The replica that it runs on from now on."""
         self.address, self.server = address, server
         request_log.started(self._request, self._request_id, address, self._prompt_tokens)
+        now = self._recorder.now()
         self._recorder.record(
             flight.RequestStarted(
-                at=self._recorder.now(),
+                at=now,
                 request=self._request,
                 slice=address,
                 prompt_tokens=self._prompt_tokens,
                 resumed=self._resumed,
                 session=self._request_id,
+                waited_s=now - self._asked,
             )
         )
 
@@ -310,6 +315,7 @@ class ReplicaCall:
                 finish=failure or (str(output.stop_reason) if output is not None else "replica_died"),
                 cached_tokens=extra.get("num_cached_tokens"),
                 version=extra.get("global_steps"),
+                first_token_s=extra.pop(FIRST_TOKEN, None),
             )
         )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
+
+from cachetools import LRUCache
 
 from seamless_verl.decode_cost import EngineStep
 
 _LATEST = 2048
+_MOST_REQUESTS = 10_000
 
 
 class EngineSteps:
@@ -18,10 +22,12 @@ class EngineSteps:
 
     Attributes:
         latest: of the last steps, the newest last.
+        first_tokens: request, by the name that it came with -> when its first token was there (monotonic clock).
     """
 
     def __init__(self, processor: Any) -> None:
         self.latest: deque[EngineStep] = deque(maxlen=_LATEST)
+        self.first_tokens: LRUCache[str, float] = LRUCache(maxsize=_MOST_REQUESTS)
         self._at = 0.0  # when the step was done whose tokens come
         self._after: float | None = None  # when the one before it was; None: there were no requests
         self._running = self._begun = self._prefilled = 0
@@ -39,6 +45,8 @@ class EngineSteps:
         for output in outputs:
             self._running += bool(output.new_token_ids)
             if output.prefill_stats is not None:
+                if state := self._processor.request_states.get(output.request_id):
+                    self.first_tokens[state.external_req_id] = time.monotonic()
                 self._begun += 1
                 self._prefilled += output.prefill_stats.num_computed_tokens
         done = self._process(outputs, timestamp, *args, **kwargs)

@@ -13,6 +13,7 @@ cores to be running for good and the next drain times out (verl #7511). A first 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from seamless_verl.decode_cost import EnginePace, measured_pace
 from seamless_verl.verl_adapter.cpu.cpu_device import name_device
+from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN
 from seamless_verl.verl_adapter.vllm.engine_death import EngineNotStarted
 from seamless_verl.verl_adapter.vllm.engine_steps import EngineSteps
 
@@ -112,8 +114,12 @@ class InterruptibleServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
     ) -> TokenOutput:
+        began = time.monotonic()
         try:
-            return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+            output = await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+            if self._steps and (at := self._steps.first_tokens.pop(request_id, None)):
+                output.extra_fields[FIRST_TOKEN] = at - began
+            return output
         finally:
             self._on_their_way.discard(request_id)  # refused or cancelled before the engine had it
             self._ended.pop(request_id, None)

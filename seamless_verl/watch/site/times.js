@@ -4,11 +4,12 @@ import { ask, duration, el, link, part, percent } from "./dom.js";
 import { stack } from "./compare.js";
 
 const PARTS = {
-  model: "a replica had a request of it; its place in the replica's queue counts here, for verl does not tell it apart",
+  model: "a replica generated for it",
+  queue: "a request of it waited for a replica to be chosen, in the replica's queue, or for its prompt to be computed; recordings of earlier versions do not tell this apart from the model",
   "held up": "an answer had been interrupted by new weights or a reclaim and waited to go on",
-  agent: "the rest: tools, sandbox, the agent's own work, and waiting for a replica to be chosen",
+  agent: "the rest: tools, sandbox, and the agent's own work",
 };
-const COLOURS = { model: "c-generate", "held up": "c-switch", agent: "c-wait-data" };
+const COLOURS = { model: "c-generate", queue: "c-prefill-again", "held up": "c-switch", agent: "c-wait-data" };
 
 // A place on the page that fills itself, and looks again now and then: the whole recording is read less often than the
 // rest. It stays from one drawing to the next.

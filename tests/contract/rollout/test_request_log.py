@@ -1,12 +1,15 @@
 """What a rollout worker tells the trainer's scheduler about its requests."""
 
 import asyncio
+import time
 from pathlib import Path
+
+from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import FLIGHT, FlightRecorder, read_recording
 from seamless_verl.scheduling.events import Ending, RequestFinished, RequestStarted, SessionFinished, SliceFailed
-from seamless_verl.verl_adapter.rollout.request_log import ReplicaCall, RequestLog
+from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN, ReplicaCall, RequestLog
 
 
 async def test_requests_belong_to_the_session_that_asks_or_that_was_named():
@@ -91,3 +94,19 @@ def test_the_recording_says_which_attempt_a_request_was_for(tmp_path: Path) -> N
     recorder.close()
     started = next(e for e in read_recording(tmp_path / FLIGHT).events if isinstance(e, flight.RequestStarted))
     assert (started.session, started.resumed) == ("session-1", True)
+
+
+def test_the_recording_says_how_long_a_request_waited_and_the_agent_loop_is_not_told(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, "rollout")
+    output = TokenOutput(token_ids=[1, 2], stop_reason="completed", extra_fields={FIRST_TOKEN: 0.25, "others": 1})
+    with (call := ReplicaCall(recorder, "session-1", prompt_tokens=3, resumed=False)).recorded():
+        time.sleep(0.05)  # for a replica to be chosen
+        call.routed("a:1")
+        call.answered(output)
+    recorder.close()
+    events = read_recording(tmp_path / FLIGHT).events
+    (started,) = [event for event in events if isinstance(event, flight.RequestStarted)]
+    (ended,) = [event for event in events if isinstance(event, flight.RequestEnded)]
+    assert 0.05 <= started.waited_s < 10
+    assert ended.first_token_s == 0.25
+    assert output.extra_fields == {"others": 1}

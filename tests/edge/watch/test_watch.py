@@ -15,7 +15,7 @@ from seamless_verl.observe.flight import SessionEnded
 from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
-from seamless_verl.watch import watched, watched_groups
+from seamless_verl.watch import index, watched, watched_groups
 from seamless_verl.watch.index import INDEX
 from tests.edge.watch.recorded import (
     begin,
@@ -532,6 +532,25 @@ async def test_a_large_run_is_counted_and_shown_in_parts(tmp_path: Path, monkeyp
     assert ([step["groups"] for step in told["steps"]], told["is_behind"]) == ([3, 3], False)
     assert [len(part["groups"]) for part in (first, second)] == [2, 1]
     assert (first["matching"], first["onward"], second["onward"]) == (3, 2, None)
+
+
+async def test_a_large_run_is_read_in_parts_each_click_some_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_flight(tmp_path)
+    for step in (1, 2):
+        write_texts(tmp_path, step, [(f"{group}-{step}_0_0", 0.5, "text") for group in ("a", "b", "c")])
+    monkeypatch.setattr(index, "_UPDATE_S", -1.0)
+    monkeypatch.setattr(index, "_MOST_BYTES", 1)  # a line at least
+    monkeypatch.setattr(index, "_SHARE", 1e9)  # counted anew at once
+    counts = []
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        while (told := await get(http, f"{at}/steps"))["is_behind"]:
+            counts.append(sum(step["attempts"] or 0 for step in told["steps"] if step["step"] != "none"))
+        assert [step["attempts"] for step in told["steps"] if step["step"] != "none"] == [3, 3]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 3
 
 
 async def test_a_step_that_a_restarted_run_repeats_shows_its_new_attempts(tmp_path: Path) -> None:

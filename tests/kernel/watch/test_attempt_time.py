@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -53,15 +54,33 @@ def test_requests_that_overlap_count_once_and_the_rest_is_the_agents() -> None:
     times = _run(
         *_request("one", "s", 1, 4), *_request("two", "s", 3, 6), *_request("x", "other", 0, 9), _ended("s", 0, 10)
     )
-    assert _parts(times, "s") == {"model": 5.0, "held up": 0.0, "agent": 5.0}
+    assert _parts(times, "s") == {"model": 5.0, "queue": 0.0, "held up": 0.0, "agent": 5.0}
 
 
 def test_an_interrupted_answer_is_held_up_until_it_goes_on() -> None:
     times = _run(*_request("one", "s", 1, 4, finish="abort"), *_request("again", "s", 7, 9), _ended("s", 0, 10))
-    assert _parts(times, "s") == {"model": 5.0, "held up": 3.0, "agent": 2.0}
+    assert _parts(times, "s") == {"model": 5.0, "queue": 0.0, "held up": 3.0, "agent": 2.0}
     told = times.attempt("s")
     assert told is not None
     assert told["spans"] == [("model", 0.1, 0.4), ("model", 0.7, 0.9), ("held up", 0.4, 0.7)]
+
+
+def test_until_its_first_token_a_request_waits_for_a_replica_and_in_its_queue() -> None:
+    waiting = [replace(event, **told) for event, told in zip(
+        _request("one", "s", 3, 9), ({"waited_s": 2.0}, {"first_token_s": 1.5}), strict=True
+    )]  # fmt: skip
+    times = _run(*waiting, *_request("sub-agent", "s", 1, 2), _ended("s", 0, 10))
+    assert _parts(times, "s") == {"model": 5.5, "queue": 2.5, "held up": 0.0, "agent": 2.0}
+    told = times.attempt("s")
+    assert told is not None
+    assert told["spans"] == [("model", 0.1, 0.2), ("model", 0.45, 0.9), ("queue", 0.2, 0.45)]
+
+
+def test_an_interrupted_answer_that_waits_for_a_replica_is_in_the_queue() -> None:
+    again = [replace(event, waited_s=1.0) if isinstance(event, flight.RequestStarted) else event
+             for event in _request("again", "s", 7, 9)]  # fmt: skip
+    times = _run(*_request("one", "s", 1, 4, finish="abort"), *again, _ended("s", 0, 10))
+    assert _parts(times, "s") == {"model": 5.0, "queue": 1.0, "held up": 2.0, "agent": 2.0}
 
 
 def test_another_request_meanwhile_is_not_held_up() -> None:
@@ -69,7 +88,7 @@ def test_another_request_meanwhile_is_not_held_up() -> None:
         *_request("one", "s", 1, 4, finish="abort"), *_request("sub-agent", "s", 5, 6), *_request("again", "s", 7, 9),
         _ended("s", 0, 10),
     )  # fmt: skip
-    assert _parts(times, "s") == {"model": 6.0, "held up": 2.0, "agent": 2.0}
+    assert _parts(times, "s") == {"model": 6.0, "queue": 0.0, "held up": 2.0, "agent": 2.0}
 
 
 def test_idle_devices_are_shared_by_the_attempts_under_way() -> None:
