@@ -30,7 +30,7 @@ INDEX = "watch.sqlite"
 _VERSION = 5
 _MOST_KEPT = 25  # sessions, and bytes of a file: between two looks at the clock
 _MOST_BYTES = 1 << 18
-_SHARE = 0.01  # of the time, for the summary of a step that changes all the time
+_SHARE = 0.005  # of the time, for the summary of a step that changes all the time
 _UPDATE_S = 0.2  # so that a click is answered while a large run is still being read
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
@@ -200,7 +200,7 @@ class RunIndex:
             numbers = dict(new[: _MOST_KEPT if self._most else 0])
             self._goes_on = len(new) > len(numbers)
             self._put(readers.kept_sessions(db, frozenset(numbers)), name)
-            if numbers:  # else they may have left the file meanwhile
+            if numbers and not self._goes_on:  # else they may have left the file meanwhile
                 there = {session for (session,) in db.execute("SELECT id FROM kept")}
                 gone = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()
                 self._db.executemany(

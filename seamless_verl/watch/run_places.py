@@ -122,12 +122,14 @@ def _outcome(folder: Path) -> str | None:
     """How the last run in the folder ended; a continued run has a file of its own, whose head says `RunStarted`."""
     starts: list[tuple[float, Path]] = []
     for file in files_of(folder, ("*.jsonl",)):
-        head = list(_records(file, first=True))
-        if any(record.get("event") == "RunStarted" for record in head):
-            starts.append((float(head[0].get("wall_s", 0.0)), file))
+        records = _records(file, first=True)
+        header = next(records, {})
+        if any(record.get("event") == "RunStarted" for record in records):
+            starts.append((float(header.get("wall_s", 0.0)), file))
     if not starts:
         return None
-    ends = [record for record in _records(max(starts)[1], first=False) if record.get("event") == "RunEnded"]
+    last = _records(max(starts)[1], first=False, having=b'"RunEnded"')
+    ends = [record for record in last if record.get("event") == "RunEnded"]
     return str(ends[-1].get("outcome")) if ends else None
 
 
@@ -136,8 +138,8 @@ def _last_record(file: Path) -> dict[str, Any]:
     return records[-1] if records else {}
 
 
-def _records(file: Path, *, first: bool) -> Iterator[dict[str, Any]]:
-    """Whole JSON records in the first or last 64 KiB of a file; what is cut or broken is left out."""
+def _records(file: Path, *, first: bool, having: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Whole JSON records in the first or last 64 KiB of a file, with these bytes; what is cut or broken is left out."""
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
@@ -147,6 +149,8 @@ def _records(file: Path, *, first: bool) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for line in lines[1 if start else 0 :]:
+        if having not in line:
+            continue
         try:
             record = json.loads(line)
         except ValueError:

@@ -228,8 +228,9 @@ def _transact(db: sqlite3.Connection, statements: Sequence[_Statement]) -> None:
 def read_sessions(db: sqlite3.Connection, only: str | None = None) -> list[Session]:
     """Every session in the file, or the one of this id, without its turns."""
     sessions = []
+    where, values = ("", ()) if only is None else ("WHERE id = ?", (only,))
     for session_id, digest, opened_at, spec, state, rewards in db.execute(
-        "SELECT * FROM sessions WHERE ?1 IS NULL OR id = ?1 ORDER BY opened_at, id", (only,)
+        f"SELECT * FROM sessions {where} ORDER BY opened_at, id", values
     ):
         session = Session(
             session_id=session_id,
