@@ -100,14 +100,15 @@ class RunIndex:
             self._begin_anew()
         self.is_behind, self._most = False, _MOST_BYTES
         self._groups = set()
-        grow = ((self._place / FLIGHT, ("*.jsonl",), self._read_recording),)
-        grow += ((self._place, ROW_FILES, self._read_rows), (self._place, KEPT_FILES, self._read_kept))
+        reads = (self._read_recording, self._read_rows, self._read_kept)
+        names = ((f"{FLIGHT}/*.jsonl",), ROW_FILES, KEPT_FILES)
         self._db.execute("BEGIN")
         try:
             for file in files_of(self._place, JOURNALS):
                 self._guarded(file, self._read_journal)
             self._has_read, until = False, time.monotonic() + _UPDATE_S
-            for file, read in ((file, read) for place, names, read in grow for file in files_of(place, names)):
+            grow = zip(reads, names, strict=True)
+            for file, read in ((file, read) for read, those in grow for file in files_of(self._place, those)):
                 more = self._guarded(file, read)
                 while more and time.monotonic() < until:
                     more = self._guarded(file, read)

@@ -375,7 +375,7 @@ class Watched:
         if self._index is None:
             self._index = RunIndex(self.place.path)
         if self._index.is_behind or time.monotonic() - self._updated > _UPDATE_S:
-            if self._index.update():
+            if not self._index.update() <= {*(self._trained or ())}:
                 self._trained = None
             self._updated = time.monotonic()
         return self._index
