@@ -93,14 +93,10 @@ async def test_a_single_request_ends_with_its_tokens_and_the_others_go_on(replic
 async def test_an_answer_says_when_its_first_token_was_there(replica: Any) -> None:
     from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN
 
-    loop = asyncio.get_running_loop()
-    for prompt_tokens, tokens in ((900, 1), (32, 300)):
-        prompt = [random.randrange(5, 60) for _ in range(prompt_tokens)]
-        began = loop.time()
-        output = await ask(replica, uuid.uuid4().hex, prompt, max_tokens=tokens)
-        took = loop.time() - began
-        assert 0 < output.extra_fields[FIRST_TOKEN] < took
-        assert (output.extra_fields[FIRST_TOKEN] > took / 3) is (tokens == 1), "the rest of a long answer comes later"
+    began = asyncio.get_running_loop().time()
+    output = await ask(replica, uuid.uuid4().hex, max_tokens=600)
+    took = asyncio.get_running_loop().time() - began
+    assert 0 < output.extra_fields[FIRST_TOKEN] < took / 2, "most of a long answer comes later"
 
 
 @pytest.mark.parametrize("reset", [False, True])
