@@ -66,7 +66,7 @@ class Watched:
         self._index: RunIndex | None = None
         self._updated = 0.0
         self._text = RunText(place, tokenizer)
-        self._trained: list[int | None] | None = None  # steps with attempts; `None` in it: some have no step
+        self._trained: list[int] | None = None  # steps with attempts
         self._report: Report | None = None
         self._stands: tuple[str, dict[str, Any]] = ("", {})
         self._report_again = 0.0
@@ -185,12 +185,9 @@ class Watched:
             index = self._current()
             records = {record["step"]: record for record in readers.records(self.place.path / STEPS)}
             if self._trained is None:
-                self._trained = [*index.steps(), *([None] if index.has_untrained() else [])]
-            trained = self._trained
-            steps: list[int | None] = [
-                *sorted({*records, *(step for step in trained if step is not None)}, reverse=True)
-            ]
-            steps += [None] if None in trained else []
+                self._trained = index.steps()
+            steps: list[int | None] = [*sorted({*records, *self._trained}, reverse=True)]
+            steps += [None] if index.has_untrained() else []
             told = self._summaries(index, steps, records)
             return {
                 **self._head(index),
@@ -375,7 +372,7 @@ class Watched:
         if self._index is None:
             self._index = RunIndex(self.place.path)
         if self._index.is_behind or time.monotonic() - self._updated > _UPDATE_S:
-            if not self._index.update() <= {*(self._trained or ())}:
+            if not self._index.update() <= {None, *(self._trained or ())}:
                 self._trained = None
             self._updated = time.monotonic()
         return self._index
