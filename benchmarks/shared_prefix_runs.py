@@ -4,8 +4,9 @@
 
 Three jobs: ``+recipe=swe`` (sessions of several turns, eight to a task); sums that are asked after 24 solved ones, so
 that eight answers share a prompt of 700 tokens; and the same sums under verl's own command, ``verl.trainer.main_ppo``,
-in its mode ``sync`` with GRPO, without agents or any part of ours but the one key. On and off of one seed run one after
-the other, in an order that differs from seed to seed; a partial record is balanced.
+and trainer, in its mode ``sync`` with GRPO. Lengths are prescribed there, as in the second job, and the settings are
+those of our CPU platform; of the package only the one key is on. On and off of one seed run one after the other, in an
+order that differs from seed to seed; a partial record is balanced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.forced_lengths import write_graded
 from benchmarks.intervals import interval
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
-from benchmarks.staleness_live import BATCH, LONGEST, ROLLOUTS, ROOT, finished, run
+from benchmarks.staleness_live import BATCH, LONGEST, ROLLOUTS, ROOT, finished, overrides, run
 from seamless_verl.recipes.arithmetic import assets
 from seamless_verl.run.environment import CPU_ENVIRONMENT
 
@@ -69,7 +70,6 @@ def _long_prompts(way: str, seed: int, steps: int) -> Measured:
 
 
 def _main_ppo(way: str, seed: int, steps: int) -> Measured:
-    assets_dir = assets.build()
     with tempfile.TemporaryDirectory(prefix="main-ppo-") as temporary:
         work = Path(temporary)
         data = write_graded(
@@ -77,16 +77,10 @@ def _main_ppo(way: str, seed: int, steps: int) -> Measured:
         )
         command = [
             *(sys.executable, "-m", "verl.trainer.main_ppo", "trainer.v1.trainer_mode=sync"),
-            *("hydra.searchpath=[pkg://hydra_configs]", "+platform=cpu", "+recipe=arithmetic", f"hydra.run.dir={work}"),
+            *("hydra.searchpath=[pkg://hydra_configs]", "+platform=cpu", f"hydra.run.dir={work}"),
             *("actor_rollout_ref.hybrid_engine=true", "actor_rollout_ref.rollout.nnodes=0"),
-            *(f"+seamless.assets.dir={assets_dir}", f"data.train_files={data}", f"data.val_files={data}"),
-            *(f"data.seed={seed}", f"data.train_batch_size={BATCH}", f"data.max_response_length={LONGEST}"),
-            *(f"actor_rollout_ref.rollout.n={ROLLOUTS}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}"),
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
-            f"+actor_rollout_ref.rollout.agent.agent_loop_config_path={work}/agent_loops.yaml",
-            *("trainer.rollout_data_dir=null", f"trainer.default_local_dir={work}/checkpoints"),
-            *("trainer.logger=[console,file]", f"trainer.total_training_steps={steps}"),
+            *(f"+seamless.assets.dir={assets.build()}", f"trainer.default_local_dir={work}/checkpoints"),
+            *("trainer.logger=[console,file]", *overrides(work, data, steps, seed)),
             *(*_LONG_ENOUGH, *_QUIET, *([] if way == "off" else ["+seamless.shared_prefix=on"])),
         ]
         metrics = work / "metrics.jsonl"

@@ -87,7 +87,8 @@ def run(eta: int, seed: int, steps: int, *further: str, shots: int = 0) -> Measu
         work, folder = Path(temporary), Path(temporary) / "run"
         prompts = BATCH * (steps + max(ETAS) + 1)
         data = write_graded(work, prompts=prompts, sessions=ROLLOUTS, longest=LONGEST, seed=seed, shots=shots)
-        return finished(folder, *_overrides(work, data, steps, seed), f"seamless.staleness.eta={eta}", *further)
+        ours = (_RESOURCES, f"seamless.staleness.eta={eta}", "actor_rollout_ref.rollout.max_num_seqs=16")
+        return finished(folder, *overrides(work, data, steps, seed), *ours, *further)
 
 
 def finished(folder: Path, *arguments: str) -> Measured:
@@ -104,10 +105,10 @@ def finished(folder: Path, *arguments: str) -> Measured:
     return _read(folder)
 
 
-def _overrides(work: Path, data: Path, steps: int, seed: int) -> list[str]:
+def overrides(work: Path, data: Path, steps: int, seed: int) -> list[str]:
+    """Overrides of what is trained, under whichever trainer."""
     return [
         "+recipe=arithmetic",
-        _RESOURCES,
         f"data.train_files={data}",
         f"data.val_files={data}",
         f"data.seed={seed}",
@@ -119,7 +120,6 @@ def _overrides(work: Path, data: Path, steps: int, seed: int) -> list[str]:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         f"actor_rollout_ref.rollout.n={ROLLOUTS}",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
-        "actor_rollout_ref.rollout.max_num_seqs=16",
         "trainer.rollout_data_dir=null",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",

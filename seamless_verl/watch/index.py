@@ -100,14 +100,13 @@ class RunIndex:
             self._begin_anew()
         self.is_behind, self._most = False, _MOST_BYTES
         self._groups = set()
-        reads = (self._read_recording, self._read_rows, self._read_kept)
         names = ((f"{FLIGHT}/*.jsonl",), ROW_FILES, KEPT_FILES)
         self._db.execute("BEGIN")
         try:
             for file in files_of(self._place, JOURNALS):
                 self._guarded(file, self._read_journal)
             self._has_read, until = False, time.monotonic() + _UPDATE_S
-            grow = zip(reads, names, strict=True)
+            grow = zip((self._read_recording, self._read_rows, self._read_kept), names, strict=True)
             for file, read in ((file, read) for read, those in grow for file in files_of(self._place, those)):
                 more = self._guarded(file, read)
                 while more and time.monotonic() < until:
@@ -379,6 +378,7 @@ class RunIndex:
         for table in ("sources", "attempts", "texts", "groups", "summaries"):
             self._db.execute(f"DELETE FROM {table}")
         self._open_sessions.clear()
+        self._counted.clear()
 
 
 def _unread(count: int) -> str:
