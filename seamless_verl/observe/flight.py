@@ -260,6 +260,29 @@ class SessionEnded(FlightEvent):
     detail: str = ""
 
 
+SURPLUS, BEGUN_ANEW, GROUP_FAILED, GIVEN_UP = "surplus", "begun anew", "its group failed", "given up"
+UNWANTED = frozenset((SURPLUS, BEGUN_ANEW, GROUP_FAILED, GIVEN_UP))
+"""Why the trainer ends an attempt before its time; the cancellation of its task says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionGivenUp(FlightEvent):
+    """An agent's attempt was over before it had a reward; nothing of it is trained.
+
+    Attributes:
+        group, index: as of `SessionEnded`.
+        status: one of `UNWANTED`, or ``failed``: its runner raised.
+        detail: what it raised.
+    """
+
+    session: str
+    group: str
+    index: int
+    seconds: float
+    status: str
+    detail: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerInput(FlightEvent):
     """An event that the scheduling kernel was given; ``fields`` is the event itself as plain data."""

@@ -1,6 +1,7 @@
 """Where the time of each attempt went, and which of the GPUs' idle seconds fall on it. Pure.
 
-    requests of the attempt  ──► model ▏queue ▏held up ▏agent     (in this order where several hold at once)
+    requests of the attempt  ──► model ▏queue ▏held up     (in this order where several hold at once)
+    the rest                 ──► start ▏agent ▏end         (before the first request, between two, after the last)
     idle devices / attempts under way, moment by moment  ──► its share of idle device-seconds
 
 A device that has nothing to do waits for what agents are about to ask or to finish. So each moment of idle time is
@@ -62,8 +63,9 @@ class AttemptTimes:
         self.tells_requests = bool(self._requests)
         self._spans = {s: (min(spans)[0], run.span_s) for s, spans in self._queued.items()}  # not ended yet
         for event in run.recording.events:
-            if isinstance(event, flight.SessionEnded):
+            if isinstance(event, flight.SessionEnded | flight.SessionGivenUp):
                 self._spans[event.session] = max(0.0, event.at - event.seconds), event.at
+        self._whole = {event.session for event in run.recording.events if isinstance(event, flight.SessionEnded)}
         self._steps = {span.step: span for span in run.step_spans}
         under_way = [change for began, ended in self._spans.values() for change in ((began, 0, 1), (ended, 0, -1))]
         idle: defaultdict[str, list[tuple[float, int, int]]] = defaultdict(list)
@@ -89,12 +91,15 @@ class AttemptTimes:
         queued = _without(union(self._queued.get(session, ())), model)
         held = _without(union(self._held.get(session, ())), union([*model, *queued]))
         each = {"model": model, "queue": queued, "held up": held}
-        spent = [(what, _total(intervals)) for what, intervals in each.items()]
         spans = [(what, *span) for what, intervals in each.items() for span in intervals]
-        rest = max(0.0, seconds - sum(value for _, value in spent))
+        rest = _without([(began, ended)], union([*model, *queued, *held]))
+        spans += [(_part(span, (began, ended), session in self._whole), *span) for span in rest]
+        spent = dict.fromkeys((*each, "start", "agent", "end"), 0.0)
+        for what, at, to in spans:
+            spent[what] += to - at
         return {
             "seconds": seconds,
-            "parts": [*spent, ("agent", rest)] if self.tells_requests else [],
+            "parts": list(spent.items()) if self.tells_requests else [],
             "spans": [(what, _share(at, began, seconds), _share(to, began, seconds)) for what, at, to in spans],
             "idle": self._idle(began, ended),
         }
@@ -169,8 +174,11 @@ def _without(intervals: Intervals, taken: Intervals) -> list[tuple[float, float]
     return left
 
 
-def _total(intervals: Intervals) -> float:
-    return sum(end - begin for begin, end in intervals)
+def _part(span: tuple[float, float], attempt: tuple[float, float], is_whole: bool) -> str:
+    """Which part of an attempt a time without requests is; one that was given up, or goes on, has no end."""
+    if (span[0] == attempt[0]) == (span[1] == attempt[1]):
+        return "agent"
+    return "start" if span[0] == attempt[0] else "end" if is_whole else "agent"
 
 
 def _share(at: float, began: float, seconds: float) -> float:

@@ -129,13 +129,13 @@ def ended_attempts(lines: Lines, offset_s: float) -> Iterator[AttemptFacts]:
         offset_s: from the writer's clock to seconds since 1970.
     """
     for _, line in lines.lines:
-        if b'"SessionEnded"' not in line:  # most lines are requests
+        if b'"SessionEnded"' not in line and b'"SessionGivenUp"' not in line:  # most lines are requests
             continue
-        record = json_of(line)
-        if record is not None and record.get("event") != "SessionEnded":
+        record = json_of(line) or {"event": "SessionEnded"}
+        if record.get("event") not in ("SessionEnded", "SessionGivenUp"):
             continue
         try:
-            yield _ended({} if record is None else record, offset_s)
+            yield _ended(record, offset_s)
         except (KeyError, TypeError, ValueError, AttributeError):
             lines.unread += 1
 
@@ -145,16 +145,16 @@ def _ended(record: dict[str, Any], offset_s: float) -> AttemptFacts:
     KeyError, TypeError, ValueError, AttributeError: it is not as the recorder writes it.
     """
     ended = float(record["at"]) + offset_s
-    index = int(record.get("index", -1))
+    index, given_up = int(record.get("index", -1)), record["event"] == "SessionGivenUp"
     return AttemptFacts(
         session=str(record["session"]),
         group=str(record["group"]),
         index=index if index >= 0 else None,
-        state="closed",
-        reward=float(record["reward"]),
+        state="given up" if given_up else "closed",
+        reward=None if given_up else float(record["reward"]),
         seconds=float(record["seconds"]),
-        turns=int(record["turns"]),
-        rows=int(record["rows"]),
+        turns=None if given_up else int(record["turns"]),
+        rows=None if given_up else int(record["rows"]),
         status=str(record["status"])[:_MOST_NAME],
         detail=str(record.get("detail") or "")[:_MOST_NAME] or None,
         drift={str(reason): int(count) for reason, count in record.get("drift", {}).items()},

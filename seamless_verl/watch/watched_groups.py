@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from seamless_verl.observe.flight import GIVEN_UP, SURPLUS, UNWANTED
 from seamless_verl.observe.page.words import REALIGNED
 from seamless_verl.trajectory.tokens import DriftReason
 
@@ -15,7 +16,6 @@ NO_STEP = "none"
 """The step of attempts that no step is known to have trained."""
 # How agents work by design, and what keeps its row.
 _HARMLESS = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
-_GIVEN_UP = "given up"
 SILENT_S = 300.0
 _STALE = 2  # versions; one is how every run that overlaps rollout and training works
 FLAGS: Mapping[str, str] = {
@@ -25,9 +25,9 @@ FLAGS: Mapping[str, str] = {
     "interrupted": "new weights or a reclaim came in the middle of an answer, which went on with them",
     "stale": "its first tokens are from weights two or more versions older than those that its step changed",
     "cut off by redundancy": "the trainer had taken as many attempts of its group as it needs, and ended this one "
-    "(seamless.staleness.group_redundancy above 1), or its runner raised",
+    "(seamless.staleness.group_redundancy above 1)",
     "given up": "the trainer ended it: its group was surplus (seamless.staleness.redundancy above 1), failed, or was "
-    "begun anew",
+    "begun anew; or its runner raised",
     "silent": "under way, and for five minutes without an answer: its agent or a tool hangs, or its request waits",
     "under way": "an attempt of it has not ended",
     "not finished": "an agent ended otherwise than by finishing",
@@ -48,7 +48,7 @@ def flags_of(attempt: Attempt, now: float) -> list[str]:
         "stale": step is not None and oldest is not None and step - 1 - oldest >= _STALE,
         "silent": is_silent(attempt, now),
         "under way": attempt.get("state") == "open",
-        "not finished": attempt.get("status") not in (None, "finished"),
+        "not finished": attempt.get("status") not in (None, "finished", *UNWANTED),
     }
     return [flag for flag, holds in told.items() if holds]
 
@@ -74,7 +74,7 @@ def _group(name: str, attempts: list[dict[str, Any]]) -> dict[str, Any]:
     attempts.sort(key=lambda attempt: (attempt["index"] is None, attempt["index"] or 0, attempt["key"]))
     _mark_given_up(attempts)
     rewards = [attempt["reward"] for attempt in attempts if attempt["reward"] is not None]
-    wanted = [attempt for attempt in attempts if attempt.get("state") != _GIVEN_UP]
+    wanted = [attempt for attempt in attempts if attempt.get("state") != GIVEN_UP]
     flags = [flag for flag in FLAGS if any(flag in attempt["flags"] for attempt in attempts)]
     if len(rewards) > 1 and len(rewards) == len(wanted) and max(rewards) == min(rewards):
         flags.insert(0, "zero variance")
@@ -91,13 +91,15 @@ def _group(name: str, attempts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mark_given_up(attempts: Sequence[dict[str, Any]]) -> None:
-    """An attempt that has another in its place was begun anew; one of a group that was trained was not needed."""
+    """Older recordings do not say why an attempt was given up: one of a group that was trained was not needed then,
+    where no other is in its place."""
     trained = any(attempt.get("step") is not None for attempt in attempts)
-    ended = {attempt["index"] for attempt in attempts if attempt.get("state") != _GIVEN_UP}
+    ended = {attempt["index"] for attempt in attempts if attempt.get("state") != GIVEN_UP}
     for attempt in attempts:
-        if attempt.get("state") == _GIVEN_UP:
-            surplus = trained and attempt["index"] not in ended
-            attempt["flags"].append("cut off by redundancy" if surplus else _GIVEN_UP)
+        if attempt.get("state") == GIVEN_UP:
+            status = attempt.get("status")
+            surplus = status == SURPLUS if status else trained and attempt["index"] not in ended
+            attempt["flags"].append("cut off by redundancy" if surplus else GIVEN_UP)
 
 
 SORTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {

@@ -32,6 +32,7 @@ from seamless_verl.agents.contract import checked_reward
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.failures import LATE, AttemptNews
+from seamless_verl.observe.flight import BEGUN_ANEW, GROUP_FAILED, SURPLUS
 from seamless_verl.scheduling.events import Event
 from seamless_verl.staleness.groups import GroupProgress, GroupState
 from seamless_verl.verl_adapter.dataloader.replaced_workers import ReplacingManager
@@ -56,11 +57,11 @@ class _Run:
     rows: dict[int, int] = field(default_factory=dict)  # member -> rows that it writes, or has written
     restarted: bool = False
 
-    def stop(self, members: Sequence[int]) -> None:
+    def stop(self, members: Sequence[int], why: str) -> None:
         """Cancel these, but for those that write rows just now: they end at once, and half a row is never seen."""
         for task, member in self.tasks.items():
             if member in members and member not in self.rows:
-                task.cancel()
+                task.cancel(why)
 
 
 class GroupRuns:
@@ -116,7 +117,7 @@ class GroupRuns:
         for group in accepted:
             run = self._runs[group]
             run.restarted = True
-            run.stop(list(run.tasks.values()))
+            run.stop(list(run.tasks.values()), BEGUN_ANEW)
         return accepted
 
 
@@ -140,7 +141,7 @@ async def _attempt(
             if verdict.state is not GroupState.GENERATING:
                 state = verdict.state
             stopped.update(verdict.stop)
-            run.stop(verdict.stop)
+            run.stop(verdict.stop, SURPLUS if state is GroupState.COMPLETE else GROUP_FAILED)
     return state, errors
 
 

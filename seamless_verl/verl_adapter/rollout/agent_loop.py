@@ -17,7 +17,8 @@ from verl.utils.profiler import simple_timer
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentRunner, AgentStatus, checked_report
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import SeamlessError
-from seamless_verl.observe.flight import SessionEnded
+from seamless_verl.observe.flight import GIVEN_UP, UNWANTED, SessionEnded, SessionGivenUp
+from seamless_verl.places import error_in_words
 from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.session.sessions import TASK, SessionSpec
 from seamless_verl.trajectory.rows import Row
@@ -82,6 +83,8 @@ class ProxyAgentLoop(AgentLoopBase):
     ) -> tuple[SessionResult, AgentReport]:
         session = await shard.admin.open_session(spec)
         request_log.name(session.id)
+        recorder = recorder_of_worker(shard.seamless.run_dir)
+        began = recorder.now()
         try:
             with simple_timer("generate_sequences", timing):
                 job = AgentJob(
@@ -92,11 +95,11 @@ class ProxyAgentLoop(AgentLoopBase):
                     deadline_s=shard.seamless.agent.deadline_s,
                 )
                 report = checked_report(await _returned(shard.runner, job))
-        except BaseException:
+        except BaseException as error:
+            recorder.record(_session_given_up(recorder.now(), began, session.id, spec, error))
             await shard.admin.delete_session(session.id)
             raise
         result = await shard.admin.close_session(session.id, report.reward, report.rewards)
-        recorder = recorder_of_worker(shard.seamless.run_dir)
         recorder.record(_session_ended(recorder.now(), result, report, timing["generate_sequences"]))
         return result, report
 
@@ -160,6 +163,17 @@ async def _returned(runner: AgentRunner, job: AgentJob) -> Any:
 def _ending(report: AgentReport) -> str:
     words = {AgentStatus.FINISHED: "ended", AgentStatus.TIMED_OUT: "timed out", AgentStatus.FAILED: "failed"}
     return words[report.status] + (f" ({report.detail})" if report.detail else "")
+
+
+def _session_given_up(at: float, began: float, session: str, spec: SessionSpec, error: BaseException) -> SessionGivenUp:
+    if isinstance(error, asyncio.CancelledError):  # who ends an attempt says why (`UNWANTED`)
+        status, detail = next((why for why in error.args if why in UNWANTED), GIVEN_UP), ""
+    else:
+        status, detail = AgentStatus.FAILED.value, error_in_words(error)[:_MOST_DETAIL]
+    seconds = round(at - began, 3)
+    return SessionGivenUp(
+        at=at, session=session, group=spec.group, index=spec.index, seconds=seconds, status=status, detail=detail
+    )
 
 
 def _session_ended(at: float, result: SessionResult, report: AgentReport, seconds: float) -> SessionEnded:

@@ -7,9 +7,11 @@ const PARTS = {
   model: "a replica generated for it",
   queue: "a request of it waited for a replica to be chosen, in the replica's queue, or for its prompt to be computed; recordings of earlier versions do not tell this apart from the model",
   "held up": "an answer had been interrupted by new weights or a reclaim and waited to go on",
-  agent: "the rest: tools, sandbox, and the agent's own work",
+  start: "until its first request: the sandbox and the agent start",
+  agent: "between an answer and the next request: tools, sandbox, and the agent's own work",
+  end: "after its last answer: what the agent still did, and the grading of its work",
 };
-const COLOURS = { model: "c-generate", queue: "c-prefill-again", "held up": "c-switch", agent: "c-wait-data" };
+const COLOURS = { model: "c-generate", queue: "c-prefill-again", "held up": "c-switch", start: "c-other", agent: "c-wait-data", end: "c-validation" };
 
 // A place on the page that fills itself, and looks again now and then: the whole recording is read less often than the
 // rest. It stays from one drawing to the next.

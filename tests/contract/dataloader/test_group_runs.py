@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.observe.flight import BEGUN_ANEW, GROUP_FAILED, SURPLUS
 from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from tests.fakes import ScriptedTransferQueue
 
@@ -29,6 +30,7 @@ class Members:
         self.rows = set()
         self.starts = []
         self.cancelled = []
+        self.told = set()
         self.ends = {}
 
     async def roll_out(self, member):
@@ -36,8 +38,9 @@ class Members:
         self.ends[member] = asyncio.get_running_loop().create_future()
         try:
             rows = await self.ends[member]
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             self.cancelled.append(member)
+            self.told |= set(cancelled.args)
             raise
         self.runs.writing("u", member, rows)
         self.rows |= {(member, index) for index in range(rows)}
@@ -59,7 +62,7 @@ async def test_the_first_to_finish_are_the_group_and_the_others_are_stopped():
     members.ends[0].set_result(1)
     complete, errors = await group
     assert (complete, errors) == (True, [])
-    assert members.cancelled == [1]
+    assert (members.cancelled, members.told) == ([1], {SURPLUS})
     assert members.rows == {(0, 0), (2, 0), (2, 1)}
 
 
@@ -93,7 +96,7 @@ async def test_a_group_that_cannot_be_completed_fails_and_stops():
     await until(lambda: len(members.ends) == 2)
     members.ends[0].set_exception(RuntimeError("no"))
     assert (await group)[0] is False
-    assert members.cancelled == [1]
+    assert (members.cancelled, members.told) == ([1], {GROUP_FAILED})
 
 
 async def test_a_cancellation_that_nobody_asked_for_is_an_error_of_the_group():
@@ -116,6 +119,7 @@ async def test_a_group_started_anew_begins_with_its_prompt_and_keeps_no_row_of_b
     assert members.runs.restart(["u", "unknown"]) == ["u"]
     assert members.runs.restart(["u"]) == [], "it is under way"
     await until(lambda: len(members.starts) == 4)
+    assert (members.cancelled, members.told) == ([1], {BEGUN_ANEW})
     assert members.rows == set()
     for member in (0, 1):
         members.ends[member].set_result(1)

@@ -7,6 +7,7 @@ import math
 import re
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,10 +17,13 @@ from omegaconf import OmegaConf
 
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused
 from seamless_verl.config import AgentConfig, SeamlessConfig
+from seamless_verl.observe import flight
+from seamless_verl.observe.recording import FLIGHT, FlightRecorder, read_recording
 from seamless_verl.places import places_of
 from seamless_verl.proxy.client import SessionHandle, SessionResult
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.audit import AuditReport
+from seamless_verl.verl_adapter.rollout import agent_loop
 from seamless_verl.verl_adapter.rollout.agent_loop import ProxyAgentLoop, RunnerHangs
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 from tests.fakes import ScriptedEdge, user
@@ -69,7 +73,7 @@ class Runner:
 
     def __init__(self, **limits: int) -> None:
         self.jobs: list[AgentJob] = []
-        self.report = AgentReport(status=AgentStatus.FINISHED, reward=0.0)
+        self.report: Any = AgentReport(status=AgentStatus.FINISHED, reward=0.0)
         self.may_end = asyncio.Event()
         self.closed = 0
         self.__dict__.update(limits)
@@ -77,6 +81,8 @@ class Runner:
     async def run(self, job: AgentJob) -> AgentReport:
         self.jobs.append(job)
         await self.may_end.wait()
+        if isinstance(self.report, Exception):
+            raise self.report
         return self.report
 
     async def close(self) -> None:
@@ -159,6 +165,34 @@ async def test_a_runner_that_does_not_return_is_cancelled_and_where_it_waited_is
         await start("g0")
     assert any(place.endswith("in run: await self.may_end.wait()") for place in places_of(caught.value))
     assert not shard.admin.open
+
+
+@pytest.mark.parametrize(
+    ("why", "status", "detail"),
+    [
+        (flight.SURPLUS, "surplus", ""),
+        (None, "given up", ""),
+        (ValueError("no such file\nand more"), "failed", "ValueError: no such file"),
+    ],
+    ids=str,
+)
+async def test_an_attempt_that_is_given_up_is_recorded_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: Any, status: str, detail: str
+) -> None:
+    recorder = FlightRecorder(tmp_path, "worker")
+    monkeypatch.setattr(agent_loop, "recorder_of_worker", lambda run_dir: recorder)
+    runner = Runner()
+    monkeypatch.setattr(ProxyShard, "_current", asyncio.ensure_future(asyncio.sleep(0, shard_of(runner))))
+    attempt = start("g0")
+    await settle()
+    runner.report = why
+    runner.may_end.set() if detail else attempt.cancel(why)
+    with pytest.raises(ValueError if detail else asyncio.CancelledError):
+        await attempt
+    recorder.close()
+    (event,) = read_recording(tmp_path / FLIGHT).events
+    assert isinstance(event, flight.SessionGivenUp)
+    assert (event.group, event.index, event.status, event.detail) == ("g0", 0, status, detail)
 
 
 class RecordingAdmin(Admin):

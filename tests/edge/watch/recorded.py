@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from seamless_verl.observe.flight import RunStarted, SessionEnded
+from seamless_verl.observe.flight import RunStarted, SessionEnded, SessionGivenUp
 from seamless_verl.observe.recording import FLIGHT, write_recording
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.deploy.http_server import ProxyServer
@@ -80,7 +80,7 @@ def write_texts(run: Path, step: int, texts: list[tuple[str, float, str]]) -> No
     (run / "rows" / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def write_flight(run: Path, *ended: SessionEnded) -> Path:
+def write_flight(run: Path, *ended: SessionEnded | SessionGivenUp) -> Path:
     """The recording of a run that goes on."""
     start = RunStarted(at=0.0, name="watched", policy="", eta=1, total_steps=4)
     write_recording(run / FLIGHT / "trainer.jsonl", HEADER, [start, *ended])

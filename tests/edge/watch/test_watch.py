@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seamless_verl.observe.flight import SessionEnded
+from seamless_verl.observe.flight import SessionEnded, SessionGivenUp
 from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
@@ -131,13 +131,15 @@ async def test_an_attempt_that_the_trainer_gave_up_is_not_under_way(tmp_path: Pa
         agent = await begin(proxy, "task")
         await agent.ask([user("hi")])
         await proxy.admin.delete_session(agent.session.id)
+    which: dict = {"session": agent.session.id, "group": "task", "index": 0, "seconds": 1.0}
+    write_flight(tmp_path, SessionGivenUp(at=2.0, **which, status="failed", detail="OSError: disk full"))
     async with watching(tmp_path) as http:
         told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
-    assert (told["attempt"]["state"], told["group"]["flags"], len(told["turns"])) == (
-        "given up",
-        ["interrupted", "given up"],
-        1,
-    )
+    assert (told["group"]["flags"], len(told["turns"])) == (["interrupted", "given up", "not finished"], 1)
+    attempt = told["attempt"]
+    assert (attempt["state"], attempt["status"], attempt["detail"], attempt["reward"]) == (
+        "given up", "failed", "OSError: disk full", None,
+    )  # fmt: skip
 
 
 async def test_an_attempt_that_was_not_needed_is_marked_and_found_by_its_mark(tmp_path: Path) -> None:

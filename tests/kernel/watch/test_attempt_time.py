@@ -47,22 +47,25 @@ def _ended(session: str, began: float, ended: float) -> FlightEvent:
 def _parts(times: AttemptTimes, session: str) -> dict[str, float]:
     told = times.attempt(session)
     assert told is not None
-    return dict(told["parts"])
+    assert sum(seconds for _, seconds in told["parts"]) == pytest.approx(told["seconds"])
+    return {what: seconds for what, seconds in told["parts"] if seconds}
 
 
 def test_requests_that_overlap_count_once_and_the_rest_is_the_agents() -> None:
     times = _run(
         *_request("one", "s", 1, 4), *_request("two", "s", 3, 6), *_request("x", "other", 0, 9), _ended("s", 0, 10)
     )
-    assert _parts(times, "s") == {"model": 5.0, "queue": 0.0, "held up": 0.0, "agent": 5.0}
+    assert _parts(times, "s") == {"model": 5.0, "start": 1.0, "end": 4.0}
 
 
 def test_an_interrupted_answer_is_held_up_until_it_goes_on() -> None:
     times = _run(*_request("one", "s", 1, 4, finish="abort"), *_request("again", "s", 7, 9), _ended("s", 0, 10))
-    assert _parts(times, "s") == {"model": 5.0, "queue": 0.0, "held up": 3.0, "agent": 2.0}
+    assert _parts(times, "s") == {"model": 5.0, "held up": 3.0, "start": 1.0, "end": 1.0}
     told = times.attempt("s")
     assert told is not None
-    assert told["spans"] == [("model", 0.1, 0.4), ("model", 0.7, 0.9), ("held up", 0.4, 0.7)]
+    assert told["spans"] == [
+        ("model", 0.1, 0.4), ("model", 0.7, 0.9), ("held up", 0.4, 0.7), ("start", 0.0, 0.1), ("end", 0.9, 1.0),
+    ]  # fmt: skip
 
 
 def test_until_its_first_token_a_request_waits_for_a_replica_and_in_its_queue() -> None:
@@ -70,17 +73,17 @@ def test_until_its_first_token_a_request_waits_for_a_replica_and_in_its_queue() 
         _request("one", "s", 3, 9), ({"waited_s": 2.0}, {"first_token_s": 1.5}), strict=True
     )]  # fmt: skip
     times = _run(*waiting, *_request("sub-agent", "s", 1, 2), _ended("s", 0, 10))
-    assert _parts(times, "s") == {"model": 5.5, "queue": 2.5, "held up": 0.0, "agent": 2.0}
+    assert _parts(times, "s") == {"model": 5.5, "queue": 2.5, "start": 1.0, "end": 1.0}
     told = times.attempt("s")
     assert told is not None
-    assert told["spans"] == [("model", 0.1, 0.2), ("model", 0.45, 0.9), ("queue", 0.2, 0.45)]
+    assert told["spans"][:3] == [("model", 0.1, 0.2), ("model", 0.45, 0.9), ("queue", 0.2, 0.45)]
 
 
 def test_an_interrupted_answer_that_waits_for_a_replica_is_in_the_queue() -> None:
     again = [replace(event, waited_s=1.0) if isinstance(event, flight.RequestStarted) else event
              for event in _request("again", "s", 7, 9)]  # fmt: skip
     times = _run(*_request("one", "s", 1, 4, finish="abort"), *again, _ended("s", 0, 10))
-    assert _parts(times, "s") == {"model": 5.0, "queue": 1.0, "held up": 2.0, "agent": 2.0}
+    assert _parts(times, "s") == {"model": 5.0, "queue": 1.0, "held up": 2.0, "start": 1.0, "end": 1.0}
 
 
 def test_another_request_meanwhile_is_not_held_up() -> None:
@@ -88,7 +91,24 @@ def test_another_request_meanwhile_is_not_held_up() -> None:
         *_request("one", "s", 1, 4, finish="abort"), *_request("sub-agent", "s", 5, 6), *_request("again", "s", 7, 9),
         _ended("s", 0, 10),
     )  # fmt: skip
-    assert _parts(times, "s") == {"model": 6.0, "queue": 0.0, "held up": 2.0, "agent": 2.0}
+    assert _parts(times, "s") == {"model": 6.0, "held up": 2.0, "start": 1.0, "end": 1.0}
+
+
+def test_without_requests_time_is_the_agents_but_for_its_start_and_the_end_of_one_that_was_not_given_up() -> None:
+    asked = [*_request("one", "s", 2, 3), *_request("two", "s", 6, 7)]
+    given_up = flight.SessionGivenUp(at=10.0, session="s", group="g", index=0, seconds=10.0, status=flight.SURPLUS)
+    assert _parts(_run(*asked, _ended("s", 0, 10)), "s") == {"model": 2.0, "start": 2.0, "agent": 3.0, "end": 3.0}
+    assert _parts(_run(*asked, given_up), "s") == {"model": 2.0, "start": 2.0, "agent": 6.0}
+    assert _parts(_run(*_request("x", "other", 0, 9), _ended("s", 0, 10)), "s") == {"agent": 10.0}
+
+
+def test_an_attempt_that_was_given_up_is_not_under_way_any_more() -> None:
+    """From 6 on nobody generates: until 10 both wait, then the other one alone."""
+    given_up = flight.SessionGivenUp(at=10.0, session="a", group="g", index=0, seconds=10.0, status=flight.BEGUN_ANEW)
+    times = _run(*_request("one", "a", 0, 6), *_request("two", "b", 0, 6), given_up, _ended("b", 0, 20))
+    told = times.attempt("a")
+    assert told is not None
+    assert told["idle"] == {"rollouts": pytest.approx(2 * 4 / 2)}
 
 
 def test_idle_devices_are_shared_by_the_attempts_under_way() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from seamless_verl.observe import flight
 from seamless_verl.watch.watched_groups import FLAGS, SORTS, chosen, groups_of, summary, with_record
 
 
@@ -105,6 +106,17 @@ def test_an_attempt_that_was_not_needed_is_told_from_one_that_began_anew_and_one
     assert _flags(_attempt("a", 0, 1.0), _attempt("a", 1, 0.0), anew) == ["given up"]
     assert _flags(cut | {"step": None}, _attempt("a", 0, 1.0, step=None)) == ["given up"]
     assert [g["group"] for g in chosen(groups_of([kept, cut]), flag="cut off by redundancy")] == ["a"]
+
+
+def test_what_a_recording_says_of_an_attempt_goes_before_what_its_group_suggests() -> None:
+    other = _attempt("a", 0, 1.0)
+    said = {
+        status: _flags(other, _attempt("a", 1, None, state="given up", status=status))
+        for status in (flight.SURPLUS, flight.BEGUN_ANEW, flight.GROUP_FAILED, flight.GIVEN_UP, "failed")
+    }
+    assert said.pop(flight.SURPLUS) == ["cut off by redundancy"]
+    assert said.pop("failed") == ["given up", "not finished"]
+    assert set(map(tuple, said.values())) == {("given up",)}
 
 
 def test_an_attempt_without_an_answer_for_five_minutes_is_silent_while_it_is_under_way() -> None:
