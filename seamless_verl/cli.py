@@ -65,9 +65,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     """Look at the installation and the machine without importing verl, torch or Ray."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     supported = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    yield Finding(
-        what="python", found=python, fix="" if supported else "use Python 3.10, 3.11 or 3.12", fatal=not supported
-    )
+    yield _wanted("python", python, supported, "use Python 3.10, 3.11 or 3.12")
     yield Finding(what="seamless_verl", found=__version__)
     for name, tested in _TESTED.items():
         yield _distribution(name, tested)
@@ -79,34 +77,27 @@ def examine(folder: Path) -> Iterator[Finding]:
         accelerators = "none: the CPU platform is used"
     yield Finding(what="devices", found=accelerators)
     yield from _gpu_packages(machine.accelerators)
-    small = not machine.accelerators and machine.memory_available < CPU_MEMORY
-    yield Finding(
-        what="memory",
-        found=f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available",
-        fix=f"an embedded CPU run needs {CPU_MEMORY // _GIB} GiB" if small else "",
-        fatal=small,
+    yield _wanted(
+        "memory",
+        f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available",
+        machine.accelerators > 0 or machine.memory_available >= CPU_MEMORY,
+        f"an embedded CPU run needs {CPU_MEMORY // _GIB} GiB",
     )
-    full = machine.disk_free < DISK
-    yield Finding(
-        what="disk",
-        found=f"{machine.disk_free / _GIB:.1f} GiB free at {folder}",
-        fix="free some space, or set hydra.run.dir to another disk" if full else "",
-        fatal=full,
+    yield _wanted(
+        "disk",
+        f"{machine.disk_free / _GIB:.1f} GiB free at {folder}",
+        machine.disk_free >= DISK,
+        "free some space, or set hydra.run.dir to another disk",
     )
-    tight = machine.shared_memory_free < SHARED_MEMORY
-    yield Finding(
-        what="shared memory",
-        found=f"{machine.shared_memory_free / _GIB:.1f} GiB free",
-        fix="start the container with --shm-size=2g" if tight else "",
-        fatal=tight,
+    yield _wanted(
+        "shared memory",
+        f"{machine.shared_memory_free / _GIB:.1f} GiB free",
+        machine.shared_memory_free >= SHARED_MEMORY,
+        "start the container with --shm-size=2g",
     )
     loopback = bind_error("127.0.0.1", 0) is None
-    yield Finding(
-        what="loopback",
-        found="ports can be bound" if loopback else "no port can be bound",
-        fix="" if loopback else "allow sockets on 127.0.0.1",
-        fatal=not loopback,
-    )
+    told = "ports can be bound" if loopback else "no port can be bound"
+    yield _wanted("loopback", told, loopback, "allow sockets on 127.0.0.1")
     yield from _environment(folder)
 
 
@@ -158,6 +149,10 @@ def _journals(folder: Path) -> Finding:
     except ConfigError as error:
         return Finding(what="journals", found=error.problem, fix=f"{error.key}: {error.fix}")
     return Finding(what="journals", found=line.partition(": ")[2] if line else "in the run folder, on this node's disk")
+
+
+def _wanted(what: str, found: str, holds: bool, fix: str) -> Finding:
+    return Finding(what=what, found=found, fix="" if holds else fix, fatal=not holds)
 
 
 def _environment(folder: Path) -> Iterator[Finding]:

@@ -160,16 +160,20 @@ class LengthModel:
         self._recent.append(total)
         bisect.insort(self._sorted, total)
 
+    def _longer(self, generated: float) -> tuple[int, int]:
+        """Where the totals above ``generated`` begin, and how many there are."""
+        if not self._sorted:
+            raise ValueError("no session finished yet")
+        first = bisect.bisect_right(self._sorted, generated)
+        return first, len(self._sorted) - first
+
     def remaining(self, generated: float, u: float) -> float:
         """Tokens still to come for a session that generated so many, at quantile ``u`` of those that got that far.
 
         Raises:
             ValueError: no session finished yet.
         """
-        if not self._sorted:
-            raise ValueError("no session finished yet")
-        longer = bisect.bisect_right(self._sorted, generated)
-        left = len(self._sorted) - longer
+        longer, left = self._longer(generated)
         if left == 0:
             limited = self._sorted[-_LIMIT:] == [self._sorted[-1]] * _LIMIT
             return 1.0 if limited else max(_BEYOND * generated, 1.0)
@@ -182,10 +186,7 @@ class LengthModel:
         Raises:
             ValueError: no session finished yet.
         """
-        if not self._sorted:
-            raise ValueError("no session finished yet")
-        longer = bisect.bisect_right(self._sorted, generated)
-        left = len(self._sorted) - longer
+        longer, left = self._longer(generated)
         if left == 0:
             return 1.0 if self.remaining(generated, 1.0) <= tokens else 0.0
         return (bisect.bisect_right(self._sorted, generated + tokens) - longer) / left
