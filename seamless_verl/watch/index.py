@@ -22,7 +22,7 @@ from typing import Any
 
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.watch import readers
-from seamless_verl.watch.index_file import opened
+from seamless_verl.watch.index_file import Source, Sources, Summaries, opened
 from seamless_verl.watch.readers import AttemptFacts, TrainedText
 from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
 
@@ -30,7 +30,6 @@ INDEX = "watch.sqlite"
 _VERSION = 5
 _MOST_KEPT = 25  # sessions, and bytes of a file: between two looks at the clock
 _MOST_BYTES = 1 << 18
-_SHARE = 0.005  # of the time, for the summary of a step that changes all the time
 _UPDATE_S = 0.2  # so that a click is answered while a large run is still being read
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
@@ -76,7 +75,7 @@ class RunIndex:
         self._open_sessions: dict[str, dict[str, int]] = {}
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
-        self._counted: dict[int | None, tuple[dict[str, Any], float]] = {}  # summaries, and when to make them again
+        self._sources, self.summaries = Sources(self._db), Summaries(self._db)
         self._most = self._unread = 0
         self._goes_on = False  # there is more in the file that was read last
         self._has_read = False  # in this update
@@ -121,7 +120,7 @@ class RunIndex:
     def _changed(self) -> set[int | None]:
         if self._groups:
             self._lost |= self._steps_of_groups()
-        self._db.executemany("DELETE FROM summaries WHERE step = ?", ((_number(step),) for step in self._lost))
+        self.summaries.lose(self._lost)
         return self._lost
 
     def _steps_of_groups(self) -> set[int | None]:
@@ -131,43 +130,30 @@ class RunIndex:
         found = self._db.execute("SELECT DISTINCT step FROM groups WHERE grp IN (SELECT grp FROM changed)")
         return {None, *(step for (step,) in found)}
 
-    def summary(self, step: int | None) -> dict[str, Any] | None:
-        """What `keep_summary` was given last; ``None``: attempts of the step have changed since, make it anew."""
-        row = self._db.execute("SELECT told FROM summaries WHERE step = ?", (_number(step),)).fetchone()
-        told, again = self._counted.get(step, (None, 0.0))
-        return json.loads(row[0]) if row is not None else told if time.monotonic() < again else None
-
-    def keep_summary(self, step: int | None, told: dict[str, Any], *, took_s: float, lasts: bool) -> None:
-        """``lasts``: it stays as it is while the attempts do."""
-        self._counted[step] = told, time.monotonic() + took_s / _SHARE
-        if lasts:
-            self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
-
     def problems(self) -> list[tuple[str, str]]:
         """Files that could not be read, or not all lines of which, and why."""
-        found = self._db.execute("SELECT file, problem, unread FROM sources WHERE problem != '' OR unread")
-        return [(file, "; ".join(filter(None, (problem, _unread(unread))))) for file, problem, unread in found]
+        return self._sources.problems()
 
     def _guarded(self, file: Path, read: Any) -> bool:
         """Whether there is more in it."""
-        name = str(file.relative_to(self._place))
-        asked = "SELECT mark, problem, changed_ns, unread FROM sources WHERE file = ?"
-        known = self._db.execute(asked, (name,)).fetchone()
-        mark, problem, changed_ns, unread = known or (0, "", 0, 0)
+        name = str(file)[len(str(self._place)) + 1 :]
+        known = self._sources.known.get(name)
+        mark, problem, changed_ns, unread = known or Source()
         self._unread, self._goes_on = 0, False
         try:
-            now_ns = file.stat().st_mtime_ns
-            if read == self._read_rows and mark and changed_ns != now_ns:
+            state = file.stat()
+            if read == self._read_rows and changed_ns == state.st_mtime_ns and mark == state.st_size:
+                return False  # as nearly all files of a long run
+            if read == self._read_rows and mark and changed_ns != state.st_mtime_ns:
                 self._forget_texts(name)
                 mark = unread = 0
-            mark, problem, changed_ns = read(file, name, mark), "", now_ns
+            mark, problem, changed_ns = read(file, name, mark), "", state.st_mtime_ns
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError, IndexError) as error:
             problem = f"{type(error).__name__}: {error}"
-        unread += self._unread
-        if (mark, problem, changed_ns, unread) != known:
+        source = Source(mark, problem, changed_ns, unread + self._unread)
+        if source != known:
             self._has_read = True
-            values = (name, mark, problem, changed_ns, unread)
-            self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", values)
+            self._sources.note(name, source)
         return self._goes_on
 
     def _new_lines(self, file: Path, mark: int) -> readers.Lines:
@@ -258,8 +244,8 @@ class RunIndex:
         self._db.execute("DELETE FROM groups WHERE step IS NULL AND grp NOT IN (SELECT grp FROM attempts)")
 
     def _marks(self) -> list[tuple[Path, int]]:
-        rows = self._db.execute("SELECT file, mark FROM sources").fetchall()
-        return [(self._place / file, mark) for file, mark in rows if file.startswith(f"{FLIGHT}/")]
+        known = self._sources.known.items()
+        return [(self._place / file, source.mark) for file, source in known if file.startswith(f"{FLIGHT}/")]
 
     # ------------------------------------------------------------ asked
 
@@ -325,7 +311,7 @@ class RunIndex:
 
     def text_files(self) -> list[Path]:
         """verl's dumps, those of the latest steps first."""
-        known = [file for (file,) in self._db.execute("SELECT file FROM sources") if Path(file).stem.isdecimal()]
+        known = [file for file in self._sources.known if Path(file).stem.isdecimal()]
         return [self._place / file for file in sorted(known, key=lambda file: -int(Path(file).stem))]
 
     def _selected(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -375,20 +361,11 @@ class RunIndex:
         return found
 
     def _begin_anew(self) -> None:
-        for table in ("sources", "attempts", "texts", "groups", "summaries"):
+        for table in ("sources", "attempts", "texts", "groups"):
             self._db.execute(f"DELETE FROM {table}")
         self._open_sessions.clear()
-        self._counted.clear()
-
-
-def _unread(count: int) -> str:
-    lines = "line is" if count == 1 else "lines are"
-    return f"{count} {lines} no record that this version can read, and left out" if count else ""
-
-
-def _number(step: int | None) -> int:
-    """As it stands in the table of summaries."""
-    return -1 if step is None else step
+        self._sources.known.clear()
+        self.summaries.clear()
 
 
 def _of_texts(group: str, index: int, step: int, score: float) -> dict[str, Any]:

@@ -1,10 +1,95 @@
-"""The file of an index: in the first folder where it can be written and no other server has it; anew if it is old."""
+"""The file of an index: in the first folder where it can be written and no other server has it; anew if it is old.
+
+What every look asks of it is held in memory, too: a long run has thousands of files and steps that do not change.
+"""
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+_SHARE = 0.0025  # of the time, for the summary of a step that changes all the time
+
+
+class Source(NamedTuple):
+    """How far a file has been read.
+
+    Attributes:
+        mark: where to read on: a place in the file, or a number in the journal.
+        problem: why it could not be read.
+        changed_ns: when it had been changed last.
+        unread: lines that are no records.
+    """
+
+    mark: int = 0
+    problem: str = ""
+    changed_ns: int = 0
+    unread: int = 0
+
+
+class Sources:
+    """Of an index, by the file's name in the run's folder."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.known = {file: Source(*told) for file, *told in db.execute("SELECT * FROM sources")}
+
+    def note(self, file: str, source: Source) -> None:
+        self.known[file] = source
+        self._db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", (file, *source))
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Files that could not be read, or not all lines of which, and why."""
+        bad = ((file, source) for file, source in self.known.items() if source.problem or source.unread)
+        return [(file, "; ".join(filter(None, (s.problem, _unread(s.unread))))) for file, s in bad]
+
+
+def _unread(count: int) -> str:
+    lines = "line is" if count == 1 else "lines are"
+    return f"{count} {lines} no record that this version can read, and left out" if count else ""
+
+
+class Summaries:
+    """What one line says of a step, while its attempts do not change."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        # By step: the line, until when it is told whatever changed, and whether nothing has.
+        self._held: dict[int | None, tuple[dict[str, Any] | None, float, bool]] = {}
+
+    def get(self, step: int | None) -> dict[str, Any] | None:
+        """What `keep` was given last; ``None``: attempts of the step have changed since, make it anew."""
+        if step not in self._held:
+            row = self._db.execute("SELECT told FROM summaries WHERE step = ?", (_number(step),)).fetchone()
+            self._held[step] = (json.loads(row[0]) if row else None), 0.0, row is not None
+        told, again, holds = self._held[step]
+        return told if holds or time.monotonic() < again else None
+
+    def keep(self, step: int | None, told: dict[str, Any], *, took_s: float, lasts: bool) -> None:
+        """``lasts``: it stays as it is while the attempts do."""
+        self._held[step] = told, time.monotonic() + took_s / _SHARE, lasts
+        if lasts:
+            self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
+
+    def lose(self, steps: Iterable[int | None]) -> None:
+        """Attempts of these have changed."""
+        for step in steps:
+            told, again, _ = self._held.get(step, (None, 0.0, False))
+            self._held[step] = told, again, False
+            self._db.execute("DELETE FROM summaries WHERE step = ?", (_number(step),))
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._db.execute("DELETE FROM summaries")
+
+
+def _number(step: int | None) -> int:
+    """As it stands in the table of summaries."""
+    return -1 if step is None else step
 
 
 def opened(folders: Sequence[Path], name: str, schema: str, version: int) -> tuple[Path, sqlite3.Connection]:

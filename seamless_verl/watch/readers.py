@@ -18,6 +18,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -258,6 +259,12 @@ def facts_of_rows(rows: list[dict[str, Any]]) -> AttemptFacts:
 
 def records(file: Path) -> list[dict[str, Any]]:
     """As many whole records of ours as there are: of a file that is broken in its middle, the others."""
+    return _records(file, *(file.stat().st_size, file.stat().st_mtime_ns) if file.exists() else (0, 0))
+
+
+@lru_cache(maxsize=8)
+def _records(file: Path, size: int, changed_ns: int) -> list[dict[str, Any]]:
+    """``size`` and ``changed_ns`` are what makes it another list."""
     try:
         return read_records(file)
     except ValueError:

@@ -353,13 +353,13 @@ class Watched:
         """A line per step. Those whose attempts have changed are counted anew, for as long as `_COUNT_S`."""
         until, found = time.monotonic() + _COUNT_S, []
         for step in steps:
-            told = index.summary(step)
+            told = index.summaries.get(step)
             name = watched_groups.NO_STEP if step is None else step
             if told is None and time.monotonic() < until:
                 began = time.thread_time()
                 told = watched_groups.summary(name, index.attempts(step=step), self._now())
                 lasts = "under way" not in told["flags"]  # what is silent changes by itself
-                index.keep_summary(step, told, took_s=time.thread_time() - began, lasts=lasts)
+                index.summaries.keep(step, told, took_s=time.thread_time() - began, lasts=lasts)
             record = records.get(step, {}) if step is not None else {}
             found.append(watched_groups.with_record(told or watched_groups.uncounted(name), record))
         return found

@@ -15,7 +15,7 @@ from seamless_verl.observe.flight import SessionEnded, SessionGivenUp
 from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
-from seamless_verl.watch import index, watched, watched_groups
+from seamless_verl.watch import index, index_file, watched, watched_groups
 from seamless_verl.watch.index import INDEX
 from tests.edge.watch.recorded import (
     begin,
@@ -550,7 +550,7 @@ async def test_a_large_run_is_read_in_parts_each_click_some_of_it(
         write_texts(tmp_path, step, [(f"{group}-{step}_0_0", 0.5, "text") for group in ("a", "b", "c")])
     monkeypatch.setattr(index, "_UPDATE_S", -1.0)
     monkeypatch.setattr(index, "_MOST_BYTES", 1)  # a line at least
-    monkeypatch.setattr(index, "_SHARE", 1e9)  # counted anew at once
+    monkeypatch.setattr(index_file, "_SHARE", 1e9)  # counted anew at once
     counts = []
     async with watching(tmp_path) as http:
         at = await only_run(http)
