@@ -75,7 +75,7 @@ class RunIndex:
         self._open_sessions: dict[str, dict[str, int]] = {}
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
-        self._sources, self.summaries = Sources(self._db), Summaries(self._db)
+        self.sources, self.summaries = Sources(self._db), Summaries(self._db)
         self._most = self._unread = 0
         self._goes_on = False  # there is more in the file that was read last
         self._has_read = False  # in this update
@@ -130,14 +130,10 @@ class RunIndex:
         found = self._db.execute("SELECT DISTINCT step FROM groups WHERE grp IN (SELECT grp FROM changed)")
         return {None, *(step for (step,) in found)}
 
-    def problems(self) -> list[tuple[str, str]]:
-        """Files that could not be read, or not all lines of which, and why."""
-        return self._sources.problems()
-
     def _guarded(self, file: Path, read: Any) -> bool:
         """Whether there is more in it."""
         name = str(file)[len(str(self._place)) + 1 :]
-        known = self._sources.known.get(name)
+        known = self.sources.known.get(name)
         mark, problem, changed_ns, unread = known or Source()
         self._unread, self._goes_on = 0, False
         try:
@@ -153,7 +149,7 @@ class RunIndex:
         source = Source(mark, problem, changed_ns, unread + self._unread)
         if source != known:
             self._has_read = True
-            self._sources.note(name, source)
+            self.sources.note(name, source)
         return self._goes_on
 
     def _new_lines(self, file: Path, mark: int) -> readers.Lines:
@@ -244,7 +240,7 @@ class RunIndex:
         self._db.execute("DELETE FROM groups WHERE step IS NULL AND grp NOT IN (SELECT grp FROM attempts)")
 
     def _marks(self) -> list[tuple[Path, int]]:
-        known = self._sources.known.items()
+        known = self.sources.known.items()
         return [(self._place / file, source.mark) for file, source in known if file.startswith(f"{FLIGHT}/")]
 
     # ------------------------------------------------------------ asked
@@ -311,7 +307,7 @@ class RunIndex:
 
     def text_files(self) -> list[Path]:
         """verl's dumps, those of the latest steps first."""
-        known = [file for file in self._sources.known if Path(file).stem.isdecimal()]
+        known = [file for file in self.sources.known if Path(file).stem.isdecimal()]
         return [self._place / file for file in sorted(known, key=lambda file: -int(Path(file).stem))]
 
     def _selected(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -361,11 +357,10 @@ class RunIndex:
         return found
 
     def _begin_anew(self) -> None:
-        for table in ("sources", "attempts", "texts", "groups"):
+        for table in ("sources", "attempts", "texts", "groups", "summaries"):
             self._db.execute(f"DELETE FROM {table}")
         self._open_sessions.clear()
-        self._sources.known.clear()
-        self.summaries.clear()
+        self.sources, self.summaries = Sources(self._db), Summaries(self._db)
 
 
 def _of_texts(group: str, index: int, step: int, score: float) -> dict[str, Any]:

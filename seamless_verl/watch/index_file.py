@@ -82,10 +82,6 @@ class Summaries:
             self._held[step] = told, again, False
             self._db.execute("DELETE FROM summaries WHERE step = ?", (_number(step),))
 
-    def clear(self) -> None:
-        self._held.clear()
-        self._db.execute("DELETE FROM summaries")
-
 
 def _number(step: int | None) -> int:
     """As it stands in the table of summaries."""

@@ -365,7 +365,7 @@ class Watched:
         return found
 
     def _head(self, index: RunIndex) -> dict[str, Any]:
-        problems = [f"{file}: {problem}" for file, problem in index.problems()]
+        problems = [f"{file}: {problem}" for file, problem in index.sources.problems()]
         return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
 
     def _current(self) -> RunIndex:

@@ -17,8 +17,8 @@ from typing_extensions import TypedDict
 from seamless_verl.proxy.calls import Answer, Call, Delta, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
     ChunkWriter,
-    StreamOptions,
-    Strict,
+    ConversationRequest,
+    SampledRequest,
     chances,
     checked_stop,
     frame,
@@ -88,41 +88,17 @@ class RawMessage(TypedDict, total=False):
     parsed: Any
 
 
-class ChatRequest(Strict):
+class ChatRequest(SampledRequest, ConversationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    model: str = Field(max_length=256)
     messages: list[RawMessage] = Field(min_length=1)
     tools: list[RawTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    n: int | None = Field(default=None, ge=1, lt=2**31)
-    stop: str | list[str] | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32)
     verbosity: str | None = Field(default=None, max_length=32)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: dict[str, Any] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    # Hints about caches and abuse; they change no answer, and the proxy keeps every prefix anyway.
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = None  # a hint
 
 
 def parse_chat(body: bytes) -> ChatCall:

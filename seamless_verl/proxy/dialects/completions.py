@@ -14,8 +14,7 @@ from pydantic import Field
 from seamless_verl.proxy.calls import Answer, Call, Delta, Token, bad_request, encoded
 from seamless_verl.proxy.dialects.shared import (
     ChunkWriter,
-    StreamOptions,
-    Strict,
+    SampledRequest,
     checked_stop,
     frame,
     preferences,
@@ -26,28 +25,14 @@ from seamless_verl.proxy.dialects.shared import (
 )
 
 
-class CompletionRequest(Strict):
+class CompletionRequest(SampledRequest):
     """Body of ``POST /v1/completions``."""
 
-    model: str = Field(max_length=256)
     prompt: str | list[int] | list[str] | list[list[int]]
-    n: int | None = Field(default=None, ge=1, lt=2**31)
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
 
 
 def parse_completion(body: bytes) -> CompletionCall:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, WrapValidator
 
 from seamless_verl.proxy.calls import ApiError, bad_request
-from seamless_verl.proxy.dialects.shared import StreamOptions, Strict, chat_content, tool_or_server_tool
+from seamless_verl.proxy.dialects.shared import ConversationRequest, Strict, chat_content, tool_or_server_tool
 
 _ORDER = ("reasoning", "message", "function_call")  # of the items of one assistant message
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -53,36 +53,20 @@ class Reasoning(Strict):
     generate_summary: str | None = Field(default=None, max_length=32)
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(ConversationRequest):
     """Body of ``POST /v1/responses``."""
 
-    model: str = Field(max_length=256)
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[Annotated[Function, WrapValidator(tool_or_server_tool)]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
-    stream: bool | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
     truncation: Literal["disabled", "auto"] | None = None
     background: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    # Hints about caches, abuse and streams; they change no answer.
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    stream_options: StreamOptions | None = None
-    client_metadata: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # a hint
 
 
 def instructions_of(request: ResponsesRequest) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from seamless_verl.proxy.calls import (
     Answer,
@@ -58,6 +58,45 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool | None = None  # a hint; nothing is padded here
+
+
+class OpenAIRequest(Strict):
+    """What all of OpenAI's dialects have in a body."""
+
+    model: str = Field(max_length=256)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class SampledRequest(OpenAIRequest):
+    """Chat and text completions."""
+
+    n: int | None = Field(default=None, ge=1, lt=2**31)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ConversationRequest(OpenAIRequest):
+    """Chat and responses."""
+
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    # Hints about caches and abuse; they change no answer, and the proxy keeps every prefix anyway.
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
 
 
 class ServerTool(BaseModel):
