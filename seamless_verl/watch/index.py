@@ -24,13 +24,14 @@ from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.watch import readers
 from seamless_verl.watch.index_file import Source, Sources, Summaries, opened
 from seamless_verl.watch.readers import AttemptFacts, TrainedText
-from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, files_of
+from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, ROW_FOLDERS, files_of
 
 INDEX = "watch.sqlite"
 _VERSION = 5
 _MOST_KEPT = 25  # sessions, and bytes of a file: between two looks at the clock
 _MOST_BYTES = 1 << 18
 _UPDATE_S = 0.2  # so that a click is answered while a large run is still being read
+_AGAIN_S = 10.0  # between two looks at row files of which none is new and none had changed
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
@@ -79,6 +80,8 @@ class RunIndex:
         self._most = self._unread = 0
         self._goes_on = False  # there is more in the file that was read last
         self._has_read = False  # in this update
+        self._rows_as: list[int] = []  # when the folders of rows had been changed
+        self._rows_changed, self._rows_again = True, 0.0
         self.is_behind = True
 
     def close(self) -> None:
@@ -97,16 +100,16 @@ class RunIndex:
         if any(file.exists() and file.stat().st_size < mark for file, mark in self._marks()):
             self._lost = {None, *self.steps()}
             self._begin_anew()
+        files = (files_of(self._place, (f"{FLIGHT}/*.jsonl",)), self._row_files(), files_of(self._place, KEPT_FILES))
         self.is_behind, self._most = False, _MOST_BYTES
         self._groups = set()
-        names = ((f"{FLIGHT}/*.jsonl",), ROW_FILES, KEPT_FILES)
         self._db.execute("BEGIN")
         try:
             for file in files_of(self._place, JOURNALS):
                 self._guarded(file, self._read_journal)
             self._has_read, until = False, time.monotonic() + _UPDATE_S
-            grow = zip((self._read_recording, self._read_rows, self._read_kept), names, strict=True)
-            for file, read in ((file, read) for read, those in grow for file in files_of(self._place, those)):
+            grow = zip((self._read_recording, self._read_rows, self._read_kept), files, strict=True)
+            for file, read in ((file, read) for read, those in grow for file in those):
                 more = self._guarded(file, read)
                 while more and time.monotonic() < until:
                     more = self._guarded(file, read)
@@ -116,6 +119,15 @@ class RunIndex:
             return self._changed()
         finally:
             self._db.execute("COMMIT")
+
+    def _row_files(self) -> list[Path]:
+        """A long run has thousands, and those that are whole hardly ever change: a run that repeats a step does it."""
+        folders = [folder.stat().st_mtime_ns for folder in files_of(self._place, ROW_FOLDERS)]
+        known, self._rows_as = self._rows_as, folders
+        if folders == known and not self._rows_changed and not self.is_behind and time.monotonic() < self._rows_again:
+            return []
+        self._rows_changed, self._rows_again = False, time.monotonic() + _AGAIN_S
+        return files_of(self._place, ROW_FILES)
 
     def _changed(self) -> set[int | None]:
         if self._groups:
@@ -149,6 +161,7 @@ class RunIndex:
         source = Source(mark, problem, changed_ns, unread + self._unread)
         if source != known:
             self._has_read = True
+            self._rows_changed |= read == self._read_rows
             self.sources.note(name, source)
         return self._goes_on
 
@@ -360,6 +373,7 @@ class RunIndex:
         for table in ("sources", "attempts", "texts", "groups", "summaries"):
             self._db.execute(f"DELETE FROM {table}")
         self._open_sessions.clear()
+        self._rows_changed = True
         self.sources, self.summaries = Sources(self._db), Summaries(self._db)
 
 

@@ -19,6 +19,7 @@ from seamless_verl.observe.run_folder import CONFIG, LOGS
 
 JOURNALS = ("journal.sqlite", "shard-*/journal.sqlite", "proxy/*/journal.sqlite")
 KEPT_FILES = ("proxy/*/kept.sqlite",)
+ROW_FOLDERS = ("rows", "shard-*/rows")
 ROW_FILES = ("rows/*.jsonl", "shard-*/rows/*.jsonl")
 _PART_BYTES = 1 << 16
 _MOST_FOLDERS = 5000
@@ -134,12 +135,15 @@ def _outcome(folder: Path) -> str | None:
 
 
 def _last_record(file: Path) -> dict[str, Any]:
-    records = list(_records(file, first=False))
-    return records[-1] if records else {}
+    return next(_records(file, first=False, step=-1), {})
 
 
-def _records(file: Path, *, first: bool, having: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Whole JSON records in the first or last 64 KiB of a file, with these bytes; what is cut or broken is left out."""
+def _records(file: Path, *, first: bool, having: bytes = b"", step: int = 1) -> Iterator[dict[str, Any]]:
+    """Whole JSON records in the first or last 64 KiB of a file, with these bytes; what is cut or broken is left out.
+
+    Args:
+        step: -1: the last one comes first.
+    """
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
@@ -148,7 +152,7 @@ def _records(file: Path, *, first: bool, having: bytes = b"") -> Iterator[dict[s
             lines = stream.read(_PART_BYTES).split(b"\n")
     except OSError:
         return
-    for line in lines[1 if start else 0 :]:
+    for line in lines[1 if start else 0 :][::step]:
         if having not in line:
             continue
         try:
