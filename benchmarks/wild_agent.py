@@ -117,7 +117,8 @@ class WildAgent:
         got: requests by the names of their (first) answers; a text where it was a plain prompt.
         told: what these said.
         more: answers by question that came without a name: further samples.
-        left: questions cut off and never repeated: whether they were answered nobody knows.
+        left: questions that were cut off, and not asked again before the session was closed: whether they were answered
+        nobody knows.
         closing: the session is being closed.
     """
 
@@ -198,7 +199,7 @@ class WildAgent:
     async def _ask(self, request: list[Said], *, is_retry: bool = False, n: int = 1, stream: bool = False) -> None:
         wishes = b'"stream":true,' if stream else b'"n":%d,' % n
         body = b"{" + wishes + body_of([message(role, content) for role, content in request])[1:]
-        answer = await self._post("/v1/chat/completions", body, is_retry=is_retry)
+        answer = await self._post("/v1/chat/completions", body, is_retry=is_retry, question=request[-1])
         if answer is None:
             return
         name, texts = _streamed(answer.body) if stream else _whole(answer.body)
@@ -211,19 +212,24 @@ class WildAgent:
         name = name.partition("-")[2]
         self.got[name], self.told[name] = request, text
 
-    async def _post(self, path: str, body: bytes, *, is_retry: bool = False) -> Answer | None:
+    async def _post(
+        self, path: str, body: bytes, *, is_retry: bool = False, question: Said | None = None
+    ) -> Answer | None:
         """The answer; None where the session was closed before. What breaks off is repeated, as SDKs do."""
+        broke = False
         for _ in range(_TRIES):
             pool = self._retries if is_retry else self._pool
             try:
                 answer = await pool.request("POST", path, body, timeout_s=60.0)
             except HttpFailed:
                 self._met.broken += 1
-                is_retry = True
+                is_retry = broke = True
             else:
                 if answer.status == 200 and not _broke_off(answer.body):
                     return answer
                 if self.closing and answer.status in (401, 404, 409):
+                    if broke and question is not None:  # it may have been answered before it broke
+                        self.left.append(question)
                     return None
                 if answer.status not in (200, 503):
                     self._met.refused.append(f"{answer.status}: {answer.body[:200]!r}")

@@ -144,7 +144,7 @@ class RunIndex:
 
     def _guarded(self, file: Path, read: Any) -> bool:
         """Whether there is more in it."""
-        name = str(file)[len(str(self._place)) + 1 :]
+        name = str(file.relative_to(self._place))
         known = self.sources.known.get(name)
         mark, problem, changed_ns, unread = known or Source()
         self._unread, self._goes_on = 0, False
