@@ -129,7 +129,8 @@ _TELLING_PREFILL = 32  # tokens; fewer drown in the rest of a step
 
 def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
     """What an engine's own steps say. By medians: a step may have waited for new weights, or prefilled a part of a
-    prompt whose first token came later. Reading the cache is part of what a request takes.
+    prompt whose first token came later. A step tells the more of prefilling the more it prefilled (least absolute
+    deviations). Reading the cache is part of what a request takes.
 
     Returns:
         None while there are too few, or all with the same number of requests.
@@ -144,10 +145,13 @@ def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
     prefilling = [step for step in steps if step.prefilled >= _TELLING_PREFILL]
     if decode is None or sum(counts) < _FEWEST_STEPS or not prefilling:
         return None
-    each = [(step.seconds - decode.step_s(step.running, 0)) / step.prefilled for step in prefilling]
+    tokens = np.array([step.prefilled for step in prefilling])
+    each = np.array([step.seconds - decode.step_s(step.running, 0) for step in prefilling]) / tokens
+    order = np.argsort(each)
+    middle = order[np.searchsorted(np.cumsum(tokens[order]), tokens.sum() / 2)]
     return EnginePace(
         decode=decode,
-        prefill_s_per_token=max(0.0, float(np.median(each))),
+        prefill_s_per_token=max(0.0, float(each[middle])),
         turn_tokens=sum(step.running for step in steps) / sum(step.begun for step in steps),
     )
 

@@ -126,6 +126,15 @@ def test_the_pace_of_an_engine_is_read_from_its_steps() -> None:
     assert pace.turn_tokens == pytest.approx(4.5 * 5)
 
 
+def test_many_short_prompts_beside_slower_steps_do_not_hide_what_long_ones_say() -> None:
+    """Ten steps of 40 prompt tokens that took less than a step without, three of 1,000 that took 0.1 s more."""
+    plain = [EngineStep(0.010 + 0.001 * (number % 2), 1 + number % 2, 0, 0) for number in range(100)]
+    short, long = [EngineStep(0.009, 1, 1, 40)] * 10, [EngineStep(0.110, 1, 1, 1000)] * 3
+    pace = measured_pace([*plain, *short, *long])
+    assert pace is not None
+    assert pace.prefill_s_per_token == pytest.approx(1e-4, rel=0.05)
+
+
 def test_too_few_steps_or_steps_without_a_prompt_tell_no_pace() -> None:
     plain = [EngineStep(0.01 + 0.001 * (n % 2), 1 + n % 2, 0, 0) for n in range(100)]
     begun = [EngineStep(0.1, 1, 1, 500)]
