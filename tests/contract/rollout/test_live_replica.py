@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
-NUM_REQUESTS, NUM_TOKENS = 1500, 48
+NUM_REQUESTS, NUM_TOKENS = 1500, 32
 RAY_SLOTS = 1000  # what an actor has unless somebody asks for more
 LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": True}
 PROMPT = list(range(5, 37))
