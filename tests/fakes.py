@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from seamless_verl.memory.book import Held
 from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import FinishReason, Generation, GenerationRequest, TokenChunk, VersionSpan
@@ -21,7 +22,7 @@ from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
 from seamless_verl.trajectory.matching import ExtensionRefused, Renderer, Rendering
-from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
+from seamless_verl.trajectory.messages import Message, Role, ToolCall, Transcript, transcript_of
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.trajectory.tokens import Segment, TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn, SessionTree
@@ -214,6 +215,20 @@ class ScriptedRenderer:
         return Rendering(token_ids=[*closing, *new, 3, self.PROMPT])
 
 
+def by_purpose(holdings: Iterable[Held]) -> dict[str, int]:
+    """Bytes per purpose."""
+    found: dict[str, int] = {}
+    for held in holdings:
+        found[held.what] = found.get(held.what, 0) + held.nbytes
+    return found
+
+
+def prepare_with(tree: SessionTree, renderer: Renderer, transcript: Transcript) -> PendingTurn:
+    """Match, render and prepare in one go."""
+    match = tree.match(transcript)
+    return tree.prepare(match, match.render(renderer))
+
+
 class ScriptedEdge:
     """Stands where the HTTP edge stands: takes requests through a tree and keeps the engine's ledger."""
 
@@ -232,7 +247,7 @@ class ScriptedEdge:
         finish: FinishReason = FinishReason.STOP,
     ) -> Segment:
         """One request with its answer; ``ids`` are what the engine generated, by default the answer's words."""
-        pending = self.tree.prepare_with(self.renderer, transcript_of(tuple(messages), tuple(tools)))
+        pending = prepare_with(self.tree, self.renderer, transcript_of(tuple(messages), tuple(tools)))
         return self.tree.commit(self.seal(pending, answer, ids=ids, finish=finish))
 
     def seal(

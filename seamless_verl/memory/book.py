@@ -20,7 +20,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -171,14 +171,6 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
-
-
-def by_purpose(holdings: Iterable[Held]) -> Mapping[str, int]:
-    """Bytes per purpose."""
-    found: dict[str, int] = {}
-    for held in holdings:
-        found[held.what] = found.get(held.what, 0) + held.nbytes
-    return found
 
 
 class SharedBook:

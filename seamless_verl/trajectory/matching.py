@@ -12,12 +12,15 @@ What is new is rendered by a chat template behind :class:`Renderer`: it gets mes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from seamless_verl.trajectory.messages import Message, MessageKey, Role, Transcript
 from seamless_verl.trajectory.tokens import DriftReason, Segment, pack_ids
+
+_MOST_CHARS = 2000  # of one respelled message
 
 
 class ExtensionRefused(Exception):
@@ -64,6 +67,34 @@ class Renderer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Respelled:
+    """A known message that a request spells differently: its number in the request, its place in the tree, and how."""
+
+    number: int
+    place: str
+    reasons: frozenset[DriftReason]
+
+
+def place_of(answer: Segment, *, is_answer: bool = True) -> str:
+    """What a respelled message is called: an answer of the tree, or one of the messages that it answered."""
+    return f"answer of turn {answer.ordinal}: " if is_answer else f"before the answer of turn {answer.ordinal}: "
+
+
+def written(message: Message, reasons: Collection[DriftReason]) -> str:
+    """As JSON, in which white space shows, what ``reasons`` say is spelled differently; a long one ends in ``…``."""
+    calls = message.tool_calls
+    spelled = {
+        DriftReason.ARGUMENTS_RESPELLED: ("arguments", [call.arguments for call in calls]),
+        DriftReason.CALL_IDS_CHANGED: ("ids", [call.id for call in calls] or message.tool_call_id),
+        DriftReason.CONTENT_WHITESPACE: ("content", message.content),
+        DriftReason.REASONING_DROPPED: ("reasoning", message.reasoning),
+    }
+    text = json.dumps(dict(value for reason, value in spelled.items() if reason in reasons), ensure_ascii=False)
+    text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8
+    return text if len(text) <= _MOST_CHARS else text[:_MOST_CHARS] + "…"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryMatch:
     """How a request fits what a session knows; immutable, so that :meth:`render` may run in another thread.
@@ -71,7 +102,7 @@ class HistoryMatch:
     Attributes:
         known: the answer that the request continues, None where it begins anew.
         num_known: messages of the request up to that answer.
-        realigned: how the request spells the known history differently.
+        respelled: messages of the known history that the request spells differently than before.
         forked: why the match is not deeper. One without ``known`` always has a reason; a session's first turn may
             ignore it.
     """
@@ -79,8 +110,18 @@ class HistoryMatch:
     transcript: Transcript
     known: Segment | None
     num_known: int
-    realigned: tuple[DriftReason, ...]
+    respelled: tuple[Respelled, ...]
     forked: DriftReason | None
+
+    @property
+    def realigned(self) -> tuple[DriftReason, ...]:
+        return _reasons(self.respelled)
+
+    @property
+    def spelled(self) -> str:
+        """What the request respelled, as it wrote it, one message per line."""
+        messages = self.transcript.messages
+        return "\n".join(one.place + written(messages[one.number], one.reasons) for one in self.respelled)
 
     def render(self, renderer: Renderer) -> Rendering:
         """Ask the template for the rest; fall back to a fresh prompt where it refuses to extend."""
@@ -132,13 +173,13 @@ class HistoryIndex:
                 same_tools = [c for c in candidates if c.turn and c.turn.tools_digest == transcript.tools_digest]
                 tools_changed, rewritten = tools_changed or not same_tools, rewritten or bool(same_tools)
                 continue
-            answer, realigned = best
+            answer, respelled = best
             forked = DriftReason.HISTORY_REWRITTEN if rewritten else None
             return HistoryMatch(
                 transcript=transcript,
                 known=answer,
                 num_known=length,
-                realigned=realigned,
+                respelled=respelled,
                 forked=DriftReason.TOOLS_CHANGED if tools_changed else forked,
             )
         if tools_changed:
@@ -147,7 +188,7 @@ class HistoryIndex:
             forked = DriftReason.SYSTEM_CHANGED
         else:
             forked = DriftReason.HISTORY_REWRITTEN if rewritten else DriftReason.ROOT_CHANGED
-        return HistoryMatch(transcript=transcript, known=None, num_known=0, realigned=(), forked=forked)
+        return HistoryMatch(transcript=transcript, known=None, num_known=0, respelled=(), forked=forked)
 
 
 def system_of(transcript: Transcript) -> bytes:
@@ -159,32 +200,36 @@ def system_of(transcript: Transcript) -> bytes:
 
 def _choose(
     candidates: Sequence[Segment], transcript: Transcript, length: int
-) -> tuple[Segment, tuple[DriftReason, ...]] | None:
+) -> tuple[Segment, tuple[Respelled, ...]] | None:
     """The best of several answers with the same history, or None when none is really the same."""
-    fitting: list[tuple[Segment, tuple[DriftReason, ...]]] = []
+    fitting: list[tuple[Segment, tuple[Respelled, ...]]] = []
     for segment in candidates:
         assert segment.turn is not None
         if segment.turn.tools_digest != transcript.tools_digest:
             continue
-        reasons = _respelled(segment, transcript, length)
-        if reasons is not None:
-            fitting.append((segment, reasons))
+        respelled = _respelled(segment, transcript, length)
+        if respelled is not None:
+            fitting.append((segment, respelled))
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     return min(fitting, key=_by_rule)
 
 
-def _by_rule(candidate: tuple[Segment, tuple[DriftReason, ...]]) -> tuple[int, list[int], int]:
-    segment, reasons = candidate
-    return len(reasons), list(segment.path), segment.ordinal
+def _by_rule(candidate: tuple[Segment, tuple[Respelled, ...]]) -> tuple[int, list[int], int]:
+    segment, respelled = candidate
+    return len(_reasons(respelled)), list(segment.path), segment.ordinal
 
 
-def _respelled(answer: Segment, transcript: Transcript, length: int) -> tuple[DriftReason, ...] | None:
+def _reasons(respelled: Sequence[Respelled]) -> tuple[DriftReason, ...]:
+    return tuple(sorted(set().union(*(one.reasons for one in respelled)), key=lambda reason: reason.value))
+
+
+def _respelled(answer: Segment, transcript: Transcript, length: int) -> tuple[Respelled, ...] | None:
     """How the request's spelling of a known history differs: () for not at all, None when it is no longer the same.
 
     Walks towards the root only until the spelling was last agreed upon: a difference is reported once, not every turn.
     """
-    reasons: set[DriftReason] = set()
+    found: list[Respelled] = []
     segment: Segment | None = answer
     end = length
     while segment is not None and segment.turn is not None:
@@ -192,15 +237,17 @@ def _respelled(answer: Segment, transcript: Transcript, length: int) -> tuple[Dr
         if turn.spelled == transcript.spelled[end]:
             break
         start = end - len(turn.keys)
-        for known, sent in zip(turn.keys, transcript.keys[start:end], strict=True):
-            difference = _difference(known, sent)
+        for number, known in enumerate(turn.keys, start):
+            difference = _difference(known, transcript.keys[number])
             if difference is None:
                 return None
-            reasons |= difference
+            if difference:
+                is_answer = number == start + len(turn.keys) - 1
+                found.append(Respelled(number, place_of(segment, is_answer=is_answer), frozenset(difference)))
         if turn.spelled_before == transcript.spelled[start]:
             break
         segment, end = segment.answer_above(), start
-    return tuple(sorted(reasons, key=lambda reason: reason.value))
+    return tuple(sorted(found, key=lambda one: one.number))
 
 
 def _difference(known: MessageKey, sent: MessageKey) -> set[DriftReason] | None:

@@ -231,7 +231,7 @@ class TurnRecord:
         keys: the messages this turn added, the answer last.
         system: names the leading system message (:func:`seamless_verl.trajectory.matching.system_of`).
         forked, realigned: why the match is not clean, as far as it was known before the answer.
-        detail: a renderer's own words where it refused to extend.
+        detail: a renderer's own words where it refused to extend; otherwise what the request respelled, as it wrote it.
     """
 
     generation_id: str

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError
-from seamless_verl.trajectory.matching import HistoryIndex, HistoryMatch, Renderer, Rendering, system_of
+from seamless_verl.trajectory.matching import HistoryIndex, HistoryMatch, Rendering, system_of
 from seamless_verl.trajectory.messages import Message, Transcript, key_of, link
 from seamless_verl.trajectory.tokens import (
     DriftReason,
@@ -164,7 +164,7 @@ class SessionTree:
             context_ids=context_ids,
             prompt_ids=prompt_ids,
             forked=forked,
-            detail=rendering.refusal,
+            detail=rendering.refusal or match.spelled,
         )
 
     def _place(self, match: HistoryMatch, rendering: Rendering) -> tuple[Segment, int, array[int]]:
@@ -191,14 +191,9 @@ class SessionTree:
         Raises:
             TrajectoryError: the prompt is empty.
         """
-        match = HistoryMatch(transcript=transcript, known=None, num_known=0, realigned=(), forked=None)
+        match = HistoryMatch(transcript=transcript, known=None, num_known=0, respelled=(), forked=None)
         pending = self.prepare(match, Rendering(token_ids=prompt_ids, fresh=True))
         return replace(pending, forked=DriftReason.ROOT_CHANGED) if pending.anchor is self.root else pending
-
-    def prepare_with(self, renderer: Renderer, transcript: Transcript) -> PendingTurn:
-        """Match, render and prepare in one go, for callers without a thread to spare."""
-        match = self.match(transcript)
-        return self.prepare(match, match.render(renderer))
 
     def commit(self, record: TurnRecord) -> Segment:
         """Add an answer; returns its segment.

@@ -15,6 +15,7 @@ from seamless_verl.observe.page.words import DRIFT
 from seamless_verl.observe.token_signals import TokenSignals
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.trajectory.matching import place_of, written
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.trajectory.tokens import DriftReason, MatchKind, Segment
 
@@ -37,6 +38,7 @@ def conversation(session: Session, answers: Sequence[Answer], decode: Decode) ->
             "answer": _answer(by_id.get(views[segment.ordinal]["generation_id"])),
             "text": decode(segment.tokens),
             "parting": parting(session, segment, decode),
+            "respelled": respelling(segment, by_id),
         }
         for segment in session.tree.answers
     ]
@@ -95,6 +97,23 @@ def parting(session: Session, segment: Segment, decode: Decode) -> dict[str, Any
     }
 
 
+def respelling(segment: Segment, answers: Mapping[str, Answer]) -> dict[str, str] | None:
+    """What a request spelled otherwise than it was recorded, both spellings; ``None``: nothing.
+
+    Recorded are answers only: of another message stands what the model was given.
+    """
+    turn = segment.turn
+    if turn is None or not turn.realigned or turn.forked is DriftReason.TEMPLATE_MISMATCH:
+        return None
+    recorded, above = [], segment.answer_above()
+    while above is not None and above.turn is not None:
+        place, answer = place_of(above), answers.get(above.turn.generation_id)
+        if answer is not None and f"\n{place}" in f"\n{turn.detail}":
+            recorded.append(place + written(answer.message, turn.realigned))
+        above = above.answer_above()
+    return {"sent": turn.detail, "recorded": "\n".join(reversed(recorded))}
+
+
 def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of what both begin with; by halves, since slices are compared quickly."""
     low, high = 0, min(len(one), len(other))
@@ -136,6 +155,7 @@ def told_by_rows(rows: Sequence[Row], decode: Decode) -> list[dict[str, Any]]:
                     "answer": None,
                     "text": decode(row.token_ids[turn.start : turn.stop]),
                     "parting": None,
+                    "respelled": None,
                 }
             before, parent = turn.stop, turns[turn.generation_id]["ordinal"]
     return list(turns.values())

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from seamless_verl.memory.book import OutOfMemory, Owner, Phase, SharedBook, by_purpose, entries, is_alive, this_process
+from seamless_verl.memory.book import OutOfMemory, Owner, Phase, SharedBook, entries, is_alive, this_process
+from tests.fakes import by_purpose
 
 HOLDER = """
 import sys

@@ -67,7 +67,7 @@ function turnBox(turn, level, path) {
   return el("section", { class: "turn", "data-turn": turn.ordinal, style: `margin-left:${24 * level}px` },
     el("h3", {}, link(path + "?turn=" + turn.ordinal, "turn " + turn.ordinal), " · " + told.join(" · "), " ", turn.kind === "clean" ? "" : el("span", { class: "mark" }, turn.kind),
       turn.reasons.map((reason) => el("span", { class: "mark", title: reason.explained }, reason.name))),
-    turn.detail ? el("p", { class: "soft" }, "in the renderer's words: " + begins(turn.detail)) : "",
+    turn.respelled ? respelledBox(turn) : turn.detail ? el("p", { class: "soft" }, "in the renderer's words: " + begins(turn.detail)) : "",
     turn.parting ? partingBox(turn) : "",
     folded(key + "given", "what the model was given" + (turn.num_cut ? " (after " + turn.num_cut + " tokens of the answer before were left out)" : ""), long(turn.given, "given"), length(turn.given) < 1500),
     said?.reasoning ? folded(key + "reasoning", "reasoning", long(said.reasoning, "answer")) : "",
@@ -85,6 +85,12 @@ function partingBox(turn) {
     el("div", { class: "columns" },
       el("div", {}, el("h3", {}, "recorded (" + parting.recorded_tokens + " tokens more)"), long(parting.recorded, "recorded")),
       el("div", {}, el("h3", {}, "what the request said (" + parting.sent_tokens + " tokens more)"), long(parting.sent, "sent")))), true);
+}
+
+function respelledBox(turn) {
+  return folded(turn.generation_id + "respelled", "what this request spelled otherwise; the recorded tokens stay", el("div", { class: "columns" },
+    el("div", {}, el("h3", {}, "recorded"), long(turn.respelled.recorded || "not kept beside the prompt: see what the model was given", "recorded")),
+    el("div", {}, el("h3", {}, "what the request said"), long(turn.respelled.sent, "sent"))), true);
 }
 
 function textBox(text) {

@@ -15,15 +15,10 @@ transformer_impl = pytest.importorskip("verl.workers.engine.fsdp.transformer_imp
 import torch.distributed as dist  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from seamless_verl.memory.book import (  # noqa: E402
-    BOOK,
-    CAPACITY,
-    SharedBook,
-    by_purpose,
-)
+from seamless_verl.memory.book import BOOK, CAPACITY, SharedBook  # noqa: E402
 from seamless_verl.verl_adapter.cpu import cpu_device  # noqa: E402
 from seamless_verl.verl_adapter.cpu.cpu_device import DEVICE  # noqa: E402
-from tests.fakes import small_tokenizer  # noqa: E402
+from tests.fakes import by_purpose, small_tokenizer  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)]
 
@@ -77,7 +72,7 @@ def trainer(tmp_path: Path, book: SharedBook) -> Iterator[Any]:
 
 
 def held(book: SharedBook) -> dict[str, int]:
-    return dict(by_purpose(book.look().holdings("trainer/0")))
+    return by_purpose(book.look().holdings("trainer/0"))
 
 
 def train(engine: Any) -> None:

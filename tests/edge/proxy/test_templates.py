@@ -22,7 +22,7 @@ from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, transcript_of
 from seamless_verl.trajectory.tokens import DriftReason, MatchKind
 from tests.edge.proxy.test_rendering import HEADERS, MERGED_TOOLS, MOVING_TOOLS, PLAIN, THINKING
-from tests.fakes import CHATML, ScriptedEdge, assistant, small_tokenizer, system, tool, user
+from tests.fakes import CHATML, ScriptedEdge, assistant, prepare_with, small_tokenizer, system, tool, user
 
 # The generation prompt ends with an empty thought that the template never writes into history.
 NO_THINKING = (
@@ -133,7 +133,7 @@ class Conversation:
         self.kinds: list[MatchKind] = []
 
     def turn(self, step: dict[str, Any]) -> None:
-        pending = self.edge.tree.prepare_with(self.edge.renderer, transcript_of(tuple(self.history)))
+        pending = prepare_with(self.edge.tree, self.edge.renderer, transcript_of(tuple(self.history)))
         text = self.tokenizer.decode(list(pending.prompt_ids))
         self._check(text)
         answer, ids, finish = self._answer(step)
@@ -200,7 +200,7 @@ def test_a_template_that_rewrites_history_forks_and_loses_nothing(steps: list[di
     edge = ScriptedEdge(TokenizerRenderer(tokenizer))
     history: list[Message] = [user("hi")]
     for number, step in enumerate(steps):
-        pending = edge.tree.prepare_with(edge.renderer, transcript_of(tuple(history), tools))
+        pending = prepare_with(edge.tree, edge.renderer, transcript_of(tuple(history), tools))
         raw = [{"role": message.role.value, "content": message.content} for message in history]
         rendered = tokenizer.apply_chat_template(raw, tools=[{}], tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(list(pending.prompt_ids)) == rendered
@@ -260,7 +260,7 @@ def test_a_template_that_moves_the_system_message_forks_where_there_is_one(
     edge = ScriptedEdge(TokenizerRenderer(tokenizer))
     history: list[Message] = [*([system("be good")] if has_system else []), user("hi")]
     for number, step in enumerate(steps):
-        pending = edge.tree.prepare_with(edge.renderer, transcript_of(tuple(history)))
+        pending = prepare_with(edge.tree, edge.renderer, transcript_of(tuple(history)))
         raw = [{"role": message.role.value, "content": message.content} for message in history]
         rendered = tokenizer.apply_chat_template(raw, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(list(pending.prompt_ids)) == rendered

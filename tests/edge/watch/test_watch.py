@@ -203,6 +203,27 @@ async def test_where_a_history_parts_both_sides_stand_beside_each_other(tmp_path
     assert "drifted" in told["group"]["flags"]
 
 
+async def test_of_a_request_that_is_only_respelled_both_spellings_stand_beside_each_other(tmp_path: Path) -> None:
+    async with training(tmp_path, lambda prompt: "one \n" if "more" not in prompt else "two") as proxy:
+        agent = await begin(proxy, "task")
+        await agent.ask([user("hello")])
+        said = [user("hello"), {"role": "assistant", "content": "one"}, user("more")]
+        said = [*said, await agent.ask(said)]
+        await agent.ask([user("hello "), *said[1:], user("and on")])
+        await agent.end(0.0)
+    async with watching(tmp_path, save_tokenizer(tmp_path / "model")) as http:
+        told = await get(http, f"{await only_run(http)}/attempt", key=agent.session.id)
+    first, answer, question = (turn["respelled"] for turn in told["turns"])
+    assert first is None
+    recorded = 'answer of turn 0: {"content": "one \\n"}'
+    assert answer == {"sent": 'answer of turn 0: {"content": "one"}', "recorded": recorded}
+    assert question == {
+        "sent": 'before the answer of turn 0: {"content": "hello "}\n' + answer["sent"],
+        "recorded": recorded,
+    }
+    assert [turn["parting"] for turn in told["turns"]] == [None] * 3
+
+
 async def test_where_the_attempts_of_a_group_part_is_told_from_tokens_and_from_texts(tmp_path: Path) -> None:
     async with training(tmp_path, lambda prompt: "well" if "again" in prompt else "ok") as proxy:
         agents = [await begin(proxy, "task", index) for index in range(3)]

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from seamless_verl.memory.book import Ended, Held, MemoryBook, Needed, OutOfMemory, Owner, Phase, by_purpose, size
+from seamless_verl.memory.book import Ended, Held, MemoryBook, Needed, OutOfMemory, Owner, Phase, size
+from tests.fakes import by_purpose
 
 TRAINER, ENGINE = Owner(name="trainer", process="1 100"), Owner(name="engine", process="2 200")
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.trajectory.tokens import MatchKind, TurnRecord
 from seamless_verl.trajectory.tree import SessionTree
-from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, system, tool, user
+from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, prepare_with, system, tool, user
 
 WORDS = ("yes", "no", "maybe later", "look", "")
 SPELLINGS = ("as_is", "arguments", "whitespace", "reasoning", "ids", "rewritten")
@@ -45,7 +45,7 @@ class RandomAgent:
 
     def step(self, step: dict) -> None:  # type: ignore[type-arg]
         messages, tools = self._request(step)
-        pending = self.edge.tree.prepare_with(self.edge.renderer, transcript_of(tuple(messages), tools))
+        pending = prepare_with(self.edge.tree, self.edge.renderer, transcript_of(tuple(messages), tools))
         self._renderer.refuses = False
         words, reasoning, calls = step["answer"]
         call = ToolCall(id=f"c{len(self.records)}", name="run", arguments='{"n": 1.0, "a": "x"}')

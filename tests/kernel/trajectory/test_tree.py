@@ -10,7 +10,7 @@ from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import build_rows
 from seamless_verl.trajectory.tokens import DriftReason, MatchKind
 from seamless_verl.trajectory.tree import SessionTree
-from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, scripted_generation, system, tool, user
+from tests.fakes import ScriptedEdge, ScriptedRenderer, assistant, prepare_with, scripted_generation, system, tool, user
 
 
 def test_a_linear_conversation_is_one_row_of_what_the_engine_saw() -> None:
@@ -34,26 +34,43 @@ CALL = ToolCall(id="c1", name="run", arguments='{"a": 1, "b": 2}')
 
 
 @pytest.mark.parametrize(
-    ("answered", "sent", "reason"),
+    ("answered", "sent", "reason", "detail"),
     [
         (
             assistant("", CALL),
             assistant("", ToolCall(id="c1", name="run", arguments='{"b":2,"a":1}')),
             "arguments_respelled",
+            r'answer of turn 0: {"arguments": ["{\"b\":2,\"a\":1}"]}',
         ),
         (
             assistant("", CALL),
             assistant("", ToolCall(id="x", name="run", arguments=CALL.arguments)),
             "call_ids_changed",
+            'answer of turn 0: {"ids": ["x"]}',
         ),
-        (assistant("yes \n"), assistant("yes"), "content_whitespace"),
-        (assistant("yes", reasoning="since"), assistant("yes"), "reasoning_dropped"),
-        (assistant("yes", reasoning="I see, so"), assistant("yes", reasoning=" so"), "reasoning_dropped"),
-        (assistant("yes", reasoning="a" * 300), assistant("yes", reasoning="a" * 100), "reasoning_dropped"),
+        (assistant("yes \n"), assistant("yes"), "content_whitespace", 'answer of turn 0: {"content": "yes"}'),
+        (
+            assistant("yes", reasoning="since"),
+            assistant("yes"),
+            "reasoning_dropped",
+            'answer of turn 0: {"reasoning": ""}',
+        ),
+        (
+            assistant("yes", reasoning="I see, so"),
+            assistant("yes", reasoning=" so"),
+            "reasoning_dropped",
+            'answer of turn 0: {"reasoning": " so"}',
+        ),
+        (
+            assistant("yes", reasoning="a" * 3000),
+            assistant("yes", reasoning="a" * 2500),
+            "reasoning_dropped",
+            'answer of turn 0: {"reasoning": "' + "a" * 1985 + "…",
+        ),
     ],
 )
-def test_another_spelling_keeps_the_generated_tokens_and_is_reported_once(
-    answered: Message, sent: Message, reason: str
+def test_another_spelling_keeps_the_generated_tokens_and_is_reported_once_as_it_was_written(
+    answered: Message, sent: Message, reason: str, detail: str
 ) -> None:
     edge = ScriptedEdge()
     edge.ask([user("hi")], answered, ids=[50, 51, ScriptedRenderer.END])
@@ -62,9 +79,25 @@ def test_another_spelling_keeps_the_generated_tokens_and_is_reported_once(
     assert (second.kind, second.reasons) == (MatchKind.REALIGN, (DriftReason(reason),))
     third = edge.ask([*history, assistant("fine"), user("next")], "done")
     assert third.kind is MatchKind.CLEAN
+    assert second.turn is not None
+    assert third.turn is not None
+    assert (second.turn.detail, third.turn.detail) == (detail, "")
     (row,) = edge.rows()
     assert edge.tree.drift == {DriftReason(reason): 1}
     assert 50 in row.token_ids
+
+
+def test_each_respelled_message_is_named_by_the_answer_that_it_is_or_that_came_after_it() -> None:
+    edge = ScriptedEdge()
+    edge.ask([user("hi")], "one ")
+    edge.ask([user("hi"), assistant("one "), user("and \ud83d")], "two ")
+    turn = edge.ask([user(" hi"), assistant("one "), user("and \ud83d "), assistant("two"), user("on")], "three").turn
+    assert turn is not None
+    assert turn.detail.splitlines() == [
+        'before the answer of turn 0: {"content": " hi"}',
+        'before the answer of turn 1: {"content": "and ? "}',
+        'answer of turn 1: {"content": "two"}',
+    ]
 
 
 def test_other_reasoning_is_another_history() -> None:
@@ -157,7 +190,7 @@ def test_a_fresh_prompt_with_the_recorded_tokens_extends_them() -> None:
     edge.ask([user("a")], "one", ids=[ScriptedRenderer.PROMPT])
     renderer.refuses = True
     tree = edge.tree
-    pending = tree.prepare_with(renderer, transcript_of((user("a"),)))
+    pending = prepare_with(tree, renderer, transcript_of((user("a"),)))
     assert pending.anchor is tree.answers[0].parent
     assert not pending.context_ids
 
@@ -214,12 +247,12 @@ def test_of_answers_with_one_text_the_spelling_then_the_tokens_decide() -> None:
 
 def test_of_answers_with_the_same_tokens_the_first_is_continued_whatever_comes_later() -> None:
     edge = ScriptedEdge()
-    pending = edge.tree.prepare_with(edge.renderer, transcript_of((user("a"),)))
+    pending = prepare_with(edge.tree, edge.renderer, transcript_of((user("a"),)))
     records = [edge.seal(pending, "same", ids=[60, ScriptedRenderer.END]) for _ in range(2)]
     for record in reversed(records):
         edge.tree.commit(record)
         for again in (user("b"), user("c")):
-            pending = edge.tree.prepare_with(edge.renderer, transcript_of((user("a"), assistant("same"), again)))
+            pending = prepare_with(edge.tree, edge.renderer, transcript_of((user("a"), assistant("same"), again)))
             assert pending.anchor is edge.tree.answers[0]
         ids = [*pending.anchor.path, 5]
         assert edge.tree.prepare_ids(transcript_of((user("ids"),)), ids).anchor is edge.tree.answers[0]
@@ -256,7 +289,7 @@ def test_prepare_and_seal_leave_no_trace() -> None:
     edge = ScriptedEdge()
     edge.ask([user("a")], "one")
     before = (build_rows(edge.tree), edge.tree.num_stored_tokens, edge.tree.kinds)
-    pending = edge.tree.prepare_with(edge.renderer, transcript_of((user("b"),)))
+    pending = prepare_with(edge.tree, edge.renderer, transcript_of((user("b"),)))
     edge.seal(pending, "two")
     edge.ledger.pop()
     assert (build_rows(edge.tree), edge.tree.num_stored_tokens, edge.tree.kinds) == before
@@ -266,8 +299,8 @@ def test_two_answers_prepared_at_once_branch_whichever_comes_first() -> None:
     edge = ScriptedEdge()
     edge.ask([user("a")], "one")
     history = [user("a"), assistant("one")]
-    left = edge.tree.prepare_with(edge.renderer, transcript_of((*history, user("l"))))
-    right = edge.tree.prepare_with(edge.renderer, transcript_of((*history, user("r"))))
+    left = prepare_with(edge.tree, edge.renderer, transcript_of((*history, user("l"))))
+    right = prepare_with(edge.tree, edge.renderer, transcript_of((*history, user("r"))))
     first, second = edge.tree.commit(edge.seal(right, "rr")), edge.tree.commit(edge.seal(left, "ll"))
     assert (first.kind, second.kind) == (MatchKind.CLEAN, MatchKind.FORK)
     assert second.reasons == (DriftReason.BRANCHED,)
@@ -276,11 +309,11 @@ def test_two_answers_prepared_at_once_branch_whichever_comes_first() -> None:
 
 def test_committing_twice_or_under_a_stranger_tells_the_story() -> None:
     edge = ScriptedEdge()
-    record = edge.seal(edge.tree.prepare_with(edge.renderer, transcript_of((user("a"),))), "one")
+    record = edge.seal(prepare_with(edge.tree, edge.renderer, transcript_of((user("a"),))), "one")
     edge.tree.commit(record)
     with pytest.raises(TrajectoryError, match="already committed as turn 0; the session has 1 turns"):
         edge.tree.commit(record)
-    follow = edge.seal(edge.tree.prepare_with(edge.renderer, transcript_of((user("a"), assistant("one")))), "two")
+    follow = edge.seal(prepare_with(edge.tree, edge.renderer, transcript_of((user("a"), assistant("one")))), "two")
     with pytest.raises(TrajectoryError, match="continues g0, which is not among the session's 0 turns"):
         SessionTree().commit(follow)
 
@@ -317,7 +350,7 @@ def test_committing_twice_or_under_a_stranger_tells_the_story() -> None:
 )
 def test_generations_that_contradict_themselves_are_refused(generation: Generation, story: str) -> None:
     edge = ScriptedEdge()
-    pending = edge.tree.prepare_with(edge.renderer, transcript_of((user("a"),)))
+    pending = prepare_with(edge.tree, edge.renderer, transcript_of((user("a"),)))
     with pytest.raises(TrajectoryError, match=story):
         pending.seal(generation_id="g", generation=generation, answer=assistant("x"))
 
@@ -328,4 +361,4 @@ def test_an_empty_prompt_is_refused() -> None:
             return []
 
     with pytest.raises(TrajectoryError, match="no token at all"):
-        SessionTree().prepare_with(Silent(), transcript_of((user("a"),)))
+        prepare_with(SessionTree(), Silent(), transcript_of((user("a"),)))
