@@ -31,7 +31,7 @@ from seamless_verl.watch.run_text import RunText
 from seamless_verl.watch.text_search import MOST, Search
 
 _UPDATE_S = 0.5
-_SHARE = 0.05
+_SHARE = 0.02  # of one core, beside a run that has none to spare
 _COUNT_S = 0.2
 _PAGE = 60  # groups of a step on one page
 _MOST_RECORDING = 128 << 20
