@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,9 +73,9 @@ class _Looking:
     def __init__(self, url: str, pid: int) -> None:
         self._url, self._process = url, psutil.Process(pid)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
         self.looks = 0
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
+        self._looking = self._pool.submit(self._look)
 
     def share(self) -> float:
         """Processor time of the server, of the time that it has stood."""
@@ -83,8 +84,10 @@ class _Looking:
         return float(took.user + took.system) / stood
 
     def stop(self) -> None:
+        """Raises what a look raised: a run that nobody watched to its end is no measurement."""
         self._over.set()
-        self._thread.join()
+        self._pool.shutdown()
+        self._looking.result()
 
     def _look(self) -> None:
         with httpx.Client(base_url=self._url, trust_env=False, timeout=60) as http:
@@ -102,8 +105,8 @@ def _looked_at(runs: Path) -> Iterator[_Looking]:
         looking = _Looking(server.stdout.readline().split()[-1], server.pid)
         try:
             yield looking
-        finally:
             looking.stop()
+        finally:
             server.terminate()
 
 

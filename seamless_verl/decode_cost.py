@@ -115,38 +115,45 @@ def fit_decode_cost(
 @dataclass(frozen=True, slots=True)
 class EngineStep:
     """One step as it was measured: seconds, requests that got a token, those for which it was the first one, prompt
-    tokens that were computed for these."""
+    tokens that were computed for these, tokens that all of them had in the cache."""
 
     seconds: float
     running: int
     begun: int
     prefilled: int
+    cached: int = 0
 
 
 _FEWEST_STEPS = 64
+_FEWEST_HALVED = 16  # fewer steps with the same number of requests have one median, whatever was cached
 _TELLING_PREFILL = 32  # tokens; fewer drown in the rest of a step
 
 
 def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
     """What an engine's own steps say. By medians: a step may have waited for new weights, or prefilled a part of a
     prompt whose first token came later. A step tells the more of prefilling the more it prefilled (least absolute
-    deviations). Reading the cache is part of what a request takes.
+    deviations).
 
     Returns:
         None while there are too few, or all with the same number of requests.
     """
-    plain: dict[int, list[float]] = {}
+    plain: dict[int, list[EngineStep]] = {}
     for step in steps:
         if not step.begun:
-            plain.setdefault(step.running, []).append(step.seconds)
-    counts = [len(seconds) for seconds in plain.values()]
-    medians = [float(np.median(seconds)) for seconds in plain.values()]
-    decode = fit_decode_cost(list(plain), [0.0] * len(plain), medians, counts)
+            plain.setdefault(step.running, []).append(step)
+    parts = [part for alike in plain.values() for part in _halves(alike)]
+    counts = [len(part) for part in parts]
+    decode = fit_decode_cost(
+        [part[0].running for part in parts],
+        [float(np.mean([step.cached for step in part])) for part in parts],
+        [float(np.median([step.seconds for step in part])) for part in parts],
+        counts,
+    )
     prefilling = [step for step in steps if step.prefilled >= _TELLING_PREFILL]
     if decode is None or sum(counts) < _FEWEST_STEPS or not prefilling:
         return None
     tokens = np.array([step.prefilled for step in prefilling])
-    each = np.array([step.seconds - decode.step_s(step.running, 0) for step in prefilling]) / tokens
+    each = np.array([step.seconds - decode.step_s(step.running, step.cached) for step in prefilling]) / tokens
     order = np.argsort(each)
     middle = order[np.searchsorted(np.cumsum(tokens[order]), tokens.sum() / 2)]
     return EnginePace(
@@ -154,6 +161,14 @@ def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
         prefill_s_per_token=max(0.0, float(each[middle])),
         turn_tokens=sum(step.running for step in steps) / sum(step.begun for step in steps),
     )
+
+
+def _halves(steps: list[EngineStep]) -> list[list[EngineStep]]:
+    """Those with the less and those with the more in the cache; all, where halves would be too few for a median."""
+    if len(steps) < _FEWEST_HALVED:
+        return [steps]
+    ordered = sorted(steps, key=lambda step: step.cached)
+    return [ordered[: len(steps) // 2], ordered[len(steps) // 2 :]]
 
 
 def _least_squares(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

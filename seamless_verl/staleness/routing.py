@@ -49,6 +49,10 @@ class ReplicaLoad:
         """What its cache holds, in all."""
         return self.kv_tokens + self.kv_room
 
+    def decode(self, otherwise: DecodeCost) -> DecodeCost:
+        """What its decode steps take; ``otherwise`` until that was measured."""
+        return otherwise if self.pace is None else self.pace.decode
+
     def can_start(self, tokens: int) -> bool:
         """Whether a request with ``tokens`` of context would be decoded at once."""
         return self.waiting == 0 and self.running < self.max_running and self.kv_room >= tokens
@@ -181,7 +185,7 @@ class MarginalGain:
     """The staleness-aware rule of StaleFlow.
 
     Args:
-        cost: model of a decode step; the published one or a fit.
+        cost: model of a decode step of replicas that have not been measured.
         mu: share of the gain on an empty replica that a placement must bring, else the request is held back.
     """
 
@@ -208,10 +212,10 @@ class MarginalGain:
         return decisions
 
     def _place(self, request: PendingRequest, loads: dict[str, ReplicaLoad]) -> Route | Hold:
-        ideal = self.cost.gain(0, 0, request.tokens)
+        ideal = max((load.decode(self.cost).gain(0, 0, request.tokens) for load in loads.values()), default=0.0)
         for version in sorted({load.version for load in loads.values() if load.version >= request.version}):
             gains = [
-                (self.cost.gain(load.running, load.kv_tokens, request.tokens), load.replica)
+                (load.decode(self.cost).gain(load.running, load.kv_tokens, request.tokens), load.replica)
                 for load in loads.values()
                 if load.version == version and load.can_start(request.tokens)
             ]
@@ -239,7 +243,15 @@ class MigrationRule:
     phi_throughput: float = 5.0
 
     def migrations(self, replicas: Sequence[ReplicaLoad], cost: DecodeCost) -> list[Migrate]:
-        """What to interrupt now; empty when nobody could take it over or the model expects nothing from it."""
+        """What to interrupt now; empty when nobody could take it over or the model expects nothing from it.
+
+        Args:
+            cost: of replicas that have not been measured.
+        """
+
+        def throughput(load: ReplicaLoad, more: int = 0, more_kv: int = 0) -> float:
+            return load.decode(cost).throughput(load.running + more, load.kv_tokens + more_kv)
+
         if all(load.waiting for load in replicas):
             return []
         newest = max(load.version for load in replicas if not load.waiting)  # of those that could
@@ -248,16 +260,15 @@ class MigrationRule:
             for load in replicas
             if load.waiting > self.phi_wait and load.version <= newest
         ]
-        by_throughput = sorted(replicas, key=lambda load: (cost.throughput(load.running, load.kv_tokens), load.replica))
+        by_throughput = sorted(replicas, key=lambda load: (throughput(load), load.replica))
         full = by_throughput[-1]
         starving = next(load for load in by_throughput if load.version >= full.version)
         count = (full.running - starving.running) // 2
-        low, high = (cost.throughput(load.running, load.kv_tokens) for load in (starving, full))
+        low, high = throughput(starving), throughput(full)
         if starving.waiting or count < 1 or high <= self.phi_throughput * low:
             return commands
         moved = count * full.kv_tokens // full.running
-        after = cost.throughput(full.running - count, full.kv_tokens - moved)
-        after += cost.throughput(starving.running + count, starving.kv_tokens + moved)
+        after = throughput(full, -count, -moved) + throughput(starving, count, moved)
         if after > low + high:
             reason = f"{high:.0f} token/s against {low:.0f} on {starving.replica}; {after - low - high:+.0f} expected"
             commands.append(Migrate(replica=full.replica, count=count, reason=reason))

@@ -59,6 +59,8 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._conversations = 0
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
+        self._paces: dict[str, EnginePace] = {}
+        self._learned = -math.inf
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
         self, request_id: str, context_tokens: int | None = None, attempt: str = "", worker: str = "", floor: int = 0
@@ -94,6 +96,15 @@ class HoldingBalancer(MeteredLoadBalancer):
             self._moving[key[1]] = time.monotonic()
         self._route()
         self._migrate()
+        if time.monotonic() > self._learned + _LEARN_EVERY_S:
+            self._learned = time.monotonic()
+            self._learning = asyncio.get_running_loop().create_task(self._learn())
+
+    async def _learn(self) -> None:
+        """Ask every replica what its steps take."""
+        asked = {name: server.pace.remote() for name, server in self._servers.items() if hasattr(server, "pace")}
+        told = await asyncio.gather(*asked.values(), return_exceptions=True)  # one that is dying tells nothing
+        self._paces |= {name: pace for name, pace in zip(asked, told, strict=True) if isinstance(pace, EnginePace)}
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         super().add_servers(servers)
@@ -193,6 +204,11 @@ class HoldingBalancer(MeteredLoadBalancer):
             loads.append(self._load(server_id, in_flight + len(coming), sum(coming)))
         return loads
 
+    def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
+        """One that has not been measured yet is like another that was: they run the same model."""
+        alike = next(iter(self._paces.values()), None)
+        return replace(super()._load(server_id, requests, coming_tokens), pace=self._paces.get(server_id, alike))
+
 
 class CacheAwareBalancer(HoldingBalancer):
     """Sessions keep their place as long as their contexts fit into the cache there; else the youngest lose theirs."""
@@ -203,8 +219,6 @@ class CacheAwareBalancer(HoldingBalancer):
         size = self._request_id_to_server.maxsize
         self._askers: LRUCache[str, tuple[str, str]] = LRUCache(maxsize=size)  # conversation -> group, rollout worker
         self._over: LRUCache[str, bool] = LRUCache(maxsize=size)
-        self._paces: dict[str, EnginePace] = {}
-        self._learned = -math.inf
 
     def require_acquire_fields(self) -> list[str]:
         return [*super().require_acquire_fields(), "group"]
@@ -229,18 +243,6 @@ class CacheAwareBalancer(HoldingBalancer):
     def worker_died(self, worker: str) -> None:
         super().worker_died(worker)
         self.conversations_over([name for name, (_, asker) in self._askers.items() if asker == worker])
-
-    def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        super().release_server(server_id, request_id)
-        if time.monotonic() > self._learned + _LEARN_EVERY_S:
-            self._learned = time.monotonic()
-            self._learning = asyncio.get_running_loop().create_task(self._learn())
-
-    async def _learn(self) -> None:
-        """Ask every replica what its steps take."""
-        asked = {name: server.pace.remote() for name, server in self._servers.items() if hasattr(server, "pace")}
-        told = await asyncio.gather(*asked.values(), return_exceptions=True)  # one that is dying tells nothing
-        self._paces |= {name: pace for name, pace in zip(asked, told, strict=True) if isinstance(pace, EnginePace)}
 
     def clear_sticky_cache(self) -> dict[str, Any]:
         self._residents.caches_lost()
@@ -272,9 +274,8 @@ class CacheAwareBalancer(HoldingBalancer):
         return server_id, handle
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
-        load = super()._load(server_id, requests, coming_tokens)
         kept = self._residents.kept(server_id) + coming_tokens
-        return replace(load, kept=kept, pace=self._paces.get(server_id))
+        return replace(super()._load(server_id, requests, coming_tokens), kept=kept)
 
 
 _BALANCERS: dict[type, type[MeteredLoadBalancer]] = {

@@ -30,7 +30,7 @@ class EngineSteps:
         self.first_tokens: LRUCache[str, float] = LRUCache(maxsize=_MOST_REQUESTS)
         self._at = 0.0  # when the step was done whose tokens come
         self._after: float | None = None  # when the one before it was; None: there were no requests
-        self._running = self._begun = self._prefilled = 0
+        self._running = self._begun = self._prefilled = self._cached = 0
         self._busy = False
         self._processor = processor
         self._process = processor.process_outputs
@@ -43,9 +43,12 @@ class EngineSteps:
             self._end_step()
             self._after, self._at = self._at if self._busy else None, timestamp
         for output in outputs:
-            self._running += bool(output.new_token_ids)
+            state = self._processor.request_states.get(output.request_id)
+            if output.new_token_ids:
+                self._running += 1
+                self._cached += state.prompt_len + state.detokenizer.num_output_tokens() if state else 0
             if output.prefill_stats is not None:
-                if state := self._processor.request_states.get(output.request_id):
+                if state:
                     self.first_tokens[state.external_req_id] = time.monotonic()
                 self._begun += 1
                 self._prefilled += output.prefill_stats.num_computed_tokens
@@ -55,5 +58,6 @@ class EngineSteps:
 
     def _end_step(self) -> None:
         if self._after is not None and self._running:
-            self.latest.append(EngineStep(self._at - self._after, self._running, self._begun, self._prefilled))
-        self._running = self._begun = self._prefilled = 0
+            seconds = self._at - self._after
+            self.latest.append(EngineStep(seconds, self._running, self._begun, self._prefilled, self._cached))
+        self._running = self._begun = self._prefilled = self._cached = 0

@@ -1,6 +1,7 @@
 """`seamless.router.policy=cache_aware` as verl's load balancer, and how it learns what it needs."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -29,17 +30,18 @@ class Server:
         return self._pace
 
 
-async def learned(cache: int = 1000, **servers: Server):
+async def learned(cache: int = 1000, policy: str = "cache_aware", **servers: Server):
     """A balancer that has asked its replicas."""
     from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 
-    made = balancer_class(RouterConfig(policy="cache_aware"), 64)(servers=servers, max_cache_size=100)
+    made = balancer_class(RouterConfig(policy=policy), 64)(servers=servers, max_cache_size=100)
     made.set_cache_tokens(dict.fromkeys(servers, cache))
     place, _ = await made.acquire_server("first", context_tokens=1)
     made.release_server(place, "first")
     await asyncio.gather(*(asyncio.wait_for(server.asked.wait(), 10) for server in servers.values()))
-    made.conversations_over(["first"])
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    if policy == "cache_aware":
+        made.conversations_over(["first"])
     return made
 
 
@@ -98,6 +100,14 @@ async def test_where_prefilling_is_cheap_it_does_not_wait():
 async def test_a_replica_that_tells_nothing_is_reckoned_with_as_configured():
     made = await learned(a=Server(pace=None))
     assert await seated(ask(made, "old", 500), ask(made, "older", 300), ask(made, "new", 200)) == ["a"] * 3
+
+
+async def test_the_marginal_gain_is_that_of_the_engines_own_steps():
+    slow = replace(DEAR, decode=replace(DEAR.decode, per_request_s=0.1))
+    made = await learned(cache=100_000, policy="marginal_gain", a=Server(slow), b=Server())
+    assert await seated(*(ask(made, name, 1) for name in ("one", "two", "three"))) == ["b"] * 3
+    made.add_servers({"c": Server()})  # has told nothing yet: it is like the first one
+    assert await seated(ask(made, "four", 1)) == ["b"]
 
 
 async def test_a_session_that_grew_too_large_waits_while_the_older_ones_run():

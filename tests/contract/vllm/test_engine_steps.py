@@ -40,6 +40,21 @@ def test_a_step_has_its_seconds_its_requests_and_what_was_computed_for_new_ones(
     assert processor.seen[0][1:] == (10.0, "stats")
 
 
+def test_a_step_has_the_contexts_of_those_that_got_a_token():
+    def state(prompt_len, so_far):
+        detokenizer = SimpleNamespace(num_output_tokens=lambda: so_far)
+        return SimpleNamespace(prompt_len=prompt_len, detokenizer=detokenizer, external_req_id="outside")
+
+    processor = Processor()
+    processor.request_states |= {"a": state(100, 7), "b": state(40, 0), "c": state(1000, 3)}
+    steps = EngineSteps(processor)
+    processor.process_outputs([token("a")], 1.0)
+    processor.process_outputs([token("a"), token("b", computed=40), token("c", tokens=())], 1.5)
+    processor.process_outputs([token("a")], 2.0)
+    assert [step.cached for step in steps.latest] == [147]
+    assert list(steps.first_tokens) == ["outside"]
+
+
 def test_what_passes_while_the_engine_has_nothing_to_do_is_no_steps_time():
     processor = Processor("a")
     steps = EngineSteps(processor)

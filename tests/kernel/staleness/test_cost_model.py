@@ -126,6 +126,23 @@ def test_the_pace_of_an_engine_is_read_from_its_steps() -> None:
     assert pace.turn_tokens == pytest.approx(4.5 * 5)
 
 
+def test_what_reading_the_cache_takes_is_read_from_steps_with_unlike_contexts() -> None:
+    """5 ms, 1 ms per request, 0.1 ms per 1,000 cached tokens; one step in ten waited for weights."""
+    rng = random.Random(0)
+    steps = []
+    for number in range(1200):
+        running, begun = 1 + number % 6, int(number % 20 == 19)
+        cached = running * rng.randrange(1_000, 60_000)
+        seconds = 0.005 + 0.001 * running + 1e-7 * cached + (number % 10 == 3) * 2.0 + begun * 0.02
+        steps.append(EngineStep(seconds, running, begun, 100 * begun, cached))
+    pace = measured_pace(steps)
+    assert pace is not None
+    for running, cached in ((1, 1_000), (4, 20_000), (4, 200_000), (6, 300_000)):
+        expected = 0.005 + 0.001 * running + 1e-7 * cached
+        assert pace.decode.step_s(running, cached) == pytest.approx(expected, rel=0.1)
+    assert pace.prefill_s_per_token == pytest.approx(2e-4, rel=0.1)
+
+
 def test_many_short_prompts_beside_slower_steps_do_not_hide_what_long_ones_say() -> None:
     """Ten steps of 40 prompt tokens that took less than a step without, three of 1,000 that took 0.1 s more."""
     plain = [EngineStep(0.010 + 0.001 * (number % 2), 1 + number % 2, 0, 0) for number in range(100)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.decode_cost import PUBLISHED, DecodeCost
+from seamless_verl.decode_cost import PUBLISHED, DecodeCost, EnginePace
 from seamless_verl.staleness.routing import (
     Hold,
     LeastRequests,
@@ -53,6 +53,19 @@ def test_a_replica_heavy_with_cached_tokens_gains_less_than_one_with_more_but_sh
     assert isinstance(weighed, Route)
     assert isinstance(counted, Route)
     assert (weighed.replica, counted.replica) == ("short", "long")
+
+
+def test_what_a_replica_measured_counts_more_than_the_published_model() -> None:
+    """Two that are alike, until one of them was measured: each further request costs it a lot."""
+    slow = EnginePace(decode=replace(COST, per_request_s=0.1, floor_s=0.0), prefill_s_per_token=0.0)
+    unknown, other, full = load("a", running=8), load("b", running=9), load("full", running=64)
+    measured = replace(unknown, pace=slow)
+    for first, chosen in ((unknown, "a"), (measured, "b")):
+        (decision,) = MarginalGain(cost=COST, mu=0.0).route([request("r")], [first, other])
+        assert isinstance(decision, Route)
+        assert decision.replica == chosen
+    assert [command.replica for command in MigrationRule().migrations([full, unknown], COST)] == ["full"]
+    assert MigrationRule().migrations([full, measured], COST) == []
 
 
 def test_a_request_is_held_back_rather_than_pushed_onto_a_full_replica() -> None:
