@@ -103,6 +103,7 @@ def fit_decode_cost(
         if residual @ residual < error:
             best, error, knee = coefficients, residual @ residual, candidate
     constant, per_token, per_request = map(float, best)
+    constant = max(constant, 0.1 * min(step_s))  # what small caches take must not be extrapolated to nothing
     return DecodeCost(
         floor_s=constant,
         base_s=constant - per_request * knee,
@@ -165,10 +166,9 @@ def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
 
 def _halves(steps: list[EngineStep]) -> list[list[EngineStep]]:
     """Those with the less and those with the more in the cache; all, where halves would be too few for a median."""
-    if len(steps) < _FEWEST_HALVED:
-        return [steps]
     ordered = sorted(steps, key=lambda step: step.cached)
-    return [ordered[: len(steps) // 2], ordered[len(steps) // 2 :]]
+    middle = len(steps) // 2
+    return [ordered[:middle], ordered[middle:]] if len(steps) >= _FEWEST_HALVED else [steps]
 
 
 def _least_squares(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -212,18 +212,20 @@ class MarginalGain:
         return decisions
 
     def _place(self, request: PendingRequest, loads: dict[str, ReplicaLoad]) -> Route | Hold:
-        ideal = max((load.decode(self.cost).gain(0, 0, request.tokens) for load in loads.values()), default=0.0)
         for version in sorted({load.version for load in loads.values() if load.version >= request.version}):
-            gains = [
-                (load.decode(self.cost).gain(load.running, load.kv_tokens, request.tokens), load.replica)
-                for load in loads.values()
-                if load.version == version and load.can_start(request.tokens)
-            ]
-            gain, chosen = max(gains, default=(0.0, ""))
-            if chosen and gain >= self.mu * ideal:
+            gains = []
+            for load in loads.values():
+                if load.version == version and load.can_start(request.tokens):
+                    cost = load.decode(self.cost)
+                    ideal = cost.gain(0, 0, request.tokens)
+                    gain = cost.gain(load.running, load.kv_tokens, request.tokens)
+                    if gain >= self.mu * ideal:  # of its own, so that an empty one is always good enough
+                        gains.append((gain, load.replica, ideal))
+            if gains:
+                gain, chosen, ideal = max(gains)
                 reason = f"gain {gain:.0f} of {ideal:.0f} token/s at version {version}"
                 return Route(request=request.request, replica=chosen, reason=reason)
-        return Hold(request=request.request, reason=f"no replica gains {self.mu:.0%} of {ideal:.0f} token/s")
+        return Hold(request=request.request, reason=f"no replica gains {self.mu:.0%} of what it would if it were empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,10 +83,9 @@ def place_of(answer: Segment, *, is_answer: bool = True) -> str:
 
 def written(message: Message, reasons: Collection[DriftReason]) -> str:
     """As JSON, in which white space shows, what ``reasons`` say is spelled differently; a long one ends in ``…``."""
-    calls = message.tool_calls
     spelled = {
-        DriftReason.ARGUMENTS_RESPELLED: ("arguments", [call.arguments for call in calls]),
-        DriftReason.CALL_IDS_CHANGED: ("ids", [call.id for call in calls] or message.tool_call_id),
+        DriftReason.ARGUMENTS_RESPELLED: ("arguments", [call.arguments for call in message.tool_calls]),
+        DriftReason.CALL_IDS_CHANGED: ("ids", [call.id for call in message.tool_calls] or message.tool_call_id),
         DriftReason.CONTENT_WHITESPACE: ("content", message.content),
         DriftReason.REASONING_DROPPED: ("reasoning", message.reasoning),
     }
@@ -120,8 +119,8 @@ class HistoryMatch:
     @property
     def spelled(self) -> str:
         """What the request respelled, as it wrote it, one message per line."""
-        messages = self.transcript.messages
-        return "\n".join(one.place + written(messages[one.number], one.reasons) for one in self.respelled)
+        said = self.transcript.messages
+        return "\n".join(one.place + written(said[one.number], one.reasons) for one in self.respelled)
 
     def render(self, renderer: Renderer) -> Rendering:
         """Ask the template for the rest; fall back to a fresh prompt where it refuses to extend."""

@@ -101,6 +101,7 @@ def test_a_fit_to_anything_has_no_negative_time(measured: list[tuple[int, int, f
     if model is not None:
         assert model.per_request_s >= 0
         assert model.attention_per_token_s >= 0
+        assert model.step_s(1, 0) > 0
 
 
 def test_one_load_level_says_nothing_yet() -> None:

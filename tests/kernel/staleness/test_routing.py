@@ -64,6 +64,8 @@ def test_what_a_replica_measured_counts_more_than_the_published_model() -> None:
         (decision,) = MarginalGain(cost=COST, mu=0.0).route([request("r")], [first, other])
         assert isinstance(decision, Route)
         assert decision.replica == chosen
+    (only,) = MarginalGain(cost=COST, mu=1.0).route([request("r", 1)], [replace(measured, running=0, version=1), other])
+    assert isinstance(only, Route), "the fast one is too old; the slow one is empty"
     assert [command.replica for command in MigrationRule().migrations([full, unknown], COST)] == ["full"]
     assert MigrationRule().migrations([full, measured], COST) == []
 
