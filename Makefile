@@ -16,6 +16,8 @@ READY := $(VENV)/.ready
 # Other people's clients want other versions than verl: environments of their own.
 CLIENTS := .venv-clients
 FRAMEWORKS := .venv-frameworks
+CREWAI := .venv-crewai
+NODE := .venv-node
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-newest test-kernel test-edge test-clients test-contract test-lending test-e2e model lint types docs doctor clean
@@ -39,8 +41,9 @@ test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
 test-edge: $(READY) $(CLIENTS)/.ready ## proxy over real HTTP, published clients, agents, sandbox, contracts with the installed verl
 	SEAMLESS_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/python -m pytest tests/edge tests/contract -q -n 2 --dist loadfile
 
-test-clients: $(READY) $(FRAMEWORKS)/.ready ## published SDKs, mini-swe-agent and frameworks for agents (docs/clients.md)
+test-clients: $(READY) $(FRAMEWORKS)/.ready $(CREWAI)/.ready $(NODE)/.ready ## published SDKs, agents and frameworks (docs/clients.md); with npm those on Node
 	SEAMLESS_CLIENTS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python SEAMLESS_FRAMEWORKS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python \
+		SEAMLESS_CREWAI_PYTHON=$(abspath $(CREWAI))/bin/python SEAMLESS_CLIENTS_NODE=$(abspath $(NODE))/node_modules \
 		$(BIN)/python -m pytest tests/edge/proxy/test_clients.py tests/edge/proxy/test_frameworks.py \
 		tests/edge/proxy/test_fuzz.py -q -n 2
 
@@ -71,9 +74,9 @@ doctor: $(READY) ## check this machine and the installation
 	$(BIN)/seamless-verl doctor
 
 clean: ## remove the environments; runs/ stays
-	rm -rf $(VENV_verl) $(VENV_newest) $(CLIENTS) $(FRAMEWORKS)
+	rm -rf $(VENV_verl) $(VENV_newest) $(CLIENTS) $(FRAMEWORKS) $(CREWAI) $(NODE)
 
-$(CLIENTS)/.ready $(FRAMEWORKS)/.ready: .venv-%/.ready: requirements-%.lock
+$(CLIENTS)/.ready $(FRAMEWORKS)/.ready $(CREWAI)/.ready: .venv-%/.ready: requirements-%.lock
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	@echo "installing clients for the tests into .venv-$*"
 	.venv-$*/bin/python -m pip install --quiet --no-deps --disable-pip-version-check -r $<
@@ -86,4 +89,10 @@ $(READY): $(LOCKS) setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile --disable-pip-version-check $(addprefix -r ,$(LOCKS))
 	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib # on all cores, as pip does not
 	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -e .
+	@touch $@
+
+$(NODE)/.ready: tests/edge/proxy/clients/package-lock.json
+	mkdir -p $(NODE)
+	cp tests/edge/proxy/clients/package.json $< $(NODE)
+	if command -v npm; then npm install --prefix $(NODE) --ignore-scripts --no-audit --no-fund; else echo "no npm: clients on Node are skipped"; fi
 	@touch $@

@@ -115,6 +115,7 @@ class ScriptedEngine:
             raise self.failure
         text = self.script(self.tokenizer.decode(list(request.prompt_ids)))
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        ids = ids[: self._end_of_stop(ids, request.sampling.get("stop") or ())]
         max_tokens = request.sampling["max_tokens"]
         finish = FinishReason.STOP if len(ids) <= max_tokens else FinishReason.LENGTH
         generation = scripted_generation(
@@ -125,6 +126,11 @@ class ScriptedEngine:
         )
         await self._stream(generation, request)
         return generation
+
+    def _end_of_stop(self, ids: list[int], stops: Sequence[str]) -> int:
+        """Like vLLM's, an answer ends with the token that completes a stop string."""
+        lengths = range(len(ids) + 1) if stops else ()
+        return next((n for n in lengths if any(stop in self.tokenizer.decode(ids[:n]) for stop in stops)), len(ids))
 
     async def _stream(self, generation: Generation, request: GenerationRequest) -> None:
         if not self.streams or request.on_tokens is None:

@@ -16,6 +16,7 @@ tool-call ids                  same                                       any (p
 ``reasoning``                  same up to outer white space               sent history has none, or only its
                                                                           end
 pictures                       same bytes at the same places between the texts
+``behind``                     same characters
 =============================  =========================================  ==============================
 
 Invariant: same spelling implies same identity.
@@ -66,6 +67,7 @@ class Message:
     """One chat message in canonical form; absent text is the empty string.
 
     ``parts`` are texts and pictures in their order, where there are pictures; ``content`` then joins the texts.
+    ``behind`` is what the agent wrote behind the answer before this message: part of the prompt, not of the answer.
     """
 
     role: Role
@@ -75,6 +77,7 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     reasoning: str = ""
+    behind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +151,16 @@ def key_of(message: Message) -> MessageKey:
     content = message.content
     trimmed = (content.replace("\r\n", "\n") if "\r" in content else content).strip()
     content_spelling = b"" if trimmed == content and not message.parts else digest_of(content)
+    behind = ("behind", message.behind) if message.behind else ()
     if not message.tool_calls:
         meaning = _meaning(message.parts) if message.parts else [trimmed]
-        identity = digest_of(message.role.value, message.name, *meaning)
+        identity = digest_of(message.role.value, message.name, *meaning, *behind)
         call_ids = digest_of(message.tool_call_id) if message.tool_call_id else b""
         arguments = b""
     else:
         calls = message.tool_calls
         meaning = [part for call in calls for part in (call.name, canonical_json(call.arguments))]
-        identity = digest_of(message.role.value, message.name, trimmed, *meaning)
+        identity = digest_of(message.role.value, message.name, trimmed, *meaning, *behind)
         call_ids = digest_of(message.tool_call_id, *(call.id for call in calls))
         arguments = digest_of(*(call.arguments for call in calls))
     reasoning = message.reasoning.strip()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -129,13 +129,11 @@ class AttemptService:
         raw, raw_tools = list(call.raw_messages), list(call.raw_tools)
         length, known, known_tools = session.recent.best(raw)
         try:
-            messages = (
-                *(known.messages[:length] if known is not None else ()),
-                *(self._canonical(session, raw[number], number) for number in range(length, len(raw))),
-            )
-            same_tools = known is not None and known_tools == raw_tools
-            tools = known.tools if known is not None and same_tools else canonical_tools(raw_tools)
-            transcript = transcript_of(messages, tools, known=known, num_known=length)
+            messages = list(known.messages[:length]) if known is not None else []
+            for number in range(length, len(raw)):
+                messages.append(self._canonical(session, raw, number, messages))
+            tools = known.tools if known is not None and known_tools == raw_tools else canonical_tools(raw_tools)
+            transcript = transcript_of(tuple(messages), tools, known=known, num_known=length)
         except (UnicodeError, RecursionError) as error:
             raise bad_request(f"The messages hold text that cannot be encoded: {error}.", param="messages") from None
         continues = known is not None and length == len(known.messages)
@@ -143,15 +141,17 @@ class AttemptService:
             session.recent.add, raw, raw_tools, transcript, replaces=known if continues else None
         )
 
-    def _canonical(self, session: Session, raw: Mapping[str, Any], number: int) -> Message:
-        """Agents add to answers what changes no history: a name that nobody sees, the stop string that ended them."""
-        message = canonical_message(raw, number)
-        if message.role is not Role.ASSISTANT:
-            return message
-        if message.name and not self._renderer.prints_names:
-            message = replace(message, name="")
-        known = session.continuations.before_stop.get(message.content.strip()) if message.content else None
-        return message if known is None else replace(message, content=known)
+    def _canonical(self, session: Session, raw: Sequence[Any], number: int, before: list[Message]) -> Message:
+        """Agents add to answers what changes no history: a name that nobody sees, text behind a stop string."""
+        message, said = canonical_message(raw[number], number), session.continuations
+        if message.role is Role.ASSISTANT:
+            message = message if self._renderer.prints_names else replace(message, name="")
+            told, behind = said.without_addition(message)
+            return message if behind and number + 1 == len(raw) else told
+        if number and before[-1].role is Role.ASSISTANT and said.stopped:
+            told, behind = said.without_addition(canonical_message(raw[number - 1], number - 1))
+            message = replace(message, behind=behind if told.content == before[-1].content else "")
+        return message
 
     async def _run(
         self,

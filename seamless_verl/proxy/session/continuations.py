@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from seamless_verl.proxy.calls import Answer
@@ -23,14 +24,13 @@ class Continuations:
     Attributes:
         said: what each answer said, by the id of its generation.
         num_chars: of all that was said.
-        before_stop: what answers said that a stop string ended, by that with the string behind it. Agents may put it
-            back (smolagents does); the model did write it.
+        stopped: what answers said that a stop string ended, and that string, by both together.
     """
 
     def __init__(self, answers: Iterable[Answer] = ()) -> None:
         self.said: dict[str, Message] = {}
         self.num_chars = 0
-        self.before_stop: dict[str, str] = {}
+        self.stopped: dict[str, tuple[str, str]] = {}
         self._asked: deque[tuple[Attempt, Sequence[Mapping[str, Any]]]] = deque(maxlen=_NUM_ASKED)
         for answer in answers:
             self.answered(answer)
@@ -40,8 +40,25 @@ class Continuations:
         said = answer.message
         self.said[answer.id] = said
         if answer.stop_text:
-            self.before_stop[f"{said.content}{answer.stop_text}".strip()] = said.content
+            self.stopped[f"{said.content}{answer.stop_text}".strip()] = said.content, answer.stop_text
         self.num_chars += len(said.content) + len(said.reasoning) + sum(len(call.arguments) for call in said.tool_calls)
+
+    def without_addition(self, message: Message) -> tuple[Message, str]:
+        """An assistant's message as its answer was told, and what its agent wrote behind it.
+
+        Agents put the stop string back that ended an answer, and may write more behind it (smolagents does both). The
+        model did write the string; alone it is no addition.
+        """
+        text = message.content.strip()
+        whole = max((known for known in self.stopped if text.startswith(known)), key=len, default="")
+        if not whole:
+            return message, ""
+        content, stop = self.stopped[whole]
+        if text == whole:
+            return replace(message, content=content), ""
+        if message.tool_calls or not whole.endswith(stop):  # calls stand behind the text; white space tells nothing
+            return message, ""
+        return replace(message, content=content), text[len(whole) - len(stop) :]
 
     def asked(self, attempt: Attempt, conversation: Sequence[Mapping[str, Any]]) -> None:
         """``attempt`` answers this conversation; its id is known later."""

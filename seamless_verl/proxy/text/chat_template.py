@@ -20,6 +20,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +31,7 @@ from seamless_verl.trajectory.matching import ExtensionRefused, Rendering
 from seamless_verl.trajectory.messages import Image, Message, Role
 
 _MARK = "Zq7SeamlessMark7qZ"
+_MOST_STOP_TOKENS = 64  # that a stop string has
 
 
 class RenderingFailed(Exception):
@@ -196,7 +198,9 @@ class TokenizerRenderer:
         try:
             if not self._keeps_questions.get((str(len(system)), *system, *tools)):
                 raise ExtensionRefused("the template writes a question differently once an answer follows it")
-            before = self._text(stub, tools, add_generation_prompt=False)
+            behind = new_messages[0].behind if new_messages else ""
+            asked = [*stub[:-1], replace(stub[-1], content=_MARK + behind)]
+            before = self._text(asked, tools, add_generation_prompt=False)
             after = self._text([*stub, *new_messages], tools, add_generation_prompt=True)
         except RenderingFailed as error:
             raise ExtensionRefused(f"the template refuses a short form of this conversation: {error}") from error
@@ -208,9 +212,25 @@ class TokenizerRenderer:
             raise ExtensionRefused("the template changes what stands before an earlier answer when messages follow it")
         if not tail_after.startswith(tail_before):
             raise ExtensionRefused("the template changes what stands after an earlier answer when messages follow it")
-        closing = self._encode_closing(self._closing(tail_before, tools))
+        closing = self._closing(tail_before, tools)
         added = self._with_images(self.encode(tail_after[len(tail_before) :]), new_messages)
-        return self._join(known_ids, closing, list(added))
+        more = self._unwritten(known_ids, tail_before.removesuffix(closing)) if behind else ""
+        if more:
+            return Rendering(token_ids=[*self.encode(more + closing), *added])
+        return self._join(known_ids, self._encode_closing(closing), list(added))
+
+    def _unwritten(self, known_ids: Sequence[int], behind: str) -> str:
+        """What the agent wrote ``behind`` an answer, without the stop string that the model wrote itself.
+
+        Raises:
+            ExtensionRefused: the model ended the answer, or wrote more than the stop string.
+        """
+        written = "" if known_ids[-1] in self._stop_token_ids else self.decode(known_ids[-_MOST_STOP_TOKENS:])
+        text = written.rstrip()
+        for length in range(min(len(behind), len(text)), 0, -1):
+            if text.endswith(behind[:length]):
+                return behind[length:].removeprefix(written[len(text) :])
+        raise ExtensionRefused("the agent wrote on where the model had ended its answer")
 
     def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
         """The ids with each picture in its place.
@@ -296,7 +316,7 @@ class TokenizerRenderer:
 
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [_template_message(message) for message in messages],
+                [_template_message(message) for message in _with_additions(messages)],
                 tools=self._tools.get(tuple(tools)) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -312,6 +332,12 @@ def _stub(previous: Sequence[Message]) -> list[Message]:
     answer = Message(role=Role.ASSISTANT, content=_MARK, tool_calls=previous[-1].tool_calls)
     system = [previous[0]] if previous[0].role is Role.SYSTEM else []
     return [*system, Message(role=Role.USER, content="?"), answer]
+
+
+def _with_additions(messages: Sequence[Message]) -> list[Message]:
+    """Answers with what their agents wrote behind them, as a template is to write them."""
+    behind = [*(message.behind for message in messages[1:]), ""]
+    return [replace(m, content=m.content + more) if more else m for m, more in zip(messages, behind, strict=True)]
 
 
 def _template_message(message: Message) -> dict[str, Any]:

@@ -339,18 +339,3 @@ async def test_a_name_that_an_agent_adds_to_its_answer_is_another_history_only_w
         result = await proxy.admin.close_session(handle.id)
     assert len(result.rows) == num_rows
     assert result.audit.is_clean
-
-
-async def test_a_stop_string_put_back_behind_its_answer_is_the_answer() -> None:
-    """smolagents' agents that write code do that; the model wrote it, so it is in the row already."""
-    async with serving(lambda prompt: "print(1)</code>" if "more" not in prompt else "done") as proxy:
-        handle = await proxy.open()
-        async with proxy.sdk(handle) as sdk:
-            answer = await sdk.chat.completions.create(model="m", messages=HI, stop=["</code>"])
-            said = answer.choices[0].message.content
-            assert said == "print(1)"
-            back = {"role": "assistant", "content": f"{said}</code>"}
-            more: list[Any] = [*HI, back, {"role": "user", "content": "more"}]
-            await sdk.chat.completions.create(model="m", messages=more)
-        result = await proxy.admin.close_session(handle.id)
-        assert (result.kinds, len(result.rows), result.audit.is_clean) == ({"clean": 2}, 1, True)

@@ -1,10 +1,8 @@
 """Clients as they are published, unmodified, in processes of their own: with tools, whole and as streams.
 
 Each conversation must come back as one clean row. The Python SDKs of the development environment always run, litellm
-and mini-swe-agent where ``SEAMLESS_CLIENTS_PYTHON`` names an interpreter that has them, as ``make`` does. Node's need:
-
-    npm install --prefix /tmp/clients openai @anthropic-ai/sdk
-    SEAMLESS_CLIENTS_NODE=/tmp/clients/node_modules python -m pytest tests/edge/proxy/test_clients.py
+and mini-swe-agent where ``SEAMLESS_CLIENTS_PYTHON`` names an interpreter that has them, as ``make`` does. Node's run in
+``make test-clients``.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.proxy.client import SessionResult
+from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
@@ -36,16 +35,16 @@ needs_frameworks = pytest.mark.skipif(
     not FRAMEWORKS, reason="SEAMLESS_FRAMEWORKS_PYTHON is not set; `make test-clients` sets it"
 )
 needs_node = pytest.mark.skipif(
-    not _NODE or shutil.which("node") is None,
-    reason="SEAMLESS_CLIENTS_NODE is not set, or there is no node; npm install openai @anthropic-ai/sdk and name the "
-    "node_modules folder, as the head of this file says",
+    not Path(_NODE, "openai").exists() or shutil.which("node") is None,
+    reason="SEAMLESS_CLIENTS_NODE is not set, or there is no node; `make test-clients` sets it where npm is",
 )
 pytestmark = pytest.mark.timeout(200)
+_TURNS = 5
 _LOOK = 'I look. <tool_call>\n{"name": "run", "arguments": {"a": "é"}}\n</tool_call>'
 
 
 def _agent(prompt: str) -> str:
-    return "done" if "<|im_start|>tool" in prompt else _LOOK
+    return _LOOK if prompt.count("<|im_start|>tool") < _TURNS - 1 else "done"
 
 
 def _thinker(prompt: str) -> str:
@@ -97,11 +96,12 @@ async def test_every_talk_is_one_clean_row(command: list[Any], thinks: bool) -> 
         *command, script=script, parser=TagParser(("<think>", "</think>") if thinks else None)
     )
     assert len(report) == num_talks
-    assert report == {name: ["I look.", [["run", {"a": "é"}]], "done"] for name in report}
-    # Talks differ in their first message, so each but the first forks there; its second turn extends it, realigned
+    looked = ["I look.", [["run", {"a": "é"}]]]
+    assert report == {name: [*(_TURNS - 1) * [looked], ["done", []]] for name in report}
+    # Talks differ in their first message, so each but the first forks there; its later turns extend it, realigned
     # where the client drops the reasoning, or keeps only its last piece (openai for Node, streaming).
-    assert len(result.rows) == result.kinds["fork"] + 1 == num_talks
-    assert sum(result.kinds.values()) == 2 * num_talks
+    assert [len(row.turns) for row in result.rows] == num_talks * [_TURNS]
+    assert result.kinds["fork"] + 1 == num_talks
 
 
 _STEPS = ("echo one", "echo two", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo three")
@@ -118,3 +118,36 @@ async def test_mini_swe_agent_works_to_the_end() -> None:
     assert report == {name: ["Submitted", "three", 3] for name in ("LitellmModel", "LitellmResponseModel")}
     assert result.kinds == {"clean": 5, "fork": 1}
     assert [len(row.turns) for row in result.rows] == [3, 3]
+
+
+def _counter(prompt: str) -> str:
+    """Calls whichever tool there is, four times."""
+    question = prompt.rpartition("<|im_start|>user")[2]
+    done = question.count("<|im_start|>tool")
+    if "as JSON" in question:
+        return '{"number": 4}'
+    command = {"a": str(done)} if '"name": "run"' in prompt else {"command": f"echo {done}", "description": "counts"}
+    call = json.dumps({"name": "run" if "a" in command else "bash", "arguments": command})
+    return "done" if done == _TURNS - 1 else f"<tool_call>\n{call}\n</tool_call>"
+
+
+@needs_node
+async def test_vercels_sdk_works_to_the_end() -> None:
+    abilities = frozenset({Ability.STRUCTURED_OUTPUTS})
+    report, result = await run_client(
+        *("node", SCRIPTS / "ai_sdk_agent.mjs"), script=_counter, parser=TagParser(), abilities=abilities
+    )
+    ways = {f"{talk} {way}": "done" for talk in ("chat", "responses") for way in ("whole", "stream")}
+    assert report == ways | {"chat json": {"number": 4}, "responses json": {"number": 4}}
+    assert sorted(len(row.turns) for row in result.rows) == [1, 1, 5, 5, 5, 5]
+    assert set(result.drift) == {"root_changed", "arguments_respelled"}
+
+
+@needs_node
+async def test_opencode_works_to_the_end(tmp_path: Path) -> None:
+    report, result = await run_client(
+        *(sys.executable, SCRIPTS / "opencode_agent.py", tmp_path, _NODE), script=_counter, parser=TagParser()
+    )
+    assert report == {"said": "done"}
+    assert [len(row.turns) for row in result.rows] == [5]
+    assert set(result.drift) == {"arguments_respelled"}

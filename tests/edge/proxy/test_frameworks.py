@@ -1,11 +1,13 @@
 """Frameworks for agents as they are published: five turns with tools, whole and as a stream, and structured output.
 
-``make test-clients`` builds the environment that they need and names it; elsewhere they are skipped.
+``make test-clients`` builds the environments that they need and names them; elsewhere they are skipped.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +15,9 @@ from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.edge.proxy.test_clients import FRAMEWORKS, SCRIPTS, needs_frameworks, run_client
 
-pytestmark = [pytest.mark.timeout(200), needs_frameworks]
+pytestmark = pytest.mark.timeout(200)
+_CREWAI = os.environ.get("SEAMLESS_CREWAI_PYTHON", "")
+_needs_crewai = pytest.mark.skipif(not _CREWAI, reason="SEAMLESS_CREWAI_PYTHON is not set; `make test-clients` sets it")
 _CALLS = 4
 
 
@@ -36,6 +40,18 @@ def _smol(prompt: str) -> str:
     return _call("final_answer", {"answer": "done"}) if done >= _CALLS else _call("run", {"a": str(done)})
 
 
+def _coder(prompt: str) -> str:
+    """smolagents asks for Python, and stops the engine at the end of the code."""
+    done = prompt.rpartition("count to four")[2].count("Observation")
+    code = 'final_answer("done")' if done >= _CALLS else f'print(run("{done}"))'
+    return f"I look.\n<code>\n{code}\n</code>"
+
+
+def _silent(prompt: str) -> str:
+    """CrewAI forgets what stands beside a call."""
+    return _counter(prompt).removeprefix("I look. ")
+
+
 def _fields(**fields: str) -> str:
     return "".join(f"[[ ## {name} ## ]]\n{value}\n\n" for name, value in fields.items()) + "[[ ## completed ## ]]"
 
@@ -50,6 +66,7 @@ def _dspy(prompt: str) -> str:
     return _fields(next_thought="hm", next_tool_name="run", next_tool_args=json.dumps({"a": str(done)}))
 
 
+@needs_frameworks
 @pytest.mark.parametrize(
     ("name", "script", "said", "rows"),
     [
@@ -57,6 +74,7 @@ def _dspy(prompt: str) -> str:
         ("pydantic_ai", _counter, {"whole": "done", "stream": "done", "json": 4}, [5, 5, 1]),
         ("langchain", _counter, {"whole": "done", "stream": "done", "json": 4}, [5, 5, 1]),
         ("smolagents", _smol, {"whole": "done", "stream": "done"}, 10 * [1]),
+        ("smolagents_code", _coder, {"whole": "done", "stream": "done"}, [5, 5]),
         ("autogen", _counter, {"whole": "done", "stream": "done"}, [5, 5]),
         ("dspy", _dspy, {"whole": "done"}, [1, 1, 1, 1, 1]),
         ("instructor", _counter, {"json": 4, "stream": 4}, [1, 1]),
@@ -64,9 +82,20 @@ def _dspy(prompt: str) -> str:
     ],
 )
 async def test_a_framework_works_to_the_end(name, script, said, rows):
+    await _works(FRAMEWORKS, name, script, said, rows)
+
+
+@_needs_crewai
+async def test_crewai_works_to_the_end() -> None:
+    await _works(_CREWAI, "crewai", _silent, {"whole": "done", "stream": "done", "json": 4}, [5, 5, 1])
+
+
+async def _works(
+    python: str, name: str, script: Callable[[str], str], said: dict[str, object], rows: list[int]
+) -> None:
     abilities = frozenset({Ability.STRUCTURED_OUTPUTS})
     report, result = await run_client(
-        *(FRAMEWORKS, SCRIPTS / "frameworks.py", name), script=script, parser=TagParser(), abilities=abilities
+        *(python, SCRIPTS / "frameworks.py", name), script=script, parser=TagParser(), abilities=abilities
     )
     assert report == said
     assert [len(row.turns) for row in result.rows] == rows, result.kinds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,10 @@ def test_same_identity_in_another_spelling(one: Message, other: Message) -> None
         (assistant("", call("{}"), call("{}")), assistant("", call("{}"))),
         (assistant("x"), assistant("x", call("{}"))),
         (Message(role=Role.USER, content="a", name="bob"), user("a")),
+        (Message(role=Role.USER, content="a", behind="b"), user("a")),
+        (Message(role=Role.USER, content="a", behind="b"), Message(role=Role.USER, content="a", behind="b ")),
+        (Message(role=Role.USER, content="a", behind="b"), Message(role=Role.USER, content="a", name="behind")),
+        (replace(assistant("", call("{}")), behind="b"), assistant("", call("{}"))),
     ],
 )
 def test_another_identity(one: Message, other: Message) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OTEL_SDK_DISABLED": "true"}
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OTEL_SDK_DISABLED": "true", "CREWAI_TRACING_ENABLED": "false"}
 
 NAME, BASE_URL, KEY = sys.argv[1:4]
 os.environ |= {"OPENAI_BASE_URL": BASE_URL, "OPENAI_API_KEY": KEY}
@@ -94,6 +94,35 @@ async def smolagents() -> dict[str, Any]:
     return {"whole": said, "stream": streamed}
 
 
+async def smolagents_code() -> dict[str, Any]:
+    from smolagents import CodeAgent, OpenAIServerModel, tool
+
+    model = OpenAIServerModel(model_id="m", api_base=BASE_URL, api_key=KEY)
+    agent = CodeAgent(tools=[tool(run)], model=model, max_steps=8, verbosity_level=0)
+    said = await asyncio.to_thread(agent.run, f"{TASK} whole")
+    streaming = CodeAgent(tools=[tool(run)], model=model, max_steps=8, verbosity_level=0, stream_outputs=True)
+    return {"whole": said, "stream": await asyncio.to_thread(streaming.run, f"{TASK} stream")}
+
+
+async def crewai() -> dict[str, Any]:
+    from crewai import LLM, Agent
+    from crewai.tools import tool
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        number: int
+
+    def agent(*, tools: list[Any], stream: bool = False) -> Any:
+        llm = LLM(model="openai/m", base_url=BASE_URL, api_key=KEY, stream=stream)
+        return Agent(role="counter", goal="count", backstory="You count.", tools=tools, llm=llm)
+
+    tools = [tool(run)]
+    whole = await asyncio.to_thread(agent(tools=tools).kickoff, f"{TASK} whole")
+    streamed = await asyncio.to_thread(agent(tools=tools, stream=True).kickoff, f"{TASK} stream")
+    told = await asyncio.to_thread(agent(tools=[]).kickoff, JSON_TASK, response_format=Answer)
+    return {"whole": whole.raw, "stream": streamed.raw, "json": told.pydantic.number}
+
+
 async def autogen() -> dict[str, Any]:
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -146,8 +175,8 @@ async def llama_index() -> dict[str, Any]:
 FRAMEWORKS: dict[str, Callable[[], Any]] = {
     each.__name__: each
     for each in (
-        *(openai_agents, pydantic_ai, langchain, smolagents, autogen),
-        *(dspy, instructor, llama_index),
+        *(openai_agents, pydantic_ai, langchain, smolagents, smolagents_code),
+        *(autogen, crewai, dspy, instructor, llama_index),
     )
 }
 sys.stdout.write("\n" + json.dumps(asyncio.run(FRAMEWORKS[NAME]())) + "\n")

@@ -29,7 +29,7 @@ def respond(stream: bool) -> list:
     tools = [{"type": "function", "name": "run", "parameters": PARAMETERS}]
     items: list = [{"role": "user", "content": f"hi responses {stream}"}]
     said = []
-    for _ in range(2):
+    for _ in range(5):
         response = litellm.responses(input=items, tools=tools, stream=stream, **WAYS["openai"])
         if stream:
             response = next(event.response for event in response if event.type == "response.completed")
@@ -41,24 +41,30 @@ def respond(stream: bool) -> list:
             for item in output
             if item["type"] == "function_call"
         ]
-    texts = [
-        "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
+    return [
+        [
+            "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"]),
+            [[item["name"], json.loads(item["arguments"])] for item in output if item["type"] == "function_call"],
+        ]
         for output in said
     ]
-    calls = [[item["name"], json.loads(item["arguments"])] for item in said[0] if item["type"] == "function_call"]
-    return [texts[0], calls, texts[1]]
+
+
+def complete(way: str, stream: bool) -> list:
+    messages: list = [{"role": "user", "content": f"hi {way} {stream}"}]
+    said = []
+    for _ in range(5):
+        message = ask(way, messages, stream).choices[0].message
+        calls = message.tool_calls or []
+        said.append([message.content, [[call.function.name, json.loads(call.function.arguments)] for call in calls]])
+        messages.append(message.model_dump())
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "out"} for call in calls]
+    return said
 
 
 report = {}
-for way in WAYS:
-    for stream in (False, True):
-        messages = [{"role": "user", "content": f"hi {way} {stream}"}]
-        first = ask(way, messages, stream).choices[0].message
-        calls = [[call.function.name, json.loads(call.function.arguments)] for call in first.tool_calls]
-        messages.append(first.model_dump())
-        messages += [{"role": "tool", "tool_call_id": call.id, "content": "out"} for call in first.tool_calls]
-        second = ask(way, messages, stream).choices[0].message
-        report[f"{way} {'stream' if stream else 'whole'}"] = [first.content, calls, second.content]
-    for stream in (False, True) if way == "openai" else ():
-        report[f"responses {'stream' if stream else 'whole'}"] = respond(stream)
+for stream in (False, True):
+    for way in WAYS:
+        report[f"{way} {stream}"] = complete(way, stream)
+    report[f"responses {stream}"] = respond(stream)
 sys.stdout.write(json.dumps(report) + "\n")

@@ -1,4 +1,5 @@
-// An agent on the Node SDKs, run where they are installed: `node sdk_agent.mjs BASE_URL API_KEY`; prints JSON.
+// An agent on the Node SDKs, run where they are installed: `node sdk_agent.mjs BASE_URL API_KEY`; prints JSON,
+// for each way to talk what the model said in each of five turns: its text and its calls.
 import { createRequire } from "node:module";
 const require = createRequire(process.env.NODE_PATH + "/");
 const OpenAI = require("openai").default;
@@ -14,7 +15,7 @@ async function chat(stream) {
   const tools = [{ type: "function", function: { name: "run", parameters } }];
   const messages = [{ role: "user", content: `hi chat ${stream}` }];
   const said = [];
-  for (let turn = 0; turn < 2; turn++) {
+  for (let turn = 0; turn < 5; turn++) {
     const body = { model: "m", messages, tools };
     const message = stream
       ? await openai.chat.completions.stream(body).finalMessage()
@@ -23,15 +24,15 @@ async function chat(stream) {
     messages.push(message);
     for (const call of message.tool_calls ?? []) messages.push({ role: "tool", tool_call_id: call.id, content: "out" });
   }
-  const calls = said[0].tool_calls.map((call) => [call.function.name, JSON.parse(call.function.arguments)]);
-  return [said[0].content, calls, said[1].content];
+  const calls = (one) => (one.tool_calls ?? []).map((call) => [call.function.name, JSON.parse(call.function.arguments)]);
+  return said.map((one) => [one.content, calls(one)]);
 }
 
 async function responses(stream) {
   const tools = [{ type: "function", name: "run", parameters, strict: false }];
   const input = [{ role: "user", content: `hi responses ${stream}` }];
   const said = [];
-  for (let turn = 0; turn < 2; turn++) {
+  for (let turn = 0; turn < 5; turn++) {
     const body = { model: "m", input, tools };
     const response = stream ? await openai.responses.stream(body).finalResponse() : await openai.responses.create(body);
     said.push(response);
@@ -39,15 +40,15 @@ async function responses(stream) {
     for (const item of response.output)
       if (item.type === "function_call") input.push({ type: "function_call_output", call_id: item.call_id, output: "out" });
   }
-  const calls = said[0].output.filter((item) => item.type === "function_call");
-  return [said[0].output_text, calls.map((call) => [call.name, JSON.parse(call.arguments)]), said[1].output_text];
+  const calls = (one) => one.output.filter((item) => item.type === "function_call");
+  return said.map((one) => [one.output_text, calls(one).map((call) => [call.name, JSON.parse(call.arguments)])]);
 }
 
 async function messages(stream) {
   const tools = [{ name: "run", input_schema: parameters }];
   const turns = [{ role: "user", content: `hi messages ${stream}` }];
   const said = [];
-  for (let turn = 0; turn < 2; turn++) {
+  for (let turn = 0; turn < 5; turn++) {
     const body = { model: "m", max_tokens: 500, messages: turns, tools };
     const message = stream ? await claude.messages.stream(body).finalMessage() : await claude.messages.create(body);
     said.push(message);
@@ -56,8 +57,8 @@ async function messages(stream) {
     turns.push({ role: "user", content: uses.map((use) => ({ type: "tool_result", tool_use_id: use.id, content: "out" })) });
   }
   const text = (message) => message.content.filter((block) => block.type === "text").map((block) => block.text).join("");
-  const calls = said[0].content.filter((block) => block.type === "tool_use").map((use) => [use.name, use.input]);
-  return [text(said[0]), calls, text(said[1])];
+  const calls = (message) => message.content.filter((block) => block.type === "tool_use");
+  return said.map((message) => [text(message), calls(message).map((use) => [use.name, use.input])]);
 }
 
 for (const [name, talk] of Object.entries({ chat, responses, messages }))

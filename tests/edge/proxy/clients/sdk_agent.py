@@ -1,4 +1,7 @@
-"""An agent on the Python SDKs of OpenAI and Anthropic: ``sdk_agent.py BASE_URL API_KEY``; prints JSON."""
+"""An agent on the Python SDKs of OpenAI and Anthropic: ``sdk_agent.py BASE_URL API_KEY``; prints JSON.
+
+For each way to talk what the model said in each of five turns: its text and its calls.
+"""
 
 import json
 import sys
@@ -16,7 +19,7 @@ def chat(stream: bool) -> list:
     tools = [{"type": "function", "function": {"name": "run", "parameters": PARAMETERS}}]
     messages: list = [{"role": "user", "content": f"hi chat {stream}"}]
     said = []
-    for _ in range(2):
+    for _ in range(5):
         options: dict = dict(model="m", messages=messages, tools=tools)
         if stream:
             said.append(joined(gpt.chat.completions.create(stream=True, **options)))
@@ -26,8 +29,13 @@ def chat(stream: bool) -> list:
         messages += [
             {"role": "tool", "tool_call_id": call["id"], "content": "out"} for call in said[-1]["tool_calls"] or []
         ]
-    calls = [[call["function"]["name"], json.loads(call["function"]["arguments"])] for call in said[0]["tool_calls"]]
-    return [said[0]["content"], calls, said[1]["content"]]
+    return [
+        [
+            one["content"],
+            [[c["function"]["name"], json.loads(c["function"]["arguments"])] for c in one["tool_calls"] or []],
+        ]
+        for one in said
+    ]
 
 
 def joined(chunks: openai.Stream) -> dict:
@@ -48,7 +56,7 @@ def responses(stream: bool) -> list:
     tools = [{"type": "function", "name": "run", "parameters": PARAMETERS, "strict": False}]
     items: list = [{"role": "user", "content": f"hi responses {stream}"}]
     said = []
-    for _ in range(2):
+    for _ in range(5):
         options: dict = dict(model="m", input=items, tools=tools)
         if stream:
             with gpt.responses.stream(**options) as events:
@@ -62,15 +70,20 @@ def responses(stream: bool) -> list:
             for item in response.output
             if item.type == "function_call"
         ]
-    calls = [[item.name, json.loads(item.arguments)] for item in said[0].output if item.type == "function_call"]
-    return [said[0].output_text, calls, said[1].output_text]
+    return [
+        [
+            one.output_text,
+            [[item.name, json.loads(item.arguments)] for item in one.output if item.type == "function_call"],
+        ]
+        for one in said
+    ]
 
 
 def messages(stream: bool) -> list:
     tools = [{"name": "run", "input_schema": PARAMETERS}]
     turns: list = [{"role": "user", "content": f"hi messages {stream}"}]
     said = []
-    for _ in range(2):
+    for _ in range(5):
         options: dict = dict(model="m", max_tokens=500, messages=turns, tools=tools)
         if stream:
             with claude.messages.stream(**options) as events:
@@ -79,16 +92,15 @@ def messages(stream: bool) -> list:
             message = claude.messages.create(**options)
         said.append(message)
         uses = [block for block in message.content if block.type == "tool_use"]
-        turns.append({"role": "assistant", "content": message.content})
-        turns.append(
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "out"} for use in uses],
-            }
-        )
-    texts = ["".join(block.text for block in message.content if block.type == "text") for message in said]
-    calls = [[block.name, block.input] for block in said[0].content if block.type == "tool_use"]
-    return [texts[0], calls, texts[1]]
+        results = [{"type": "tool_result", "tool_use_id": use.id, "content": "out"} for use in uses]
+        turns += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    return [
+        [
+            "".join(block.text for block in one.content if block.type == "text"),
+            [[block.name, block.input] for block in one.content if block.type == "tool_use"],
+        ]
+        for one in said
+    ]
 
 
 report = {
