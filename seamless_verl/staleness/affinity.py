@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from seamless_verl.decode_cost import DecodeCost
+from seamless_verl.decode_cost import DecodeCost, EnginePace
 from seamless_verl.staleness.routing import ReplicaLoad
 
 # Tokens that a conversation generates before the newcomer is taken back: two turns of an agent, or twenty seconds of an
@@ -42,6 +42,10 @@ class MovePrice:
         """For a replica whose costs are known; reading a token takes no less than a thousandth of prefilling it."""
         read_s = max(decode.attention_per_token_s, 1e-4 * prefill_s_per_token, 1e-12)
         return cls(prefill_steps=prefill_s_per_token / read_s, request_tokens=decode.per_request_s / read_s)
+
+    def told_by(self, pace: EnginePace | None) -> MovePrice:
+        """By a replica's own steps, where they are known; else this one."""
+        return self if pace is None else MovePrice.of(pace.decode, pace.prefill_s_per_token)
 
     def pays(self, context: float, here: float, there: float, to_come: float = _STAY_TOKENS) -> bool:
         """Whether a conversation should leave a replica with ``here`` other requests for one with ``there``.
@@ -86,12 +90,15 @@ class Newcomers:
         self._seen.clear()
         self._on.clear()
 
-    def place_of(self, home: str, context: float | None, in_flight: Mapping[str, int]) -> str:
+    def place_of(
+        self, home: str, context: float | None, in_flight: Mapping[str, int], pace: EnginePace | None = None
+    ) -> str:
         """Where the next turn of a conversation goes whose prefix ``home`` holds.
 
         Args:
             context: tokens of it; None if nobody said, then it stays.
             in_flight: requests of each replica that serves.
+            pace: what ``home`` takes.
         """
         serving = [name for name in self._joined if name in in_flight]
         if not serving or context is None or home in self._joined:
@@ -99,7 +106,7 @@ class Newcomers:
         requests, conversations = sum(in_flight.values()), sum(self._on[name] for name in in_flight)
         busy = min(requests / conversations, 1.0) if conversations else 0.0  # share of conversations that generate
         newcomer = min(serving, key=lambda name: (self._on[name], name))
-        if self._price.pays(context, busy * self._on[home], busy * self._on[newcomer]):
+        if self._price.told_by(pace).pays(context, busy * self._on[home], busy * self._on[newcomer]):
             return newcomer
         return home
 
@@ -132,8 +139,8 @@ def requests_to_move(
         target = min(free, key=lambda name: requests[name])
         here, there = requests[source] - 1, requests[target]
         context = on[source].kv_tokens / max(on[source].running, 1)
-        waits = given[source] < on[source].waiting
-        if here <= there or not (waits or price.pays(context, here, there, max(to_come, context))):
+        waits, own = given[source] < on[source].waiting, price.told_by(on[source].pace)
+        if here <= there or not (waits or own.pays(context, here, there, max(to_come, context))):
             break
         given[source] += 1
         requests[source] -= 1

@@ -34,7 +34,7 @@ class CacheAware:
 
     Args:
         pace: of replicas that have not been measured.
-        price: of leaving the replica that holds a prefix.
+        price: of leaving the replica that holds a prefix, likewise.
     """
 
     def __init__(self, *, pace: EnginePace, price: MovePrice) -> None:
@@ -82,7 +82,7 @@ class CacheAware:
         if near is None or not isinstance(decision, Route):
             return decision
         there = next(load for load in roomy if load.replica == decision.replica)
-        if self._price.pays(request.tokens, near.running, there.running):
+        if self._price.told_by(near.pace).pays(request.tokens, near.running, there.running):
             return decision
         return Route(request=request.request, replica=near.replica, reason="its prefix is there")
 

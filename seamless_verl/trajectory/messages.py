@@ -67,7 +67,6 @@ class Message:
     """One chat message in canonical form; absent text is the empty string.
 
     ``parts`` are texts and pictures in their order, where there are pictures; ``content`` then joins the texts.
-    ``behind`` is what the agent wrote behind the answer before this message: part of the prompt, not of the answer.
     """
 
     role: Role
@@ -77,7 +76,22 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     reasoning: str = ""
-    behind: str = ""
+
+    @property
+    def behind(self) -> str:
+        """What its agent wrote behind the answer before it: part of the prompt, not of the answer."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AfterAddition(Message):
+    """A message with something `behind` the answer before it. Journals hold none: it is no answer."""
+
+    behind: str
+
+    @classmethod
+    def of(cls, message: Message, behind: str) -> AfterAddition:
+        return cls(**{spec.name: getattr(message, spec.name) for spec in dataclasses.fields(message)}, behind=behind)
 
 
 @dataclass(frozen=True, slots=True)

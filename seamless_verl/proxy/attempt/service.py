@@ -41,7 +41,7 @@ from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRen
 from seamless_verl.proxy.text.parsing import AnswerParser, find_stop, structured_outputs
 from seamless_verl.trajectory.generation import TrajectoryError
 from seamless_verl.trajectory.matching import HistoryMatch
-from seamless_verl.trajectory.messages import Message, Role, Transcript, transcript_of
+from seamless_verl.trajectory.messages import AfterAddition, Message, Role, Transcript, transcript_of
 from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
 from seamless_verl.trajectory.tree import PendingTurn
 
@@ -148,10 +148,10 @@ class AttemptService:
             message = message if self._renderer.prints_names else replace(message, name="")
             told, behind = said.without_addition(message)
             return message if behind and number + 1 == len(raw) else told
-        if number and before[-1].role is Role.ASSISTANT and said.stopped:
-            told, behind = said.without_addition(canonical_message(raw[number - 1], number - 1))
-            message = replace(message, behind=behind if told.content == before[-1].content else "")
-        return message
+        if not number or before[-1].role is not Role.ASSISTANT or not said.stopped:
+            return message
+        told, behind = said.without_addition(canonical_message(raw[number - 1], number - 1))
+        return AfterAddition.of(message, behind) if behind and told.content == before[-1].content else message
 
     async def _run(
         self,

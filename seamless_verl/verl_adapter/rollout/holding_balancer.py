@@ -14,7 +14,6 @@ conversations began.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from typing import Any
 from cachetools import LRUCache
 
 from seamless_verl.config import RouterConfig
-from seamless_verl.decode_cost import EnginePace
 from seamless_verl.staleness.cache_aware import CacheAware, Residents
 from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
@@ -34,7 +32,6 @@ from seamless_verl.verl_adapter.rollout.load_balancer import UNBOUNDED, Attempt,
 _MOST_HELD = 500
 # A client asks for its next place right after it left the last one; who has not by then had come to its end.
 _ASKS_AGAIN_S = 1.0
-_LEARN_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -59,8 +56,6 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._conversations = 0
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
-        self._paces: dict[str, EnginePace] = {}
-        self._learned = -math.inf
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
         self, request_id: str, context_tokens: int | None = None, attempt: str = "", worker: str = "", floor: int = 0
@@ -96,15 +91,6 @@ class HoldingBalancer(MeteredLoadBalancer):
             self._moving[key[1]] = time.monotonic()
         self._route()
         self._migrate()
-        if time.monotonic() > self._learned + _LEARN_EVERY_S:
-            self._learned = time.monotonic()
-            self._learning = asyncio.get_running_loop().create_task(self._learn())
-
-    async def _learn(self) -> None:
-        """Ask every replica what its steps take."""
-        asked = {name: server.pace.remote() for name, server in self._servers.items() if hasattr(server, "pace")}
-        told = await asyncio.gather(*asked.values(), return_exceptions=True)  # one that is dying tells nothing
-        self._paces |= {name: pace for name, pace in zip(asked, told, strict=True) if isinstance(pace, EnginePace)}
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         super().add_servers(servers)
@@ -203,11 +189,6 @@ class HoldingBalancer(MeteredLoadBalancer):
             coming = [tokens for place, tokens in promised if place == server_id]
             loads.append(self._load(server_id, in_flight + len(coming), sum(coming)))
         return loads
-
-    def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
-        """One that has not been measured yet is like another that was: they run the same model."""
-        alike = next(iter(self._paces.values()), None)
-        return replace(super()._load(server_id, requests, coming_tokens), pace=self._paces.get(server_id, alike))
 
 
 class CacheAwareBalancer(HoldingBalancer):

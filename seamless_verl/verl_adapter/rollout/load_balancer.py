@@ -13,6 +13,8 @@ weights together nobody tells their versions.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,6 +23,7 @@ from cachetools import LRUCache
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
+from seamless_verl.decode_cost import EnginePace
 from seamless_verl.observe.time_ledger import SliceSeconds
 from seamless_verl.staleness.affinity import Newcomers, queued_to_move, requests_to_move
 from seamless_verl.staleness.floors import ServingVersions
@@ -33,6 +36,7 @@ NONE_NEW_ENOUGH = "No replica takes requests for version"
 `someone_serves` and ask again."""
 
 UNBOUNDED = 1 << 30
+_LEARN_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -74,6 +78,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._seconds = ReplicaSeconds()
         self._seconds.joined(self._inflight_requests)
         self._more = asyncio.Event()  # somebody joined, or has newer weights
+        self._paces: dict[str, EnginePace] = {}
+        self._learned = -math.inf
 
     async def someone_serves(self, floor: int = 0) -> None:
         """Returns when there is a replica to ask: all may be with the trainer, dead, older than ``floor``, or of that
@@ -152,7 +158,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._refuse(request_id, floor)
         home = self._request_id_to_server.get(request_id)
         if home is not None and home in able:
-            place = self._newcomers.place_of(home, context_tokens, able)
+            place = self._newcomers.place_of(home, context_tokens, able, self._pace(home))
             self._request_id_to_server[request_id] = place
         elif (self._lent or len(able) < len(self._inflight_requests)) and not self._full_determinism:
             request = PendingRequest(request=request_id, version=floor, tokens=0, long=request_id in self._outlasting)
@@ -192,6 +198,23 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._seconds.idle(server_id)
         if self._refused:
             self._wake()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Ask every replica now and then what its steps take; moves and waits are reckoned with that."""
+        asked = {name: server.pace for name, server in self._servers.items() if hasattr(server, "pace")}
+        if asked and time.monotonic() > self._learned + _LEARN_EVERY_S:
+            self._learned = time.monotonic()
+            self._learning = asyncio.get_running_loop().create_task(self._ask(asked))
+
+    async def _ask(self, asked: Mapping[str, Any]) -> None:
+        told = await asyncio.gather(*(pace.remote() for pace in asked.values()), return_exceptions=True)
+        # One that is dying tells nothing.
+        self._paces |= {name: pace for name, pace in zip(asked, told, strict=True) if isinstance(pace, EnginePace)}
+
+    def _pace(self, server_id: str) -> EnginePace | None:
+        """One that has not been measured yet is like another that was: they run the same model."""
+        return self._paces.get(server_id) or next(iter(self._paces.values()), None)
 
     def worker_died(self, worker: str) -> None:
         """Nobody waits for the requests of this rollout worker any more: they end, and give their places back."""
@@ -242,6 +265,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             kv_room=max(0, self._cache_tokens.get(server_id, UNBOUNDED) - held),
             max_running=self.max_running,
             lent=server_id in self._lent,
+            pace=self._pace(server_id),
         )
 
     def add_servers(self, servers: dict[str, Any]) -> None:

@@ -102,6 +102,23 @@ async def test_a_replica_that_tells_nothing_is_reckoned_with_as_configured():
     assert await seated(ask(made, "old", 500), ask(made, "older", 300), ask(made, "new", 200)) == ["a"] * 3
 
 
+@pytest.mark.parametrize(("prefill_s", "num_moved"), [(1.0, 0), (1e-6, 4)])
+async def test_under_the_default_rule_a_move_has_the_price_of_the_engines_own_steps(prefill_s, num_moved):
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
+
+    server, aborted = Server(replace(DEAR, prefill_s_per_token=prefill_s)), []
+    server.abort_request = SimpleNamespace(remote=lambda name, **_: aborted.append(name))
+    made = balancer_class(RouterConfig(policy="least_requests"), 64)(servers={"a": server}, max_cache_size=100)
+    for number in range(9):
+        made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+    made.release_server("a", "r0")
+    await asyncio.wait_for(server.asked.wait(), 10)
+    await asyncio.sleep(0.01)
+    made.add_servers({"b": Server()})
+    made.even_out()
+    assert len(aborted) == num_moved
+
+
 async def test_the_marginal_gain_is_that_of_the_engines_own_steps():
     slow = replace(DEAR, decode=replace(DEAR.decode, per_request_s=0.1))
     made = await learned(cache=100_000, policy="marginal_gain", a=Server(slow), b=Server())

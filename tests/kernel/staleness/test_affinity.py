@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from seamless_verl.decode_cost import PUBLISHED
+from seamless_verl.decode_cost import PUBLISHED, EnginePace
 from seamless_verl.staleness.affinity import MovePrice, Newcomers, requests_to_move
 from seamless_verl.staleness.routing import ReplicaLoad
 
@@ -59,6 +60,21 @@ def test_a_price_follows_from_the_costs_of_a_replica() -> None:
     price = MovePrice.of(cost, 2.4e-4)
     assert price.prefill_steps == pytest.approx(7164, rel=0.01)
     assert price.request_tokens == pytest.approx(3675, rel=0.01)
+
+
+def test_what_a_replica_was_measured_to_take_counts_for_those_that_are_on_it() -> None:
+    slow = EnginePace(decode=PUBLISHED["7b-tp1"], prefill_s_per_token=1.0)
+    told = MovePrice.of(slow.decode, 1.0)
+    assert H100.told_by(slow) == told
+    assert H100.told_by(None) == H100
+    for pace, moves in ((None, 4), (slow, 0)):
+        on = [replace(load(name, running, context=100), pace=pace) for name, running in (("a", 8), ("b", 0))]
+        assert requests_to_move(on, ["b"], H100) == ({"a": moves} if moves else {})
+        newcomers = Newcomers(H100)
+        newcomers.joined(["b"])
+        for number in range(8):
+            newcomers.placed(number, "a")
+        assert newcomers.place_of("a", 100, {"a": 8, "b": 0}, pace) == ("b" if moves else "a")
 
 
 def test_nobody_moves_who_did_not_say_how_long_it_is_or_to_a_replica_that_does_not_serve() -> None:

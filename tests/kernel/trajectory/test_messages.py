@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.trajectory.messages import Image, Message, Role, ToolCall, canonical_json, key_of, transcript_of
+from seamless_verl.trajectory.messages import (
+    AfterAddition,
+    Image,
+    Message,
+    Role,
+    ToolCall,
+    canonical_json,
+    key_of,
+    transcript_of,
+)
 from tests.fakes import assistant, system, tool, user
 
 
@@ -46,10 +54,10 @@ def test_same_identity_in_another_spelling(one: Message, other: Message) -> None
         (assistant("", call("{}"), call("{}")), assistant("", call("{}"))),
         (assistant("x"), assistant("x", call("{}"))),
         (Message(role=Role.USER, content="a", name="bob"), user("a")),
-        (Message(role=Role.USER, content="a", behind="b"), user("a")),
-        (Message(role=Role.USER, content="a", behind="b"), Message(role=Role.USER, content="a", behind="b ")),
-        (Message(role=Role.USER, content="a", behind="b"), Message(role=Role.USER, content="a", name="behind")),
-        (replace(assistant("", call("{}")), behind="b"), assistant("", call("{}"))),
+        (AfterAddition.of(user("a"), "b"), user("a")),
+        (AfterAddition.of(user("a"), "b"), AfterAddition.of(user("a"), "b ")),
+        (AfterAddition.of(user("a"), "b"), Message(role=Role.USER, content="a", name="behind")),
+        (AfterAddition.of(assistant("", call("{}")), "b"), assistant("", call("{}"))),
     ],
 )
 def test_another_identity(one: Message, other: Message) -> None:
