@@ -20,10 +20,12 @@ CREWAI := .venv-crewai
 NODE := .venv-node
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-kernel test-edge test-clients test-contract test-lending test-e2e model lint types docs doctor clean
+.PHONY: help install demo test test-newest test-kernel test-edge test-clients test-contract test-lending test-e2e model lint types docs doctor clean
 
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(READY) ## install what is pinned into .venv (two to five minutes)
 
 demo: $(READY) ## install what is pinned, then run the main job on the CPU (about 15 minutes on two cores)
 	$(BIN)/python -m seamless_verl.main +recipe=swe
