@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from _pytest.logging import LogCaptureHandler
 from hypothesis import settings
 
 settings.register_profile("same", deadline=None, derandomize=True)
@@ -19,9 +20,13 @@ def _root_logger_as_it_was() -> Iterator[None]:
     """Hydra, vLLM, verl and what they import set up the root logger when a test runs them in this process.
 
     Their handlers write to streams that pytest closes after the test. And importing a dependency of vLLM
-    (``model_hosting_container_standards``) gives every handler that is there, also pytest's own, a level of ERROR.
+    (``model_hosting_container_standards``) gives every handler that is there, also pytest's own, a level of ERROR;
+    where a fixture of a whole module imports it, that is before this one runs.
     """
     root = logging.getLogger()
+    for own in root.handlers:
+        if isinstance(own, LogCaptureHandler):
+            own.setLevel(logging.NOTSET)
     level, before = root.level, [(each, each.level, each.formatter) for each in root.handlers]
     yield
     root.setLevel(level)
