@@ -202,9 +202,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     def _learn(self) -> None:
         """Ask every replica now and then what its steps take; moves and waits are reckoned with that."""
+        if time.monotonic() <= self._learned + _LEARN_EVERY_S:
+            return
+        self._learned = time.monotonic()
         asked = {name: server.pace for name, server in self._servers.items() if hasattr(server, "pace")}
-        if asked and time.monotonic() > self._learned + _LEARN_EVERY_S:
-            self._learned = time.monotonic()
+        if asked:
             self._learning = asyncio.get_running_loop().create_task(self._ask(asked))
 
     async def _ask(self, asked: Mapping[str, Any]) -> None:
