@@ -296,12 +296,17 @@ class SuperviseConfig:
     Attributes:
         restarts: how often within an hour a run that lost a process which cannot be replaced is started again from its
             last checkpoint. 0: it ends. Errors, refused settings and Ctrl-C end it in any case.
+        tokens_at_risk: an answer under way leaves its replica after every so many tokens, and is written to the
+            proxy's journal: that many are generated again at most when the replica or the proxy dies. 0: only where
+            weights change or its slice goes. vLLM only.
     """
 
     restarts: int = 3
+    tokens_at_risk: int = 256
 
     def __post_init__(self) -> None:
         whole("seamless.supervise.restarts", self.restarts, 0, "write 3, or 0 for none")
+        whole("seamless.supervise.tokens_at_risk", self.tokens_at_risk, 0, "write 256")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

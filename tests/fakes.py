@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
+from seamless_verl.trajectory.generation import PartialGeneration
 from seamless_verl.trajectory.matching import ExtensionRefused, Renderer, Rendering
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, Transcript, transcript_of
 from seamless_verl.trajectory.rows import Row, build_rows
@@ -80,6 +81,8 @@ class ScriptedEngine:
     Attributes:
         permits: where there is one, each token that is streamed needs a permit first.
         after_tokens: fail once this many tokens were streamed.
+        keeps: tokens of an answer that are told to be kept, before the rest takes its time. Who begins with them gets
+            the rest under another weight version.
     """
 
     def __init__(
@@ -102,9 +105,12 @@ class ScriptedEngine:
         self.streams = streams
         self.permits: asyncio.Semaphore | None = None
         self.after_tokens: int | None = None
+        self.keeps = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        self.requests.append(request)
+        self.requests.append(replace(request, on_kept=None))  # which holds the session
+        if self.keeps and request.on_kept is not None and request.begun is None:
+            request.on_kept(scripted_generation(self._ids(request)[: self.keeps], finish=FinishReason.ABORTED))
         self.started.set()
         try:
             await asyncio.sleep(self.delay_s)
@@ -113,9 +119,9 @@ class ScriptedEngine:
             raise
         if self.failure is not None and not self.streams:
             raise self.failure
-        text = self.script(self.tokenizer.decode(list(request.prompt_ids)))
-        ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-        ids = ids[: self._end_of_stop(ids, request.sampling.get("stop") or ())]
+        ids = self._ids(request)
+        if request.begun is not None:
+            return self._continued(request.begun, ids)
         max_tokens = request.sampling["max_tokens"]
         finish = FinishReason.STOP if len(ids) <= max_tokens else FinishReason.LENGTH
         generation = scripted_generation(
@@ -126,6 +132,17 @@ class ScriptedEngine:
         )
         await self._stream(generation, request)
         return generation
+
+    def _ids(self, request: GenerationRequest) -> list[int]:
+        text = self.script(self.tokenizer.decode(list(request.prompt_ids)))
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return ids[: self._end_of_stop(ids, request.sampling.get("stop") or ())]
+
+    def _continued(self, begun: Generation, ids: list[int]) -> Generation:
+        whole = PartialGeneration({}, None)
+        whole.begin(begun)
+        whole.add(scripted_generation(ids[len(begun.token_ids) :], first_version=9))
+        return whole.generation()
 
     def _end_of_stop(self, ids: list[int], stops: Sequence[str]) -> int:
         """Like vLLM's, an answer ends with the token that completes a stop string."""

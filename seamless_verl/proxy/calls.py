@@ -21,7 +21,8 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import msgspec
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.trajectory.messages import Message
+from seamless_verl.trajectory.messages import Message, Role, Transcript, transcript_of
+from seamless_verl.trajectory.tokens import pack_ids
 
 _TYPES = {
     400: "invalid_request_error",
@@ -36,6 +37,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_PROMPT_NAME = "\x00prompt"  # keeps prompts apart from messages; who gives this name to a message fools itself only
 _ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _ANTHROPIC_TYPES = {
     408: "timeout_error",
@@ -152,6 +154,15 @@ class Call:
             schema,
         )
         return blake2b(said + repr(wishes).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def prompt_transcript(prompt: str | tuple[int, ...]) -> Transcript:
+    """A text completion has no messages; its prompt stands for them, so that retries are recognised."""
+    if isinstance(prompt, str):
+        name, text = _PROMPT_NAME, prompt
+    else:
+        name, text = _PROMPT_NAME + "_ids", blake2b(pack_ids(prompt).tobytes(), digest_size=16).hexdigest()
+    return transcript_of((Message(role=Role.USER, content=text, name=name),))
 
 
 class Token(msgspec.Struct, frozen=True, omit_defaults=True):

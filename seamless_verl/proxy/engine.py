@@ -73,6 +73,9 @@ class GenerationRequest:
         images: pictures in the prompt, in its order, as the files that were sent; none to an engine that takes none.
         on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never
             calls it. What the call returns in the end repeats all of them.
+        begun: what an earlier holder of this answer had of it; the engine goes on from there, and returns the whole.
+        on_kept: takes those beyond ``begun`` that survive whoever holds the answer, once they do: where the engine was
+            interrupted, under the trainer also after every so many tokens. The rest comes with the whole.
     """
 
     request_id: str
@@ -82,6 +85,8 @@ class GenerationRequest:
     deadline: float
     images: Sequence[bytes] = ()
     on_tokens: Callable[[TokenChunk], None] | None = None
+    begun: Generation | None = None
+    on_kept: Callable[[Generation], None] | None = None
 
 
 class EngineRefused(Exception):
@@ -143,16 +148,17 @@ class Ledger:
     def entry(self, generation_id: str) -> LedgerEntry:
         return self._entries[generation_id]
 
-    def discard(self, generation_id: str, reason: str) -> None:
-        """An answer did not reach the session; it must be in no row."""
+    def discard(self, generation_id: str, reason: str) -> bool:
+        """An answer did not reach the session; it must be in no row. False: the engine never finished it."""
         entry = self._entries.get(generation_id)
         if entry is None:
-            return
+            return False
         nothing: dict[str, Any] = {"token_ids": array("i"), "log_probs": array("d"), "version_spans": ()}
         self._entries[generation_id] = replace(entry, discarded=reason, **nothing)
         self._discarded.append(generation_id)
         if len(self._discarded) > _MAX_DISCARDED:
             del self._entries[self._discarded.popleft()]
+        return True
 
 
 __all__ = [
@@ -247,6 +253,11 @@ class GatedEngine:
             assert on_tokens is not None
             on_tokens(chunk)
 
+        if request.begun is not None:
+            if partial.begin(request.begun):
+                return partial.generation()
+            if on_tokens is not None:
+                show(TokenChunk(token_ids=request.begun.token_ids, log_probs=request.begun.log_probs))
         num_attempts = 0
         while True:
             num_kept = len(partial.token_ids)
@@ -256,6 +267,8 @@ class GatedEngine:
                 prompt_ids=TokenPath.of(request.prompt_ids).then(array("i", partial.token_ids)),
                 sampling=partial.sampling(),
                 on_tokens=None if on_tokens is None else show,
+                begun=None,
+                on_kept=None,
             )
             num_attempts += 1
             try:
@@ -267,5 +280,7 @@ class GatedEngine:
                 continue  # it went down while its weights change; the gate tells when it is back
             if partial.add(generation):
                 return partial.generation()
+            if request.on_kept is not None and (news := partial.news()) is not None:
+                request.on_kept(news)
             if self._gate.is_open and len(partial.token_ids) == num_kept:
                 return partial.generation()  # aborted for a reason of the engine's own, and nothing is won by asking

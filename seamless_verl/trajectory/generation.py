@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from typing import Any
@@ -56,6 +56,17 @@ class Generation:
     finish_reason: FinishReason
     alternatives: Sequence[Sequence[tuple[int, float]]] = ()
 
+    def after(self, start: int) -> Generation:
+        """What lies behind its first ``start`` tokens."""
+        spans, done = [], 0
+        for span in self.version_spans:
+            left = done + span.num_tokens - max(start, done)
+            done += span.num_tokens
+            if left > 0:
+                spans.append(VersionSpan(version=span.version, num_tokens=left))
+        rest = {name: getattr(self, name)[start:] for name in ("token_ids", "log_probs", "alternatives")}
+        return replace(self, version_spans=tuple(spans), **rest)
+
     def check(self, story: str) -> None:
         """Refuse a generation that contradicts itself; ``story`` names whose it is."""
         num_tokens = len(self.token_ids)
@@ -74,7 +85,8 @@ class PartialGeneration:
     """One answer generated in several attempts, because weights changed or a replica was needed elsewhere::
 
         sampling() ──▶ attempt ──add──▶ interrupted: its tokens are kept, sampling() asks for the rest
-                                     └▶ complete:    generation()
+                            │        └▶ complete:    generation()
+                            └──part─▶ told ──break_off──▶ the attempt will never end: what it told is kept
 
     The answer is one that a single attempt could have given: the token budget is counted over all attempts; the first
     stop string ends the answer even where it lies across two attempts, which neither alone can see; noise drawn from a
@@ -102,6 +114,8 @@ class PartialGeneration:
         self._alternatives: list[Sequence[tuple[int, float]]] = []
         self._versions: list[VersionSpan] = []
         self._finish = FinishReason.ABORTED
+        self._parts: list[Generation] = []  # of the attempt under way
+        self._num_handed_out = 0
         self.token_ids: list[int] = []
 
     def sampling(self) -> dict[str, Any]:
@@ -118,8 +132,43 @@ class PartialGeneration:
             asked["seed"] = int.from_bytes(mixed, "little") & 0x7FFFFFFF
         return asked
 
+    def begin(self, kept: Generation) -> bool:
+        """Take over what an earlier holder of this answer had, as far as there is room; whether that is all."""
+        is_complete = self.add(replace(kept, finish_reason=FinishReason.ABORTED))
+        self._cut(min(len(self.token_ids), self._sampling.get("max_tokens", len(self.token_ids))))
+        self._num_handed_out = len(self.token_ids)
+        return is_complete
+
+    def part(self, tokens: Generation) -> None:
+        """The attempt under way has made these and goes on from them; in the end it repeats them."""
+        self._parts.append(tokens)
+
+    def break_off(self) -> bool:
+        """The attempt under way will never end, since its replica died: keep what it told; whether that is all."""
+        for tokens in tuple(self._parts):
+            if self.add(replace(tokens, finish_reason=FinishReason.ABORTED)):
+                break
+        return self._finish is not FinishReason.ABORTED
+
+    def news(self) -> Generation | None:
+        """What is kept, or would be, and was not returned by an earlier call; None: nothing."""
+        whole, parts = self.generation(), tuple(self._parts)
+        if self._is_forced and not self._moves_grammars:
+            parts = ()
+        whole = replace(
+            whole,
+            token_ids=[*whole.token_ids, *(token for part in parts for token in part.token_ids)],
+            log_probs=[*whole.log_probs, *(log_prob for part in parts for log_prob in part.log_probs)],
+            version_spans=tuple(_joined(whole.version_spans, [span for part in parts for span in part.version_spans])),
+            alternatives=(),
+        )
+        news = whole.after(self._num_handed_out)
+        self._num_handed_out = max(self._num_handed_out, len(whole.token_ids))
+        return news if news.token_ids else None
+
     def add(self, attempt: Generation) -> bool:
         """Take an attempt over; whether the answer is complete."""
+        self._parts.clear()
         num_kept = len(self.token_ids)
         self._finish = attempt.finish_reason
         is_interrupted = attempt.finish_reason is FinishReason.ABORTED

@@ -38,9 +38,15 @@ class Seams:
 
     def end(self, request: str, num_tokens: int, version: int) -> list[tuple[int, int]]:
         """``[(version, tokens), …]`` of a request that has ended; what came after the last cut is of ``version``."""
+        spans = self.spans(request, 0, num_tokens, version)
+        self.forget(request)
+        return spans
+
+    def spans(self, request: str, start: int, num_tokens: int, version: int) -> list[tuple[int, int]]:
+        """The same of a request that goes on: of its first ``num_tokens``, without the first ``start``."""
         spans: list[tuple[int, int]] = []
-        done = 0
-        for so_far, made_by in (*self._cuts.pop(request, ()), (_ALL, version)):
+        done = start
+        for so_far, made_by in (*self._cuts.get(request, ()), (_ALL, version)):
             until = min(so_far, num_tokens)
             if until > done:
                 spans.append((made_by, until - done))

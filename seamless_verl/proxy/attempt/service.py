@@ -15,14 +15,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 from seamless_verl.proxy.attempt.drafts import Draft, tokens_of
-from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request
+from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request, prompt_transcript
 from seamless_verl.proxy.dialects.chat import canonical_message, canonical_tools
 from seamless_verl.proxy.engine import (
     Engine,
@@ -34,7 +33,7 @@ from seamless_verl.proxy.engine import (
 )
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
-from seamless_verl.proxy.session.attempts import Attempt, State, Verdict, answer_digest
+from seamless_verl.proxy.session.attempts import Attempt, State, Verdict, answer_digest, together
 from seamless_verl.proxy.session.journal import AnsweredTurn, Journal, JournalFailed
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
@@ -42,14 +41,12 @@ from seamless_verl.proxy.text.parsing import AnswerParser, find_stop, structured
 from seamless_verl.trajectory.generation import TrajectoryError
 from seamless_verl.trajectory.matching import HistoryMatch
 from seamless_verl.trajectory.messages import AfterAddition, Message, Role, Transcript, transcript_of
-from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
+from seamless_verl.trajectory.tokens import TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn
 
 _BIG_RENDER_CHARS = 20_000
 _PROMPT_TAIL = 16  # tokens; enough to see that a prompt ends with the opening tag of reasoning
-_PROMPT_NAME = "\x00prompt"  # keeps prompts apart from messages; who gives this name to a message fools itself only
 _NOTHING_SAID = Message(role=Role.ASSISTANT)
-_T = TypeVar("_T")
 
 
 class AttemptService:
@@ -122,7 +119,7 @@ class AttemptService:
     def _transcript(self, session: Session, call: Call) -> tuple[Transcript, Callable[[], None]]:
         """What a request says, and how to remember it for the next one."""
         if call.prompt is not None:
-            return _prompt_transcript(call.prompt), lambda: None
+            return prompt_transcript(call.prompt), lambda: None
         if len(call.raw_messages) > self._limits.max_messages:
             story = f"{len(call.raw_messages)} messages; the limit is {self._limits.max_messages}."
             raise ApiError(413, "too_many_messages", story, param="messages")
@@ -174,11 +171,13 @@ class AttemptService:
         Raises:
             ApiError: in the client's words.
         """
-        ids = [uuid.uuid4().hex for _ in range(call.n)]
+        ids: list[str] = []
         try:
             pending = await self._prepare(session, transcript, call)
             room = self._room(session, pending)
             remember()
+            begun = self._begun(session, attempt, pending, call)
+            ids = list(begun)
             attempt.answers = _heads(attempt.digest, ids, pending, overrides)
             attempt.tell()  # before the wait for budget: a stream has to be kept alive meanwhile
             wanted: int = sampling[0].get("max_tokens", room)
@@ -187,17 +186,20 @@ class AttemptService:
                 known = (*overrides, f"max_tokens={granted}")
                 attempt.answers = [replace(head, overrides=known) for head in attempt.answers]
             work = [
-                self._generate(attempt, number, session, call, pending, asked | {"max_tokens": granted})
+                self._generate(
+                    attempt, number, session, call, pending, asked | {"max_tokens": granted}, begun[ids[number]]
+                )
                 for number, asked in enumerate(sampling)
             ]
-            turns = await session.until_deadline(attempt, _together(work))
+            turns = await session.until_deadline(attempt, together(work))
             await self._land(attempt, session, turns)
         finally:
             session.release(attempt)
             for generation_id in ids:
-                if not session.tree.has(generation_id):
-                    session.ledger.discard(generation_id, "its answer reached no client")
-                    self._counters.discarded += 1
+                is_recorded = session.tree.has(generation_id)
+                is_over = is_recorded or session.ledger.discard(generation_id, "its answer reached no client")
+                session.unfinished.release(generation_id, is_over=is_over)
+                self._counters.discarded += not is_recorded
 
     async def _prepare(self, session: Session, transcript: Transcript, call: Call) -> PendingTurn:
         """The prompt of a request and its place in the tree.
@@ -250,6 +252,7 @@ class AttemptService:
         call: Call,
         pending: PendingTurn,
         sampling: dict[str, Any],
+        begun: Generation | None,
     ) -> AnsweredTurn:
         """One of the answers, ready to be recorded."""
         head = attempt.answers[number]
@@ -267,6 +270,8 @@ class AttemptService:
             deadline=session.deadline,
             images=images,
             on_tokens=draft.feed if draft is not None else None,
+            begun=begun,
+            on_kept=partial(self._keep, session, head, pending),
         )
         generation = await self._ask(session, request, pending)
         answer = self._read(head, generation, call, thinking)
@@ -274,6 +279,19 @@ class AttemptService:
             draft.check(generation, answer.message)
         record = _sealed(pending, head.id, generation, answer)
         return record, session.ledger.entry(head.id), answer
+
+    def _begun(
+        self, session: Session, attempt: Attempt, pending: PendingTurn, call: Call
+    ) -> dict[str, Generation | None]:
+        """Names of the answers, in order, with what an earlier attempt left of each; alternatives are left of none."""
+        digests = [answer_digest(attempt.digest, number) for number in range(call.n)]
+        prompt, is_whole = pending.prompt_ids.digest(), bool(call.logprobs)
+        known = session.unfinished
+        return dict(known.claim(digest, prompt, new=uuid.uuid4().hex, is_whole=is_whole) for digest in digests)
+
+    def _keep(self, session: Session, head: Answer, pending: PendingTurn, tokens: Generation) -> None:
+        part = session.unfinished.more(head.id, head.digest, pending.prompt_ids.digest(), tokens)
+        self._journal.kept(session.id, part)
 
     def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside the model's reasoning."""
@@ -348,15 +366,6 @@ class AttemptService:
         return replace(answer, match=committed.kind.value)
 
 
-def _prompt_transcript(prompt: str | tuple[int, ...]) -> Transcript:
-    """A text completion has no messages; its prompt stands for them, so that retries are recognised."""
-    if isinstance(prompt, str):
-        name, text = _PROMPT_NAME, prompt
-    else:
-        name, text = _PROMPT_NAME + "_ids", blake2b(pack_ids(prompt).tobytes(), digest_size=16).hexdigest()
-    return transcript_of((Message(role=Role.USER, content=text, name=name),))
-
-
 def _heads(digest: bytes, ids: Sequence[str], pending: PendingTurn, overrides: tuple[str, ...]) -> list[Answer]:
     """What is known of answers before their first token."""
     num_prompt = len(pending.prompt_ids)
@@ -381,19 +390,6 @@ def _sealed(pending: PendingTurn, generation_id: str, generation: Generation, an
         return pending.seal(generation_id=generation_id, generation=generation, answer=answer.message)
     except TrajectoryError as error:
         raise ApiError(502, "engine_error", f"The engine's answer contradicts itself: {error}.") from None
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """All results; the first failure cancels the others."""
-    if len(work) == 1:
-        return [await work[0]]
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _num_chars_to_render(match: HistoryMatch) -> int:

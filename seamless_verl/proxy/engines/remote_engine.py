@@ -22,6 +22,7 @@ import secrets
 import socket
 import struct
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -54,16 +55,19 @@ class _Ask(msgspec.Struct, array_like=True):
     sampling: dict[str, Any]
     deadline: float
     images: list[bytes]
+    begun: Generation | None = None
+    keeps: bool = False
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """How a request ended: with a generation, or with one of three kinds of error."""
+    """How a request ended: with a generation, or with one of three kinds of error. Or what was ``kept`` before."""
 
     number: int
     generation: Generation | None = None
     refused: str = ""
     unavailable: str = ""
     failed: str = ""
+    kept: Generation | None = None
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -178,6 +182,8 @@ class EngineHost:
                     sampling=ask.sampling,
                     deadline=ask.deadline,
                     images=ask.images,
+                    begun=ask.begun,
+                    on_kept=(lambda news: _write(writer, _Answer(ask.number, kept=news))) if ask.keeps else None,
                 )
             )
         except EngineRefused as error:
@@ -196,6 +202,7 @@ class RemoteEngine:
         self._writer = writer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
+        self._keepers: dict[int, Callable[[Generation], None]] = {}
         self._reading = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
@@ -222,7 +229,11 @@ class RemoteEngine:
             sampling=dict(request.sampling),
             deadline=request.deadline,
             images=list(request.images),
+            begun=request.begun,
+            keeps=request.on_kept is not None,
         )
+        if request.on_kept is not None:
+            self._keepers[number] = request.on_kept
         _write(self._writer, _Message(ask=ask))
         try:
             answer: _Answer = await waiting
@@ -231,6 +242,7 @@ class RemoteEngine:
             raise
         finally:
             del self._waiting[number]
+            self._keepers.pop(number, None)
         if answer.generation is not None:
             return answer.generation
         if answer.refused:
@@ -251,6 +263,10 @@ class RemoteEngine:
         try:
             while (frame := await _read(reader)) is not None:
                 answer = _answers.decode(frame)
+                if answer.kept is not None:
+                    if (keep := self._keepers.get(answer.number)) is not None:
+                        keep(answer.kept)
+                    continue
                 waiting = self._waiting.get(answer.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)

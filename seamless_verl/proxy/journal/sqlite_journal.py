@@ -12,7 +12,9 @@ Invariant: ``unpack(pack(turn)) == turn``; a changed byte is a :class:`Damaged`,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import sqlite3
 from array import array
 from collections.abc import Mapping, Sequence
@@ -30,13 +32,15 @@ from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
+from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
 from seamless_verl.trajectory.audit import LedgerEntry
-from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, VersionSpan
 from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
 
 VERSION = 2  # of the bytes of a turn
 _CHECKSUM_BYTES = 8
+_log = logging.getLogger(__name__)
 _ARRAYS: Mapping[str, Literal["i", "d"]] = {"context_ids": "i", "token_ids": "i", "log_probs": "d"}
 _Kind = TypeVar("_Kind", TurnRecord, LedgerEntry)
 SCHEMA = """
@@ -47,16 +51,21 @@ CREATE INDEX IF NOT EXISTS turns_of ON turns (session_id);
 CREATE TABLE IF NOT EXISTS images (
     session_id TEXT, number INTEGER, digest TEXT, placeholder INTEGER, token_ids BLOB, data BLOB,
     PRIMARY KEY (session_id, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS unfinished (
+    session_id TEXT, answer TEXT, start INTEGER, body BLOB, PRIMARY KEY (session_id, answer, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY, id TEXT UNIQUE, key_digest BLOB, summary BLOB);
 """
 _OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
 _APPENDED = "INSERT INTO turns (session_id, body) VALUES (?, ?)"
+_KEPT = "INSERT OR REPLACE INTO unfinished VALUES (?, ?, ?, ?)"
+_FINISHED = "DELETE FROM unfinished WHERE session_id = ? AND answer = ?"
 _PICTURED = "INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)"
 _UPDATED = "UPDATE sessions SET state = ?, rewards = ? WHERE id = ?"
 _BURIED = "INSERT OR IGNORE INTO gone (id, key_digest, summary) SELECT id, key_digest, ? FROM sessions WHERE id = ?"
 _FORGOTTEN = (
     "DELETE FROM turns WHERE session_id = ?",
     "DELETE FROM images WHERE session_id = ?",
+    "DELETE FROM unfinished WHERE session_id = ?",
     "DELETE FROM sessions WHERE id = ?",
 )
 _TRIMMED = "DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?"
@@ -82,6 +91,7 @@ class SqliteJournal:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._waiting: list[tuple[list[_Statement], asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
+        self._unfinished: set[tuple[str, str]] = set()  # session and answer of those in the file
         try:
             self._db = self._thread.submit(_connect, path, durable).result()
         except sqlite3.Error as error:
@@ -94,7 +104,15 @@ class SqliteJournal:
         await self._write([(_OPENED, values)])
 
     async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
-        await self._write([(_APPENDED, (session_id, pack(*turn))) for turn in turns])
+        statements: list[_Statement] = [(_APPENDED, (session_id, pack(*turn))) for turn in turns]
+        written = self._unfinished.intersection((session_id, record.generation_id) for record, _, _ in turns)
+        await self._write([*statements, *((_FINISHED, which) for which in written)])
+        self._unfinished -= written
+
+    def kept(self, session_id: str, part: UnfinishedPart) -> None:
+        self._unfinished.add((session_id, part.answer))
+        done = self._queue([(_KEPT, (session_id, part.answer, part.start, pack_part(part)))])
+        done.add_done_callback(_tell_unwritten)
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
         ids = pack_ids(stored.token_ids).tobytes()
@@ -106,6 +124,7 @@ class SqliteJournal:
     async def forgotten(self, session_id: str, summary: bytes) -> None:
         deletions = [(statement, (session_id,)) for statement in _FORGOTTEN]
         await self._write([(_BURIED, (summary, session_id)), *deletions, (_TRIMMED, (NUM_TOMBSTONES,))])
+        self._unfinished = {which for which in self._unfinished if which[0] != session_id}
 
     async def summary(self, session_id: str) -> bytes:
         loop = asyncio.get_running_loop()
@@ -151,11 +170,15 @@ class SqliteJournal:
         loop = asyncio.get_running_loop()
         try:
             images, bodies = await loop.run_in_executor(self._thread, read_turns, self._db, session.id)
+            parts = await loop.run_in_executor(self._thread, _read_unfinished, self._db, session.id)
         except sqlite3.Error as error:
             raise JournalFailed(f"{type(error).__name__}: {error}") from error
         for image in images:
             session.images.add(image)
         restore(session, bodies)
+        for part in parts:
+            session.unfinished.add(part)
+            self._unfinished.add((session.id, part.answer))
 
     async def close(self) -> None:
         """Write what is waiting and let the file go."""
@@ -169,11 +192,14 @@ class SqliteJournal:
         return ConfigError("proxy.journal", self._path, f"cannot be used as a journal: {error}", fix)
 
     async def _write(self, statements: list[_Statement]) -> None:
+        await self._queue(statements)
+
+    def _queue(self, statements: list[_Statement]) -> asyncio.Future[None]:
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((statements, done))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._drain())
-        await done
+        return done
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
@@ -266,6 +292,21 @@ def read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredImag
     ], bodies
 
 
+def _read_unfinished(db: sqlite3.Connection, session_id: str) -> list[UnfinishedPart]:
+    """Parts in their order; one that is damaged ends what is known of its answer."""
+    rows = db.execute("SELECT answer, start, body FROM unfinished WHERE session_id = ? ORDER BY 1, 2", (session_id,))
+    parts = []
+    for answer, start, body in rows:
+        with contextlib.suppress(Damaged):
+            parts.append(unpack_part(answer, start, bytes(body)))
+    return parts
+
+
+def _tell_unwritten(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        _log.warning("should this process die, an answer is begun again: what there is of it is not written: %s", error)
+
+
 def restore(session: Session, bodies: Sequence[bytes]) -> list[Answer]:
     """Commit turns to an empty session, up to the first that is damaged; returns their answers."""
     answers: list[Answer] = []
@@ -328,13 +369,51 @@ _Served: Any = msgspec.defstruct(
 _said_values = attrgetter(*_SAID)
 _shapes: Any = (_shape(TurnRecord), _shape(LedgerEntry), _Served)
 _decoder = msgspec.msgpack.Decoder(tuple[_shapes])
+_part_decoder = msgspec.msgpack.Decoder(tuple[bytes, bytes, bytes, bytes, tuple[VersionSpan, ...]])
 
 
 def pack(record: TurnRecord, entry: LedgerEntry, answer: Answer) -> bytes:
     """A turn as it is written down: its record, its ledger entry and its answer, with a checksum."""
     served = _Served(answer.digest, _Said(*_said_values(answer)), answer.match, answer.overrides)
-    body: bytes = _encoder.encode((_record_values(record), _entry_values(entry), served))
+    return _checked((_record_values(record), _entry_values(entry), served))
+
+
+def pack_part(part: UnfinishedPart) -> bytes:
+    """Tokens of an unfinished answer as they are written down, with a checksum."""
+    tokens = part.tokens
+    ids, log_probs = pack_ids(tokens.token_ids), array("d", tokens.log_probs)
+    return _checked((part.digest, part.prompt, ids, log_probs, tokens.version_spans))
+
+
+def unpack_part(answer: str, start: int, data: bytes) -> UnfinishedPart:
+    """They as they were.
+
+    Raises:
+        Damaged: as `unpack`.
+    """
+    digest, prompt, ids, log_probs, spans = _decoded(data, _part_decoder)
+    tokens = Generation(
+        token_ids=array("i", ids),
+        log_probs=array("d", log_probs),
+        version_spans=spans,
+        finish_reason=FinishReason.ABORTED,
+    )
+    return UnfinishedPart(answer=answer, digest=digest, prompt=prompt, start=start, tokens=tokens)
+
+
+def _checked(values: tuple[Any, ...]) -> bytes:
+    body: bytes = _encoder.encode(values)
     return blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body
+
+
+def _decoded(data: bytes, decoder: Any) -> Any:
+    body = data[_CHECKSUM_BYTES:]
+    if blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != data[:_CHECKSUM_BYTES]:
+        raise Damaged(f"its checksum differs ({len(data)} bytes)")
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"it has another form: {error}") from error
 
 
 def unpack(data: bytes) -> tuple[TurnRecord, LedgerEntry, Answer]:
@@ -343,13 +422,7 @@ def unpack(data: bytes) -> tuple[TurnRecord, LedgerEntry, Answer]:
     Raises:
         Damaged: the bytes changed since, or were written by another version of this program.
     """
-    body = data[_CHECKSUM_BYTES:]
-    if blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != data[:_CHECKSUM_BYTES]:
-        raise Damaged(f"its checksum differs ({len(data)} bytes)")
-    try:
-        record, entry, served = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise Damaged(f"it has another form: {error}") from error
+    record, entry, served = _decoded(data, _decoder)
     said = {name: getattr(served.answer, name) for name in _SAID}
     answer = Answer(**said, **{name: getattr(served, name) for name in _BESIDE})
     return _read(TurnRecord, record), _read(LedgerEntry, entry), answer

@@ -22,11 +22,12 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.calls import Answer, ApiError, Delta
 
+_T = TypeVar("_T")
 _MAX_CONTINUED = 8  # their clients have them: who asks again wants another sample, or is very late
 _BYTES_PER_TOKEN = 150  # text, log-prob and the objects that hold them
 
@@ -296,3 +297,16 @@ class AttemptBoard:
 def answer_digest(request: bytes, number: int) -> bytes:
     """Names one of a request's answers; the first bears the request's own name."""
     return request if not number else blake2b(request + number.to_bytes(4, "little"), digest_size=16).digest()
+
+
+async def together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """All results; the first failure cancels the others."""
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

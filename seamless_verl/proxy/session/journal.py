@@ -13,6 +13,7 @@ from typing import Protocol
 
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
 from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.tokens import TurnRecord
@@ -42,6 +43,10 @@ class Journal(Protocol):
         """One request has been answered, with as many turns as it asked for samples."""
         ...
 
+    def kept(self, session_id: str, part: UnfinishedPart) -> None:
+        """An unfinished answer has more tokens. Nobody waits for them to be written: unwritten they are made again."""
+        ...
+
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
         """Record a picture before a turn that contains it; may be called again for the same one."""
         ...
@@ -59,7 +64,7 @@ class Journal(Protocol):
         ...
 
     async def load(self, session: Session) -> None:
-        """Commit all answered turns to a session that holds none."""
+        """Commit all answered turns to a session that holds none, and give it its unfinished answers."""
         ...
 
 
@@ -72,6 +77,9 @@ class NullJournal:
         return None
 
     async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
+        return None
+
+    def kept(self, session_id: str, part: UnfinishedPart) -> None:
         return None
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:

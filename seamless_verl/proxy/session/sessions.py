@@ -23,6 +23,7 @@ from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.session.attempts import Attempt, AttemptBoard, State, answer_digest
 from seamless_verl.proxy.session.continuations import Continuations
+from seamless_verl.proxy.session.unfinished import UnfinishedAnswers
 from seamless_verl.proxy.text.pictures import ImageTable
 from seamless_verl.trajectory.messages import Message, Transcript
 from seamless_verl.trajectory.tree import SessionTree
@@ -106,6 +107,7 @@ class Session:
         self.recent = RecentTranscripts()
         self.board = AttemptBoard(spec.max_parallel)
         self.continuations = Continuations()
+        self.unfinished = UnfinishedAnswers()
         self._released = asyncio.Event()
 
         self.is_resident = is_resident
@@ -122,7 +124,7 @@ class Session:
     @property
     def weight_bytes(self) -> int:
         """About how much memory its turns take."""
-        tokens, turns = self.tree.num_stored_tokens, self.tree.num_turns
+        tokens, turns = self.tree.num_stored_tokens + self.unfinished.num_tokens, self.tree.num_turns
         kept = self.images.num_bytes + self.board.num_bytes + self.recent.num_bytes + self.continuations.num_chars
         return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + kept
 
@@ -131,7 +133,7 @@ class Session:
         self._undelivered = self.board.undelivered()
         self.tree, self.ledger, self.images = SessionTree(), Ledger(), ImageTable()
         self.recent, self.board = RecentTranscripts(), AttemptBoard(self.spec.max_parallel)
-        self.continuations = Continuations()
+        self.continuations, self.unfinished = Continuations(), UnfinishedAnswers()
         self.is_resident = False
 
     def loaded(self, answers: Iterable[Answer], continued: Container[str]) -> None:

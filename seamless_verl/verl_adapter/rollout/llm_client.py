@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from verl.workers.rollout.replica import TokenOutput
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
 from seamless_verl.verl_adapter.rollout.load_balancer import NONE_NEW_ENOUGH
 from seamless_verl.verl_adapter.rollout.request_log import (
+    PART,
+    VERSION_SPANS,
     ReplicaCall,
     cut_groups,
     recorder_of_worker,
@@ -30,11 +32,37 @@ from seamless_verl.verl_adapter.rollout.request_log import (
     this_worker,
 )
 
+OnKept = Callable[[Generation], None]
 _INTERRUPTED = ("aborted", "abort")
 _FAILED = "error"
 # Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
 _REFUSED_BACKOFF_S = 0.05
 _NOBODY_SERVES_S = 0.5
+
+
+class InParts:
+    """A replica's handle whose ``generate`` tells what there is after every so many tokens.
+
+    Args:
+        every: tokens.
+        take: given each part; the output in the end has all of them.
+    """
+
+    def __init__(self, server: Any, *, every: int, take: Callable[[TokenOutput], None]) -> None:
+        self._server = server
+        self._every = every
+        self._take = take
+        self.generate = self
+
+    async def remote(self, **kwargs: Any) -> TokenOutput:
+        """As the method of the replica's actor."""
+        outputs = self._server.generate_in_parts.options(num_returns="streaming").remote(self._every, **kwargs)
+        async for coming in outputs:
+            output: TokenOutput = await coming
+            if output.stop_reason != PART:
+                return output
+            self._take(output)
+        raise RuntimeError("a replica ended an answer without its whole")
 
 
 class VersionedLLMClient(FullyAsyncLLMServerClient):
@@ -52,10 +80,13 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         prompt_ids: list[int],
         sampling_params: dict[str, Any],
         decode: Decode | None = None,
+        begun: Generation | None = None,
+        on_kept: OnKept | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
         """Generate to the end, across any number of interruptions; see `PartialGeneration`.
 
+        ``begun`` and ``on_kept`` are those of a `GenerationRequest`.
         ``sampling_params`` is not changed. A budget is always told: verl's server would otherwise derive a fresh one
         from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within an attempt
         only, as under verl's own client.
@@ -70,31 +101,32 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             kwargs.setdefault("priority", request_log.began_ms(request_id))
         if cut_groups.is_cut(group):
             partial.cut_short()
-        merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
-        while True:
-            kept = partial.token_ids
-            output = await self._attempt(
-                request_id, group, prompt_ids + kept, partial.sampling(), resumed=bool(kept), **kwargs
-            )
-            if output is None:
-                continue
-            generation = _generation(output)
-            request_log.generated(request_id, _told([span.version for span in generation.version_spans]))
-            is_complete = partial.add(generation)
-            _merge(merged, output, len(partial.token_ids) - len(kept))
+        merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0, stop_reason="aborted")
+        is_complete = begun is not None and partial.begin(begun)
+        request_log.generated(request_id, _told(partial.generation().version_spans))
+        while not is_complete:
+            num_kept = len(partial.token_ids)
+            output = await self._attempt(request_id, group, prompt_ids, partial, on_kept, **kwargs)
+            if output is None:  # its replica died
+                is_complete = partial.break_off()
+            else:
+                is_complete = partial.add(_generation(output))
+                _merge(merged, output, len(partial.token_ids) - num_kept)
+            request_log.generated(request_id, _told(partial.generation().after(num_kept).version_spans))
             if is_complete or (cut_groups.is_cut(group) and partial.cut_short()):
-                return _output(merged, partial, request_log.newest(request_id))
-            if not output.token_ids:
+                break
+            _tell(partial, on_kept)
+            if output is not None and not output.token_ids:
                 await asyncio.sleep(_REFUSED_BACKOFF_S)
+        return _output(merged, partial, request_log.newest(request_id))
 
     async def _attempt(
         self,
         request_id: str,
         group: str,
         prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        *,
-        resumed: bool,
+        partial: PartialGeneration,
+        on_kept: OnKept | None,
         **kwargs: Any,
     ) -> TokenOutput | None:
         """Generate on one replica, until it interrupts; None where it died.
@@ -103,11 +135,21 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             RuntimeError: as `generate`.
         """
         recorder = recorder_of_worker(OmegaConf.select(self.config, "seamless.run_dir"))
-        call = ReplicaCall(recorder, request_id, prompt_tokens=len(prompt_ids), resumed=resumed)
+        kept, asked = partial.token_ids, partial.sampling()
+        call = ReplicaCall(recorder, request_id, prompt_tokens=len(prompt_ids) + len(kept), resumed=bool(kept))
+
+        def take(output: TokenOutput) -> None:
+            call.num_told += len(output.token_ids)
+            partial.part(_generation(output))
+            _tell(partial, on_kept)
+
+        every = self._tokens_at_risk(is_journalled=on_kept is not None)
+        if 0 < every < asked.get("max_tokens", every):
+            call.in_parts = functools.partial(InParts, every=every, take=take)
         with self._freed(group, call), call.recorded():
             try:
                 output: TokenOutput = await LLMServerClient.generate(
-                    self, request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+                    self, request_id=request_id, prompt_ids=prompt_ids + kept, sampling_params=asked, **kwargs
                 )
             except RayError as error:
                 if not self._outlives_replicas or not replica_died(error):
@@ -147,9 +189,10 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                     raise
                 await self._someone_serves(floor)
                 continue
-            if call is not None:
-                call.routed(server_id, handle)
-            return server_id, handle
+            if call is None:
+                return server_id, handle
+            call.routed(server_id, handle)
+            return server_id, call.in_parts(handle) if call.in_parts else handle
 
     async def _seat(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         """verl's acquire; where the caller is cancelled meanwhile, the seat is given back as soon as it is granted.
@@ -205,6 +248,17 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         """A scheduler that is told of a dead replica goes on without it; verl's own trainer cannot."""
         return OmegaConf.select(self.config, "seamless.scheduler.policy") is not None
 
+    def _tokens_at_risk(self, *, is_journalled: bool) -> int:
+        """After how many tokens those of an answer leave their replica; 0: at its end.
+
+        Nobody but a trainer that outlives replicas, or a journal, has a use for them before; and which experts made
+        them is not known before.
+        """
+        is_useful = self._is_vllm and (is_journalled or self._outlives_replicas)
+        if not is_useful or self._rollout("enable_rollout_routing_replay"):
+            return 0
+        return int(OmegaConf.select(self.config, "seamless.supervise.tokens_at_risk") or 0)
+
     async def _leave(self, server: str | None, error: RayError) -> None:
         if server is not None:
             request_log.died(server, type(error).__name__)
@@ -242,7 +296,7 @@ def _generation(output: TokenOutput) -> Generation:
     num_tokens = len(output.token_ids)
     version: Any = output.extra_fields.get("global_steps")
     # A server that takes weights under its requests tells them itself; verl's tells the version at the end only.
-    spans = output.extra_fields.get("version_spans") or ([(version, num_tokens)] if num_tokens else [])
+    spans = output.extra_fields.get(VERSION_SPANS) or ([(version, num_tokens)] if num_tokens else [])
     return Generation(
         token_ids=output.token_ids,
         log_probs=output.log_probs or [],
@@ -275,7 +329,8 @@ def _output(merged: TokenOutput, partial: PartialGeneration, newest: int) -> Tok
     merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
     if merged.stop_reason in _INTERRUPTED:
         merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
-    versions = _told([span.version for span in whole.version_spans] or [merged.extra_fields["global_steps"]])
+    reported = VersionSpan(version=merged.extra_fields.get("global_steps") or newest, num_tokens=0)
+    versions = _told(whole.version_spans or [reported])
     merged.extra_fields.update(
         min_global_steps=min(versions, default=None),
         max_global_steps=max([*versions, newest]) if versions else None,
@@ -284,6 +339,11 @@ def _output(merged: TokenOutput, partial: PartialGeneration, newest: int) -> Tok
     return merged
 
 
-def _told(versions: list[Any]) -> list[int]:
-    """Without those of servers that tell none."""
-    return [version for version in versions if version is not None]
+def _told(spans: Sequence[VersionSpan]) -> list[int]:
+    """Versions, without those of servers that tell none."""
+    return [span.version for span in spans if span.version is not None]
+
+
+def _tell(partial: PartialGeneration, on_kept: OnKept | None) -> None:
+    if on_kept is not None and (news := partial.news()) is not None:
+        on_kept(news)

@@ -36,6 +36,10 @@ from seamless_verl.scheduling.slices import SliceId, Tag
 
 FIRST_TOKEN = "seamless_first_token_s"
 """Among the extra fields of a replica's output: seconds from when it had the request."""
+VERSION_SPANS = "version_spans"
+"""There, too: ``[(weight version, tokens), …]`` in the order of generation."""
+PART = "part"
+"""Why an output has no more tokens: they are not made yet."""
 _MOST = 100_000  # a trainer that does not come back costs forecasts, not memory
 
 _session: ContextVar[tuple[str, str] | None] = ContextVar("scheduled_session", default=None)
@@ -243,7 +247,9 @@ class ReplicaCall:
         resumed: an earlier attempt was interrupted.
 
     Attributes:
+        num_told: tokens that it told of before its end; what there is of a replica that died.
         engine_name: what the replica calls the request; ``""``: it has not been named yet.
+        in_parts: wraps the replica's handle, so that it tells of tokens before its end; None: it does not.
         address, server: of the replica that was chosen; None before.
     """
 
@@ -259,6 +265,8 @@ class ReplicaCall:
         self.engine_name = ""
         self.address: str | None = None
         self.server: Any = None
+        self.num_told = 0
+        self.in_parts: Callable[[Any], Any] | None = None
         self._output: TokenOutput | None = None
 
     @classmethod
@@ -303,7 +311,7 @@ class ReplicaCall:
 
     def _ended(self, address: str, failure: str | None) -> None:
         output = self._output
-        tokens = len(output.token_ids) if output is not None else 0
+        tokens = len(output.token_ids) if output is not None else self.num_told
         extra = output.extra_fields if output is not None else {}
         request_log.finished(self._request, tokens, _ending(output))
         self._recorder.record(

@@ -73,6 +73,8 @@ class VerlEngine:
                 prompt_ids=prompt_ids,
                 sampling_params=params,
                 decode=self._decode,
+                begun=request.begun,
+                on_kept=request.on_kept,
                 **shown,
             )
         except RayTaskError as error:

@@ -111,6 +111,9 @@ class PullingServer(InterruptibleServer):
         finally:
             self._seams.forget(request_id)
 
+    def _spans(self, request_id: str, start: int, end: int) -> list[tuple[int, int]]:
+        return self._seams.spans(request_id, start, end, self._version)
+
     @property
     def _version(self) -> int:
         """verl's number of the weights; what is generated before there are any counts as the first version."""

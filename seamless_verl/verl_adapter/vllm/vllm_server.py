@@ -12,9 +12,10 @@ cores to be running for good and the next drain times out (verl #7511). A first 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import MutableMapping
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from typing import Any
 
 import ray
@@ -24,7 +25,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from seamless_verl.decode_cost import EnginePace, measured_pace
 from seamless_verl.verl_adapter.cpu.cpu_device import name_device
-from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN
+from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN, PART, VERSION_SPANS
 from seamless_verl.verl_adapter.vllm.engine_death import EngineNotStarted
 from seamless_verl.verl_adapter.vllm.engine_steps import EngineSteps
 
@@ -40,12 +41,45 @@ def load_plug_in(environment: MutableMapping[str, str]) -> None:
         environment[_PLUGINS] = f"{listed},seamless_verl"
 
 
+class _Parts:
+    """Tokens of one request, told in parts while it runs.
+
+    Args:
+        spans: weight versions of those between two places.
+    """
+
+    def __init__(self, every: int, spans: Callable[[int, int], list[tuple[int, int]]]) -> None:
+        self._every = every
+        self._spans = spans
+        self._num_told = 0
+        self.waiting: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
+
+    async def noted(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Hands the engine's outputs on, each of which has all tokens so far; looks at them."""
+        async for output in outputs:
+            if not output.finished and output.outputs:
+                self._look(output.outputs[0])
+            yield output
+
+    def _look(self, so_far: Any) -> None:
+        start, end = self._num_told, len(so_far.token_ids)
+        if end - start < self._every:
+            return
+        ids = so_far.token_ids[start:]
+        log_probs = [so_far.logprobs[start + at][token].logprob for at, token in enumerate(ids)]
+        spans = self._spans(start, end)
+        part = TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=PART, extra_fields={VERSION_SPANS: spans})
+        self.waiting.put_nowait(part)
+        self._num_told = end
+
+
 class InterruptibleServer(vLLMHttpServer):
     """Keeps its own account of the requests on their way into the engine, by the names they came with."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         load_plug_in(os.environ)
         self._on_their_way: set[str] = set()
+        self._parts: dict[str, _Parts] = {}  # of those that are handed over in parts
         self._ended: LRUCache[str, bool] = LRUCache(maxsize=_MOST_ENDED)  # by name, before the engine had them
         self._without_token = 0  # verl's count
         self._has_cores = False  # more than one
@@ -92,6 +126,7 @@ class InterruptibleServer(vLLMHttpServer):
         if not self._has_cores:
             self._steps = EngineSteps(self.engine.output_processor)
         add_request = self.engine.add_request
+        generate: Any = self.engine.generate
 
         async def noted(request_id: str, *args: Any, **kwargs: Any) -> Any:
             added = await add_request(request_id, *args, **kwargs)
@@ -100,7 +135,13 @@ class InterruptibleServer(vLLMHttpServer):
                 await self.engine.abort(request_id)
             return added
 
+        def in_parts(*args: Any, request_id: str, **kwargs: Any) -> Any:
+            outputs = generate(*args, request_id=request_id, **kwargs)
+            parts = self._parts.get(request_id)
+            return outputs if parts is None else parts.noted(outputs)
+
         self.engine.add_request = noted  # type: ignore[method-assign]
+        self.engine.generate = in_parts  # type: ignore[assignment, method-assign]
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         rejected = await super()._park_until_admitted(request_id)
@@ -123,6 +164,26 @@ class InterruptibleServer(vLLMHttpServer):
         finally:
             self._on_their_way.discard(request_id)  # refused or cancelled before the engine had it
             self._ended.pop(request_id, None)
+
+    async def generate_in_parts(self, every: int, request_id: str, **kwargs: Any) -> AsyncIterator[TokenOutput]:
+        """What `generate` returns, and before it what there is: after every ``every`` tokens those that are new.
+
+        Their ``stop_reason`` is `PART`; all of them can be gone on from.
+        """
+        parts = self._parts[request_id] = _Parts(every, lambda start, end: self._spans(request_id, start, end))
+        whole = asyncio.ensure_future(self.generate(request_id=request_id, **kwargs))
+        whole.add_done_callback(lambda _: parts.waiting.put_nowait(None))
+        try:
+            while (part := await parts.waiting.get()) is not None:
+                yield part
+            yield await whole
+        finally:
+            del self._parts[request_id]
+            whole.cancel()
+
+    def _spans(self, request_id: str, start: int, end: int) -> list[tuple[int, int]]:
+        """``[(version, tokens), …]`` of a request's tokens from ``start`` to ``end``, while it goes on."""
+        return [(self.global_steps or 0, end - start)]
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """End one request; whoever waits for it gets the tokens it has, and the others go on.

@@ -238,3 +238,47 @@ async def test_the_engine_tells_what_its_steps_take(replica):
     assert pace.prefill_s_per_token > 0
     by_steps = 64 * pace.decode.step_s(8, 8 * 930) + 8 * 900 * pace.prefill_s_per_token
     assert took / 5 < by_steps < 2 * took
+
+
+async def test_a_long_answer_leaves_its_replica_in_parts_and_whoever_has_them_goes_on(replica: Any) -> None:
+    every = int(replica.client.config.seamless.supervise.tokens_at_risk)
+    told: list[Any] = []
+    asked = {**LONG, "temperature": 0.0}
+    whole = await replica.client.generate("parts", prompt_ids=PROMPT, sampling_params=asked, on_kept=told.append)
+    assert [len(part.token_ids) for part in told] == [every] * (900 // every)
+    kept = [token for part in told for token in part.token_ids]
+    log_probs = [log_prob for part in told for log_prob in part.log_probs]
+    assert (kept, log_probs) == (whole.token_ids[: len(kept)], whole.log_probs[: len(kept)])
+    versions = {version for version, _ in whole.extra_fields["version_spans"]}
+    assert {span.version for part in told for span in part.version_spans} == versions
+    more: list[Any] = []
+    begun = told[0]
+    later = await replica.client.generate(
+        "later", prompt_ids=PROMPT, sampling_params=asked, begun=begun, on_kept=more.append
+    )
+    assert len(later.token_ids) == 900
+    assert later.token_ids[:every] == list(begun.token_ids)
+    assert [token for part in more for token in part.token_ids] == later.token_ids[every : every * (900 // every)]
+
+
+async def test_an_answer_in_parts_is_ended_and_cancelled_like_any_other(replica: Any) -> None:
+    from seamless_verl.verl_adapter.rollout.request_log import cut_groups, request_log
+
+    told: list[Any] = []
+
+    def asking(name: str) -> asyncio.Task[Any]:
+        generate = replica.client.generate(name, prompt_ids=PROMPT, sampling_params=LONG, on_kept=told.append)
+        return asyncio.ensure_future(generate)
+
+    left = asking("left in parts")
+    await until(lambda: bool(told), "no part has come")
+    left.cancel()
+    await until_running(replica, 0)
+    told.clear()
+    with request_log.session("slow in parts", 0):
+        cut = asking("cut in parts")
+    await until(lambda: bool(told), "no part has come")
+    cut_groups.cut(["slow in parts"])
+    output = await cut
+    cut_groups.forget("slow in parts")
+    assert len(told[0].token_ids) <= len(output.token_ids) < 900

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -71,9 +73,20 @@ def _kill() -> None:
     os.kill(actor, signal.SIGKILL)
 
 
+async def _until_kept(journal: Path) -> None:
+    """The actor writes it; nothing tells this process when."""
+    for _ in range(1000):
+        with contextlib.closing(sqlite3.connect(journal)) as db:
+            if db.execute("SELECT count(*) FROM unfinished").fetchone()[0]:
+                return
+        await asyncio.sleep(0.01)
+    raise AssertionError("no part of an answer was written")
+
+
 async def test_a_killed_proxy_comes_back_at_its_address_and_sessions_go_on(
-    proxy: ActorProxy, engine: ScriptedEngine
+    proxy: ActorProxy, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
+    journal = tmp_path / "proxy" / "worker_0" / "journal.sqlite"
     admin = ProxyAdmin(proxy.base_url, "admin")
     await proxy.start(admin)
     session = await admin.open_session(SessionSpec(max_tokens=1000))
@@ -89,14 +102,18 @@ async def test_a_killed_proxy_comes_back_at_its_address_and_sessions_go_on(
         await turn(0)
         _kill()  # between two turns: the next one connects to a socket that nobody serves yet
         await turn(1)
-        engine.delay_s = 60.0
+        engine.delay_s, engine.keeps = 60.0, 2
         engine.started.clear()
         asking = asyncio.create_task(turn(2))
         await engine.started.wait()
         engine.delay_s = 0.0
+        await _until_kept(journal)
         _kill()  # while the engine generates: the SDK asks again
         await asking
         assert engine.num_cancelled == 1
+        begun = engine.requests[-1].begun
+        assert begun is not None, "it goes on with the tokens that there were"
+        assert len(begun.token_ids) == 2
     _kill()
     result = await admin.close_session(session.id, 1.0)
     assert result.audit.is_clean

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -130,7 +131,7 @@ class _Noting(InterruptibleEngine):
 async def test_an_answer_under_a_grammar_goes_on_where_the_engine_moves_grammars(moves_grammars: bool) -> None:
     tokenizer = small_tokenizer()
     engine = _Noting(tokenizer, lambda prompt: '{"name": "the quick brown fox"}', tokens_per_update=9, num_updates=1)
-    gate, told = Gate(engine.stamp), list[TokenChunk]()
+    gate, told, kept = Gate(engine.stamp), list[TokenChunk](), list[Generation]()
     prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     request = GenerationRequest(
         request_id="r",
@@ -139,6 +140,7 @@ async def test_an_answer_under_a_grammar_goes_on_where_the_engine_moves_grammars
         sampling={"max_tokens": 100, "structured_outputs": {"json": {}}},
         deadline=time.time() + 60,
         on_tokens=told.append,
+        on_kept=kept.append,
     )
     gated = GatedEngine(engine, gate, tokenizer.decode, moves_grammars=moves_grammars)
     asking = asyncio.create_task(gated.generate(request))
@@ -158,7 +160,13 @@ async def test_an_answer_under_a_grammar_goes_on_where_the_engine_moves_grammars
         assert list(second.prompt_ids) == [*prompt, *answer.token_ids[:9]]
         assert [token for chunk in told for token in chunk.token_ids] == list(answer.token_ids)
         assert spans == [(1, 9), (2, len(answer.token_ids) - 9)]
+        (part,) = kept
+        told.clear()
+        later = await gated.generate(replace(request, begun=part))
+        assert (list(later.token_ids), later.version_spans[0]) == (list(answer.token_ids), part.version_spans[0])
+        assert [token for chunk in told for token in chunk.token_ids] == list(answer.token_ids)
     else:
+        assert kept == []
         assert "extra_args" not in second.sampling
         assert list(second.prompt_ids) == prompt
         assert told == []

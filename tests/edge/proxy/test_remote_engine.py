@@ -8,13 +8,14 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.deploy.http_server import base_url_of, listen_on
-from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, GenerationRequest
+from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, Generation, GenerationRequest
 from seamless_verl.proxy.engines import remote_engine as module
 from seamless_verl.proxy.engines.remote_engine import EngineHost, RemoteEngine
 from tests.fakes import ScriptedEngine, small_tokenizer
@@ -207,3 +208,18 @@ async def _until(holds: Any) -> None:
             return
         await asyncio.sleep(0.001)
     raise AssertionError("it did not happen within ten seconds")
+
+
+async def test_what_is_kept_comes_before_the_answer_and_goes_to_who_continues_it() -> None:
+    engine = ScriptedEngine(small_tokenizer(), lambda prompt: "the quick brown fox")
+    engine.keeps = 3
+    kept: list[Generation] = []
+    async with linked(engine) as (remote, _):
+        whole = await remote.generate(replace(_request(), on_kept=kept.append))
+        (told,) = kept
+        assert list(told.token_ids) == list(whole.token_ids[:3])
+        assert list(told.log_probs) == list(whole.log_probs[:3])
+        again = await remote.generate(replace(_request(), begun=told))
+    assert list(again.token_ids) == list(whole.token_ids)
+    assert again.version_spans[0] == told.version_spans[0]
+    assert engine.requests[-1].begun == told

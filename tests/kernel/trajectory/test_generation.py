@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import example, given, settings
@@ -166,3 +167,61 @@ def test_an_answer_is_cut_short_where_it_is_and_an_empty_one_after_one_token() -
     done.add(_said([0], finish=FinishReason.STOP))
     assert done.cut_short()
     assert done.generation().finish_reason is FinishReason.STOP
+
+
+def _cut_into(attempt: Generation, sizes: list[int]) -> list[Generation]:
+    """What is told of an attempt before its end."""
+    parts, start = [], 0
+    for size in sizes:
+        if start + size < len(attempt.token_ids):
+            rest = attempt.after(start)
+            spans = (VersionSpan(version=rest.version_spans[0].version, num_tokens=size),)
+            parts.append(
+                replace(rest, token_ids=rest.token_ids[:size], log_probs=rest.log_probs[:size], version_spans=spans)
+            )
+            start += size
+    return parts
+
+
+@settings(max_examples=150, deadline=None)
+@example(script=[0, 1, 0, 1], lives=[([1, 1], True), ([1], False)], begins=1, max_tokens=3)
+@given(
+    script=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+    lives=st.lists(st.tuples(st.lists(st.integers(1, 3), max_size=4), st.booleans()), max_size=5),
+    begins=st.integers(0, 4),
+    max_tokens=st.integers(1, 16),
+)
+def test_what_an_attempt_told_survives_it_and_is_handed_out_once(
+    script: list[int], lives: list[tuple[list[int], bool]], begins: int, max_tokens: int
+) -> None:
+    """Attempts tell parts; some end as interruptions, some die; another holder goes on from what was handed out."""
+    sampling = {"max_tokens": max_tokens}
+    whole = _attempt(script, 0, sampling, version=0, patience=None)
+    partial, handed = PartialGeneration(sampling, None), list[Generation]()
+    is_complete = False
+    for version, (sizes, dies) in enumerate([*lives, ([], False)]):
+        patience = sum(sizes) + 1 if version < len(lives) else None
+        attempt = _attempt(script, len(partial.token_ids), partial.sampling(), version=version, patience=patience)
+        for part in _cut_into(attempt, sizes):
+            partial.part(part)
+            handed += [news] if (news := partial.news()) else []
+        is_complete = partial.break_off() if dies else partial.add(attempt)
+        if is_complete:
+            break
+        handed += [news] if (news := partial.news()) else []
+        if version == begins:  # its holder dies
+            partial = PartialGeneration(sampling, None)
+            for news in handed:
+                assert not partial.begin(news)
+    assert is_complete
+    made = partial.generation()
+    made.check("made")
+    assert (list(made.token_ids), list(made.log_probs)) == (list(whole.token_ids), list(whole.log_probs))
+    told = [token for news in handed for token in news.token_ids]
+    assert told == list(made.token_ids)[: len(told)]
+
+
+def test_who_goes_on_with_more_than_there_is_room_for_has_all() -> None:
+    partial = PartialGeneration({"max_tokens": 2}, None)
+    assert partial.begin(_attempt([0, 1, 0], 0, {"max_tokens": 9}, version=1, patience=3))
+    assert (partial.generation().token_ids, partial.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)

@@ -43,6 +43,9 @@ def test_spans_are_what_the_engine_did(steps: list[tuple[str, int]]) -> None:
 
 
 def _is_told(seams: Seams, name: str, tokens: list[int], version: int) -> None:
+    middle = len(tokens) // 2
+    halves = seams.spans(name, 0, middle, version) + seams.spans(name, middle, len(tokens), version)
+    assert [made_by for made_by, count in halves for _ in range(count)] == tokens
     spans = seams.end(name, len(tokens), version)
     assert [made_by for made_by, count in spans for _ in range(count)] == tokens
     assert all(count > 0 for _, count in spans)

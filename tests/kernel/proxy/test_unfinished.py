@@ -1,0 +1,79 @@
+"""Who goes on with an unfinished answer, and with which of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seamless_verl.proxy.session.unfinished import UnfinishedAnswers, UnfinishedPart
+from seamless_verl.trajectory.generation import Generation
+from tests.fakes import scripted_generation
+
+TOKENS = scripted_generation(range(100, 130), num_versions=3)
+ASKED, PROMPT = b"request", b"prompt"
+
+
+def _parts(sizes: list[int]) -> list[UnfinishedPart]:
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    known = UnfinishedAnswers()
+    return [known.more("a", ASKED, PROMPT, _between(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _between(start: int, end: int) -> Generation:
+    rest = TOKENS.after(start)
+    spans, left = [], end - start
+    for span in rest.version_spans:
+        taken = min(left, span.num_tokens)
+        left -= taken
+        spans += [replace(span, num_tokens=taken)] if taken else []
+    ids, log_probs = rest.token_ids[: end - start], rest.log_probs[: end - start]
+    return replace(rest, token_ids=ids, log_probs=log_probs, version_spans=tuple(spans))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 5))
+def test_what_is_claimed_is_what_was_told_up_to_the_first_hole(sizes: list[int], lost: int) -> None:
+    later = UnfinishedAnswers()
+    for number, part in enumerate(_parts(sizes)):
+        if number != lost:
+            later.add(part)
+    known = sum(sizes[:lost])
+    answer, begun = later.claim(ASKED, PROMPT, new="new")
+    if not known:
+        assert (answer, begun) == ("new", None)
+        return
+    assert begun is not None
+    begun.check("begun")
+    assert (answer, list(begun.token_ids)) == ("a", list(TOKENS.token_ids[:known]))
+    assert list(begun.log_probs) == list(TOKENS.log_probs[:known])
+    assert later.num_tokens == known
+
+
+def test_an_answer_has_one_holder_and_only_its_own_prompt() -> None:
+    answers = UnfinishedAnswers()
+    answers.more("a", ASKED, PROMPT, TOKENS)
+    assert answers.claim(ASKED, b"another prompt", new="b") == ("b", None)
+    assert answers.claim(b"another request", PROMPT, new="c") == ("c", None)
+    assert answers.claim(ASKED, PROMPT, new="d", is_whole=True) == ("d", None)
+    assert answers.claim(ASKED, PROMPT, new="e")[0] == "a"
+    assert answers.claim(ASKED, PROMPT, new="f") == ("f", None), "somebody has it"
+    answers.more("f", ASKED, PROMPT, TOKENS)
+    assert answers.claim(ASKED, PROMPT, new="g") == ("g", None), "whoever began it has it"
+    answers.release("a", is_over=False)
+    assert answers.claim(ASKED, PROMPT, new="h")[0] == "a"
+    for answer in "af":
+        answers.release(answer, is_over=True)
+    assert answers.claim(ASKED, PROMPT, new="i") == ("i", None)
+    assert answers.num_tokens == 0
+
+
+def test_what_was_given_up_long_ago_leaves_and_what_somebody_holds_stays() -> None:
+    answers = UnfinishedAnswers()
+    answers.more("held", ASKED, PROMPT, TOKENS)
+    assert answers.claim(ASKED, PROMPT, new="a")[0] == "held"
+    for number in range(1000):
+        answers.more(f"{number}", b"other", PROMPT, TOKENS)
+    assert answers.num_tokens <= 64 * len(TOKENS.token_ids)
+    answers.release("held", is_over=False)
+    assert answers.claim(ASKED, PROMPT, new="a")[0] == "held"
