@@ -35,7 +35,7 @@ from seamless_verl.observe.recording import FLIGHT, FlightHeader, encode_event, 
 from seamless_verl.observe.reporter import STEPS, StepReport, as_record
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.kept_sessions import KEPT, KeepingJournal
-from seamless_verl.proxy.journal.sqlite_journal import pack
+from seamless_verl.proxy.journal.turn_bytes import pack
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.audit import ledger_entry
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan

@@ -29,7 +29,8 @@ from seamless_verl.observe import token_signals
 from seamless_verl.observe.reporter import read_records
 from seamless_verl.observe.token_signals import TokenSignals
 from seamless_verl.proxy.calls import Answer
-from seamless_verl.proxy.journal.sqlite_journal import VERSION, Damaged, read_sessions, read_turns, restore, unpack
+from seamless_verl.proxy.journal.sqlite_journal import read_sessions, read_turns, restore
+from seamless_verl.proxy.journal.turn_bytes import VERSION, Damaged, unpack
 from seamless_verl.proxy.session.sessions import TASK, Session, SessionState
 from seamless_verl.trajectory.generation import FinishReason, TrajectoryError
 from seamless_verl.trajectory.tree import SessionTree

@@ -19,7 +19,8 @@ import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from seamless_verl.proxy.journal.sqlite_journal import SCHEMA, VERSION, SqliteJournal
+from seamless_verl.proxy.journal.sqlite_journal import SCHEMA, SqliteJournal
+from seamless_verl.proxy.journal.turn_bytes import VERSION
 
 KEPT = "kept.sqlite"
 _log = logging.getLogger(__name__)

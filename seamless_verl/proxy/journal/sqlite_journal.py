@@ -1,12 +1,10 @@
-"""A journal in one SQLite file (write-ahead log), written by one thread in groups; how a turn is written down.
+"""A journal in one SQLite file (write-ahead log), written by one thread in groups.
 
 Whatever is waiting when the thread comes back from the disk goes into its next transaction, so that the cost of a
 commit is shared by all turns that arrived meanwhile. Forgetting a session frees its pages for later ones.
 
 Survives the death of the process at any instant (``synchronous=NORMAL``); ``durable=True`` also survives the loss of
 power, at the price of an fsync per group.
-
-Invariant: ``unpack(pack(turn)) == turn``; a changed byte is a :class:`Damaged`, never another turn.
 """
 
 from __future__ import annotations
@@ -17,32 +15,24 @@ import json
 import logging
 import sqlite3
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, replace
-from hashlib import blake2b
-from operator import attrgetter
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
-
-import msgspec
+from typing import Any
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.calls import Answer
+from seamless_verl.proxy.journal.turn_bytes import VERSION, Damaged, pack, pack_part, unpack, unpack_part
 from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
 from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
-from seamless_verl.trajectory.audit import LedgerEntry
-from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError, VersionSpan
-from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
+from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.tokens import pack_ids
 
-VERSION = 2  # of the bytes of a turn
-_CHECKSUM_BYTES = 8
 _log = logging.getLogger(__name__)
-_ARRAYS: Mapping[str, Literal["i", "d"]] = {"context_ids": "i", "token_ids": "i", "log_probs": "d"}
-_Kind = TypeVar("_Kind", TurnRecord, LedgerEntry)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key_digest BLOB, opened_at REAL, spec TEXT, state TEXT, rewards TEXT) WITHOUT ROWID;
@@ -327,102 +317,3 @@ def restore(session: Session, bodies: Sequence[bytes]) -> list[Answer]:
 
 def _rewards(session: Session) -> str:
     return json.dumps([session.reward, session.rewards])
-
-
-class Damaged(Exception):
-    """Bytes that are not what was written."""
-
-
-_NAMES = {kind: tuple(spec.name for spec in fields(kind)) for kind in (TurnRecord, LedgerEntry)}
-
-
-def _shape(kind: type[TurnRecord] | type[LedgerEntry]) -> Any:
-    """A record as it is written: its values in the order of its fields, arrays as their bytes."""
-    hints = get_type_hints(kind, localns={"array": {int: bytes, float: bytes}})  # Python 3.11 has no array[int]
-    shape: Any = tuple[tuple(hints[name] for name in _NAMES[kind])]  # type: ignore[misc]
-    return shape
-
-
-def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, array):
-        return value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} in a turn")
-
-
-def _read(kind: type[_Kind], values: Sequence[Any]) -> _Kind:
-    named = dict(zip(_NAMES[kind], values, strict=True))
-    arrays = {name: array(code, named[name]) for name, code in _ARRAYS.items() if name in named}
-    return kind(**{**named, **arrays})
-
-
-_record_values = attrgetter(*_NAMES[TurnRecord])
-_entry_values = attrgetter(*_NAMES[LedgerEntry])
-_encoder = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
-
-# An answer is a map of maps: what its response says beside it stands around it.
-_BESIDE = {"digest": bytes, "match": str, "overrides": tuple[str, ...]}
-_SAID = {name: kind for name, kind in get_type_hints(Answer).items() if name not in _BESIDE}
-_Said: Any = msgspec.defstruct("_Said", list(_SAID.items()))
-_Served: Any = msgspec.defstruct(
-    "_Served", [("digest", bytes), ("answer", _Said), ("match", str), ("overrides", tuple[str, ...])]
-)
-_said_values = attrgetter(*_SAID)
-_shapes: Any = (_shape(TurnRecord), _shape(LedgerEntry), _Served)
-_decoder = msgspec.msgpack.Decoder(tuple[_shapes])
-_part_decoder = msgspec.msgpack.Decoder(tuple[bytes, bytes, bytes, bytes, tuple[VersionSpan, ...]])
-
-
-def pack(record: TurnRecord, entry: LedgerEntry, answer: Answer) -> bytes:
-    """A turn as it is written down: its record, its ledger entry and its answer, with a checksum."""
-    served = _Served(answer.digest, _Said(*_said_values(answer)), answer.match, answer.overrides)
-    return _checked((_record_values(record), _entry_values(entry), served))
-
-
-def pack_part(part: UnfinishedPart) -> bytes:
-    """Tokens of an unfinished answer as they are written down, with a checksum."""
-    tokens = part.tokens
-    ids, log_probs = pack_ids(tokens.token_ids), array("d", tokens.log_probs)
-    return _checked((part.digest, part.prompt, ids, log_probs, tokens.version_spans))
-
-
-def unpack_part(answer: str, start: int, data: bytes) -> UnfinishedPart:
-    """They as they were.
-
-    Raises:
-        Damaged: as `unpack`.
-    """
-    digest, prompt, ids, log_probs, spans = _decoded(data, _part_decoder)
-    tokens = Generation(
-        token_ids=array("i", ids),
-        log_probs=array("d", log_probs),
-        version_spans=spans,
-        finish_reason=FinishReason.ABORTED,
-    )
-    return UnfinishedPart(answer=answer, digest=digest, prompt=prompt, start=start, tokens=tokens)
-
-
-def _checked(values: tuple[Any, ...]) -> bytes:
-    body: bytes = _encoder.encode(values)
-    return blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body
-
-
-def _decoded(data: bytes, decoder: Any) -> Any:
-    body = data[_CHECKSUM_BYTES:]
-    if blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != data[:_CHECKSUM_BYTES]:
-        raise Damaged(f"its checksum differs ({len(data)} bytes)")
-    try:
-        return decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise Damaged(f"it has another form: {error}") from error
-
-
-def unpack(data: bytes) -> tuple[TurnRecord, LedgerEntry, Answer]:
-    """A turn as it was.
-
-    Raises:
-        Damaged: the bytes changed since, or were written by another version of this program.
-    """
-    record, entry, served = _decoded(data, _decoder)
-    said = {name: getattr(served.answer, name) for name in _SAID}
-    answer = Answer(**said, **{name: getattr(served, name) for name in _BESIDE})
-    return _read(TurnRecord, record), _read(LedgerEntry, entry), answer
