@@ -44,7 +44,7 @@ async def serve(cls, monkeypatch, num_cores=1):
     monkeypatch.setattr(vLLMHttpServer, "lora_as_adapter", False)
     server = object.__new__(cls)
     if hasattr(cls, "_admitting"):  # ours
-        vars(server).update(_on_their_way=set(), _ended={}, _without_token=0, _has_cores=False, _steps=None)
+        vars(server).update(_on_their_way=set(), _parts={}, _ended={}, _without_token=0, _has_cores=False, _steps=None)
     vars(server).update(
         node_rank=0,
         replica_rank=0,

@@ -4,6 +4,7 @@ verl's own two functions are taken from its source and run on stand-ins with Meg
 """
 
 import ast
+import gc
 import importlib.util
 import types
 from pathlib import Path
@@ -36,8 +37,12 @@ class Wrapped:
 
 @pytest.fixture(scope="module")
 def verls():
-    spec = importlib.util.find_spec("verl")
-    tree = ast.parse((Path(spec.origin).parent / "utils" / "megatron_utils.py").read_text(encoding="utf-8"))
+    source = Path(importlib.util.find_spec("verl").origin).parent / "utils" / "megatron_utils.py"
+    gc.disable()  # a collection in the midst lets another thread parse, which this one takes for its own (gh-106905)
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()  # remove both with Python < 3.12
     wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in NAMES]
     module = types.ModuleType("megatron_utils")
     module.__dict__.update(torch=torch, DDP=Wrapped)
