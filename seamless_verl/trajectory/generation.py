@@ -6,6 +6,7 @@ Invariant: one log-prob and one weight version per token, in the order in which 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -134,10 +135,13 @@ class PartialGeneration:
 
     def begin(self, kept: Generation) -> bool:
         """Take over what an earlier holder of this answer had, as far as there is room; whether that is all."""
-        is_complete = self.add(replace(kept, finish_reason=FinishReason.ABORTED))
-        self._cut(min(len(self.token_ids), self._sampling.get("max_tokens", len(self.token_ids))))
+        self.add(replace(kept, finish_reason=FinishReason.ABORTED))
+        end = self._end_of_stop(0)  # across a seam that its holder did not live to look at
+        if end is not None:
+            self._finish = FinishReason.STOP
+        self._cut(min(len(self.token_ids) if end is None else end, self._sampling.get("max_tokens", sys.maxsize)))
         self._num_handed_out = len(self.token_ids)
-        return is_complete
+        return self._finish is not FinishReason.ABORTED
 
     def part(self, tokens: Generation) -> None:
         """The attempt under way has made these and goes on from them; in the end it repeats them."""

@@ -183,42 +183,53 @@ def _cut_into(attempt: Generation, sizes: list[int]) -> list[Generation]:
     return parts
 
 
-@settings(max_examples=150, deadline=None)
-@example(script=[0, 1, 0, 1], lives=[([1, 1], True), ([1], False)], begins=1, max_tokens=3)
+@settings(max_examples=300, deadline=None)
+@example(script=[0, 1, 0, 1], stops=[], lives=[([1, 1], True), ([1], False)], begins=1, max_tokens=3)
+@example(script=[5, 6, 0, 0, 0], stops=["STOP"], lives=[([], False), ([1, 1], False)], begins=0, max_tokens=9)
+@example(script=[2, 3, 4, 0, 0, 0], stops=["STOP"], lives=[([1], True), ([3], True)], begins=1, max_tokens=9)
 @given(
-    script=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+    script=st.lists(st.integers(0, 6), min_size=1, max_size=14),
+    stops=st.lists(st.sampled_from(["STOP", "ab", "PS", "a"]), max_size=2),
     lives=st.lists(st.tuples(st.lists(st.integers(1, 3), max_size=4), st.booleans()), max_size=5),
     begins=st.integers(0, 4),
     max_tokens=st.integers(1, 16),
 )
 def test_what_an_attempt_told_survives_it_and_is_handed_out_once(
-    script: list[int], lives: list[tuple[list[int], bool]], begins: int, max_tokens: int
+    script: list[int], stops: list[str], lives: list[tuple[list[int], bool]], begins: int, max_tokens: int
 ) -> None:
-    """Attempts tell parts; some end as interruptions, some die; another holder goes on from what was handed out."""
-    sampling = {"max_tokens": max_tokens}
+    """Attempts tell parts; some are interrupted, some die; once their holder dies, and another has what was told."""
+    sampling = {"max_tokens": max_tokens, "stop": stops}
     whole = _attempt(script, 0, sampling, version=0, patience=None)
-    partial, handed = PartialGeneration(sampling, None), list[Generation]()
+    partial, handed = PartialGeneration(sampling, _decode), PartialGeneration({}, None)
     is_complete = False
     for version, (sizes, dies) in enumerate([*lives, ([], False)]):
         patience = sum(sizes) + 1 if version < len(lives) else None
         attempt = _attempt(script, len(partial.token_ids), partial.sampling(), version=version, patience=patience)
         for part in _cut_into(attempt, sizes):
             partial.part(part)
-            handed += [news] if (news := partial.news()) else []
-        is_complete = partial.break_off() if dies else partial.add(attempt)
+            _hand_out(partial, handed)
+        if version == begins:
+            partial = PartialGeneration(sampling, _decode)
+            is_complete = partial.begin(handed.generation())
+        else:
+            is_complete = partial.break_off() if dies else partial.add(attempt)
         if is_complete:
             break
-        handed += [news] if (news := partial.news()) else []
-        if version == begins:  # its holder dies
-            partial = PartialGeneration(sampling, None)
-            for news in handed:
-                assert not partial.begin(news)
-    assert is_complete
+        _hand_out(partial, handed)
+    if not is_complete:  # the last one's holder died
+        attempt = _attempt(script, len(partial.token_ids), partial.sampling(), version=99, patience=None)
+        assert partial.add(attempt)
     made = partial.generation()
     made.check("made")
     assert (list(made.token_ids), list(made.log_probs)) == (list(whole.token_ids), list(whole.log_probs))
-    told = [token for news in handed for token in news.token_ids]
+    assert made.finish_reason is whole.finish_reason
+    told = handed.token_ids[: len(made.token_ids)]
     assert told == list(made.token_ids)[: len(told)]
+
+
+def _hand_out(partial: PartialGeneration, handed: PartialGeneration) -> None:
+    if (news := partial.news()) is not None:
+        handed.begin(news)
 
 
 def test_who_goes_on_with_more_than_there_is_room_for_has_all() -> None:
