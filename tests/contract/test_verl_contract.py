@@ -11,6 +11,7 @@ import inspect
 import itertools
 import types
 
+import numpy as np
 import pytest
 
 from seamless_verl.run.check_references import ESTIMATORS
@@ -1024,6 +1025,75 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     deaths[0] = ActorDiedError()
     with pytest.raises(ActorDiedError):
         await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10})
+
+
+async def test_what_a_replica_told_of_an_answer_before_it_died_is_kept(monkeypatch):
+    from omegaconf import OmegaConf, open_dict
+    from ray.exceptions import ActorDiedError
+    from verl.workers.rollout.replica import TokenOutput
+
+    from seamless_verl.verl_adapter.rollout import llm_client
+    from seamless_verl.verl_adapter.rollout.request_log import ReplicaCall
+
+    client, scripted = _client(monkeypatch, [([4], 5, "completed")], name="vllm")
+    asked = []
+
+    class Dying:
+        """In place of the handle of a replica's actor, whose streams are Ray's."""
+
+        def options(self, num_returns):
+            return self
+
+        async def remote(self, every, **_):
+            for token in range(2):
+                part = [10 * token, 10 * token + 1]
+                extra = {"version_spans": [(4, 2)]}
+                yield _soon(TokenOutput(token_ids=part, log_probs=[-0.5] * 2, stop_reason="part", extra_fields=extra))
+            raise ActorDiedError()
+
+    async def generate(self, *, prompt_ids, **kwargs):
+        asked.append(prompt_ids)
+        if len(asked) > 1:
+            return await scripted(self, prompt_ids=prompt_ids, **kwargs)
+        call = ReplicaCall.current()
+        call.routed("server-0")
+        return await call.in_parts(types.SimpleNamespace(generate_in_parts=Dying())).generate.remote()
+
+    monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
+    client._load_balancer = _Router()
+    with open_dict(client.config):
+        client.config.seamless = OmegaConf.create(
+            {"scheduler": {"policy": "greedy"}, "supervise": {"tokens_at_risk": 2}, "run_dir": None}
+        )
+    kept = []
+    output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10}, on_kept=kept.append)
+    assert asked == [[9], [9, 0, 1, 10, 11]]
+    assert [list(part.token_ids) for part in kept] == [[0, 1], [10, 11]]
+    assert output.token_ids == [0, 1, 10, 11, 4]
+    assert output.extra_fields["version_spans"] == [(4, 4), (5, 1)]
+
+
+async def _soon(output):
+    return output
+
+
+async def test_the_experts_of_each_attempt_stay_with_its_tokens(monkeypatch):
+    from verl.workers.rollout.replica import TokenOutput
+
+    from seamless_verl.verl_adapter.rollout import llm_client
+
+    client, _ = _client(monkeypatch, [])
+    prompt, attempts = [9, 9], [([1, 2], "aborted"), ([3], "completed")]
+
+    async def generate(self, *, prompt_ids, **_):
+        tokens, reason = attempts.pop(0)
+        routed = np.array([[[token]] for token in [*prompt_ids, *tokens]])  # of the prompt, too
+        known = {"routed_experts": routed, "stop_reason": reason, "extra_fields": {"global_steps": 1}}
+        return TokenOutput(token_ids=tokens, log_probs=[-0.5] * len(tokens), **known)
+
+    monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
+    output = await client.generate("r", prompt_ids=prompt, sampling_params={"max_tokens": 10})
+    assert output.routed_experts.ravel().tolist() == [9, 9, 1, 2, 3]
 
 
 async def test_an_error_of_the_engine_that_is_no_death_is_not_retried(monkeypatch):
