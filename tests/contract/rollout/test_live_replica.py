@@ -245,10 +245,12 @@ async def test_a_long_answer_leaves_its_replica_in_parts_and_whoever_has_them_go
     told: list[Any] = []
     asked = {**LONG, "temperature": 0.0}
     whole = await replica.client.generate("parts", prompt_ids=PROMPT, sampling_params=asked, on_kept=told.append)
-    assert [len(part.token_ids) for part in told] == [every] * (900 // every)
     kept = [token for part in told for token in part.token_ids]
     log_probs = [log_prob for part in told for log_prob in part.log_probs]
     assert (kept, log_probs) == (whole.token_ids[: len(kept)], whole.log_probs[: len(kept)])
+    # A busy server hears of several tokens at once, so that a part may be larger.
+    assert min(len(part.token_ids) for part in told) >= every
+    assert 0 < 900 - len(kept) < 2 * every
     versions = {version for version, _ in whole.extra_fields["version_spans"]}
     assert {span.version for part in told for span in part.version_spans} == versions
     more: list[Any] = []
@@ -257,8 +259,9 @@ async def test_a_long_answer_leaves_its_replica_in_parts_and_whoever_has_them_go
         "later", prompt_ids=PROMPT, sampling_params=asked, begun=begun, on_kept=more.append
     )
     assert len(later.token_ids) == 900
-    assert later.token_ids[:every] == list(begun.token_ids)
-    assert [token for part in more for token in part.token_ids] == later.token_ids[every : every * (900 // every)]
+    known = [token for part in (begun, *more) for token in part.token_ids]
+    assert known == later.token_ids[: len(known)]
+    assert 0 < 900 - len(known) < 2 * every
 
 
 async def test_an_answer_in_parts_is_ended_and_cancelled_like_any_other(replica: Any) -> None:
