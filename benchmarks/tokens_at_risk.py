@@ -22,26 +22,26 @@ from typing import Any
 import ray
 
 from benchmarks.records import Record, arguments, report
-from benchmarks.weights import _PROMPT, VOCABULARY, Replicas, _count_frames, small_model
+from benchmarks.weights import PROMPT, VOCABULARY, Replicas, count_frames, small_model
 
 _EVERY = (0, 256, 64)
 _RUNNING, _TOKENS = 64, 400
 _KILL_AFTER = 300  # tokens of each answer, about
 
 
-async def answered(replicas: Replicas, every: int, told: list[int]) -> None:
-    """All requests, to their ends; ``told`` takes the number of tokens of each part."""
+async def answered(replicas: Replicas, every: int) -> None:
+    """All requests, to their ends."""
     replicas.client.config.seamless.supervise.tokens_at_risk = every
-    rng = random.Random(every)
+    rng = random.Random(_RUNNING)
     params = {"max_tokens": _TOKENS, "ignore_eos": True, "logprobs": True}
 
     async def one() -> None:
-        prompt = [rng.randrange(5, VOCABULARY) for _ in range(_PROMPT)]
+        prompt = [rng.randrange(5, VOCABULARY) for _ in range(PROMPT)]
         output = await replicas.client.generate(
             uuid.uuid4().hex,
             prompt_ids=prompt,
             sampling_params=params,
-            on_kept=lambda part: told.append(len(part.token_ids)),
+            on_kept=lambda part: None,
         )
         assert len(output.token_ids) == len(output.log_probs) == _TOKENS
 
@@ -51,7 +51,7 @@ async def answered(replicas: Replicas, every: int, told: list[int]) -> None:
 def pace(replicas: Replicas, every: int) -> float:
     """Tokens per second."""
     began = time.perf_counter()
-    asyncio.run(answered(replicas, every, []))
+    asyncio.run(answered(replicas, every))
     return _RUNNING * _TOKENS / (time.perf_counter() - began)
 
 
@@ -72,7 +72,7 @@ def made_twice(replicas: Replicas, every: int) -> float:
             await asyncio.sleep(0.01)
 
     async def both() -> None:
-        await asyncio.gather(answered(replicas, every, []), kill())
+        await asyncio.gather(answered(replicas, every), kill())
 
     asyncio.run(both())
     ((made, running),) = seen
@@ -103,9 +103,8 @@ def _records(paces: dict[int, list[float]], lost: dict[int, list[float]]) -> lis
                 Record(name="  of those without", value=ratio, unit="x", bar=bar, holds=ratio >= 0.97 if bar else None)
             )
         again = statistics.median(lost[every])
-        holds = (
-            again <= every + 8 if every else None
-        )  # what was made while the last part and the kill were on their way
+        # What was made while the last part and the kill were on their way is made again, too.
+        holds = again <= every + 8 if every else None
         bar = "<= a part, and 8" if every else ""
         records.append(
             Record(name="  made again per request of a killed replica", value=again, unit="", bar=bar, holds=holds)
@@ -136,7 +135,7 @@ def main() -> int:
                 replicas = Replicas(model, Path(shared) / f"weights-{number}")
                 replicas.update("refill")
                 for replica in replicas.replicas:
-                    ray.get(replica.server_handle.__ray_call__.remote(_count_frames))
+                    ray.get(replica.server_handle.__ray_call__.remote(count_frames))
                 replicas.client.config.seamless.scheduler.policy = "greedy"  # the client outlives a replica
                 for turn in range(rounds + 1 if not number else 0):
                     for way in _EVERY[turn % 3 :] + _EVERY[: turn % 3]:

@@ -34,7 +34,7 @@ import ray
 from benchmarks.records import Record, arguments, report
 
 _RUNNING = (8, 32, 64)
-_PROMPT, _SHORTEST, _LONGEST = 128, 150, 400
+PROMPT, _SHORTEST, _LONGEST = 128, 150, 400
 _SEATS, VOCABULARY = 64, 512
 _BEFORE_S, _AFTER_S = 2.0, 2.5  # in which the pace is taken, and in which what is missing is counted
 WAYS = ("together", "refill", "keep")
@@ -93,7 +93,7 @@ class Replicas:
             "+recipe=arithmetic",
             f"actor_rollout_ref.model.path={model}",
             f"actor_rollout_ref.rollout.max_num_seqs={_SEATS}",
-            f"actor_rollout_ref.rollout.max_model_len={_PROMPT + _LONGEST + 8}",
+            f"actor_rollout_ref.rollout.max_model_len={PROMPT + _LONGEST + 8}",
             f"{engine}.backend={SHARED}",
             f"{engine}.custom_backend_module=seamless_verl.verl_adapter.weights.shared_engine",
             f"+{engine}.engine_kwargs.{SHARED}={{folder: {folder}}}",
@@ -151,7 +151,7 @@ def _version(server: Any) -> int:
     return int(server.global_steps)
 
 
-def _count_frames(server: Any) -> None:
+def count_frames(server: Any) -> None:
     """Runs in a server's process: note when tokens come out of its engine."""
     server.frames = []
     process = server.engine.output_processor.process_outputs
@@ -174,7 +174,7 @@ def load(replicas: Replicas, running: int) -> Iterator[None]:
 
     async def agent() -> None:
         while not over.is_set():
-            prompt = [rng.randrange(5, VOCABULARY) for _ in range(_PROMPT)]
+            prompt = [rng.randrange(5, VOCABULARY) for _ in range(PROMPT)]
             length = rng.randrange(_SHORTEST, _LONGEST)
             params = {"max_tokens": length, "ignore_eos": True, "logprobs": True}
             await replicas.client.generate(uuid.uuid4().hex, prompt_ids=prompt, sampling_params=params)
@@ -288,7 +288,7 @@ def main() -> int:
             for way in ("refill", "keep"):
                 replicas.update(way)
             for replica in replicas.replicas:
-                ray.get(replica.server_handle.__ray_call__.remote(_count_frames))
+                ray.get(replica.server_handle.__ray_call__.remote(count_frames))
             for running in _RUNNING:
                 taken = found[running] = {way: [] for way in WAYS}
                 with load(replicas, running):

@@ -76,7 +76,7 @@ class UnfinishedAnswers:
         for answer, (first, partial) in self._known.items():
             if (first.digest, first.prompt) == (digest, prompt) and answer not in self._claimed and not is_whole:
                 self._claimed.add(answer)
-                return answer, partial.generation()
+                return answer, partial.generation().after(0)  # a copy: what is known grows
         self._claimed.add(new)
         return new, None
 

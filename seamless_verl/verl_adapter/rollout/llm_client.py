@@ -329,8 +329,8 @@ def _output(merged: TokenOutput, partial: PartialGeneration, newest: int) -> Tok
     merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
     if merged.stop_reason in _INTERRUPTED:
         merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
-    reported = VersionSpan(version=merged.extra_fields.get("global_steps") or newest, num_tokens=0)
-    versions = _told(whole.version_spans or [reported])
+    reported = merged.extra_fields.get("global_steps")
+    versions = _told(whole.version_spans) or ([] if reported is None else [reported])
     merged.extra_fields.update(
         min_global_steps=min(versions, default=None),
         max_global_steps=max([*versions, newest]) if versions else None,

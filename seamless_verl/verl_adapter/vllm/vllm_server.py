@@ -135,13 +135,14 @@ class InterruptibleServer(vLLMHttpServer):
                 await self.engine.abort(request_id)
             return added
 
-        def in_parts(*args: Any, request_id: str, **kwargs: Any) -> Any:
-            outputs = generate(*args, request_id=request_id, **kwargs)
+        # verl names its arguments, vLLM's own HTTP API does not.
+        def in_parts(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+            outputs = generate(prompt, sampling_params, request_id, *args, **kwargs)
             parts = self._parts.get(request_id)
             return outputs if parts is None else parts.noted(outputs)
 
         self.engine.add_request = noted  # type: ignore[method-assign]
-        self.engine.generate = in_parts  # type: ignore[assignment, method-assign]
+        self.engine.generate = in_parts  # type: ignore[method-assign]
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         rejected = await super()._park_until_admitted(request_id)

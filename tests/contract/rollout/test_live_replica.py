@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -285,3 +286,12 @@ async def test_an_answer_in_parts_is_ended_and_cancelled_like_any_other(replica:
     output = await cut
     cut_groups.forget("slow in parts")
     assert len(told[0].token_ids) <= len(output.token_ids) < 900
+
+
+async def test_the_replicas_own_http_api_answers(replica: Any) -> None:
+    async with httpx.AsyncClient(base_url=replica.url, trust_env=False, timeout=60) as http:
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        body = {"model": model["id"], "prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+        answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 5
