@@ -11,6 +11,8 @@ $(error STACK=$(STACK) is unknown: write STACK=verl or STACK=newest)
 endif
 VENV ?= $(VENV_$(STACK))
 BIN := $(VENV)/bin
+# Longer than the longest limit of these tests: what Ray's C++ waits for, no limit of pytest's ends (pyproject.toml).
+HANGS := -o faulthandler_timeout=330
 LOCKS := $(LOCK_$(STACK)) requirements-dev.lock
 READY := $(VENV)/.ready
 # Other people's clients want other versions than verl: environments of their own.
@@ -41,7 +43,7 @@ test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
 	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
 
 test-edge: $(READY) $(CLIENTS)/.ready ## proxy over real HTTP, published clients, agents, sandbox, contracts with the installed verl
-	SEAMLESS_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/python -m pytest tests/edge tests/contract -q -n 2 --dist loadfile
+	SEAMLESS_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/python -m pytest tests/edge tests/contract -q -n 2 --dist loadfile $(HANGS)
 
 test-clients: $(READY) $(FRAMEWORKS)/.ready $(CREWAI)/.ready $(NODE)/.ready ## published SDKs, agents and frameworks (docs/clients.md); with npm those on Node
 	SEAMLESS_CLIENTS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python SEAMLESS_FRAMEWORKS_PYTHON=$(abspath $(FRAMEWORKS))/bin/python \
@@ -50,7 +52,7 @@ test-clients: $(READY) $(FRAMEWORKS)/.ready $(CREWAI)/.ready $(NODE)/.ready ## p
 		tests/edge/proxy/test_fuzz.py -q -n 2
 
 test-contract: $(READY) ## contracts with the installed verl, vLLM and Ray
-	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile $(HANGS)
 
 test-lending: $(READY) ## one real run in which a slice is lent and reclaimed in every step
 	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k in_every_step

@@ -42,10 +42,9 @@ class Fleet:
 
         self.trainers = Trainers(2)
         self.replicas = [Replica(rank, f"ipc://{folder}/replica-{rank}") for rank in range(2)]
-        ray.get([worker.__ray_ready__.remote() for worker in self.trainers.workers])
-        ray.get(
-            [part.__ray_ready__.remote() for replica in self.replicas for part in (replica.engine, *replica.workers)]
-        )
+        parts = [part for replica in self.replicas for part in (replica.engine, *replica.workers)]
+        # With a limit of its own: what pytest-timeout raises while Ray waits is lost in Ray's C++.
+        ray.get([part.__ray_ready__.remote() for part in (*self.trainers.workers, *parts)], timeout=240)
         self.manager = self.managed()
         self.version = 0
 
