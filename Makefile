@@ -11,7 +11,8 @@ $(error STACK=$(STACK) is unknown: write STACK=verl or STACK=newest)
 endif
 VENV ?= $(VENV_$(STACK))
 BIN := $(VENV)/bin
-# Longer than the longest limit of these tests: what Ray's C++ waits for, no limit of pytest's ends (pyproject.toml).
+# What Ray's C++ waits for, no limit of pytest's ends (pyproject.toml). Limits here are 300 s at most, but for bodies made at
+# random: seconds here, 900 s for when SEAMLESS_FUZZ asks for many (make test-clients, without this).
 HANGS := -o faulthandler_timeout=330
 LOCKS := $(LOCK_$(STACK)) requirements-dev.lock
 READY := $(VENV)/.ready
