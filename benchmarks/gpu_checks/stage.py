@@ -196,12 +196,16 @@ def _take_the_place_of_fit(module: ModuleType) -> None:
 
 
 def _let_the_server_measure(module: ModuleType) -> None:
-    """verl's server does not hand on what its workers answer."""
+    """verl's server does not hand on what its workers answer.
+
+    Into verl's class, not ours: an actor imports our module first, which imports verl, which imports this one, and ours
+    is half made then (seen on a GPU; on the CPU the platform has imported verl before).
+    """
 
     async def measured(server: Any, method: str, *arguments: Any) -> Any:
         return await server.engine.collective_rpc(method=method, args=arguments)
 
-    module.InterruptibleServer.measured = measured  # type: ignore[attr-defined]
+    module.vLLMHttpServer.measured = measured  # type: ignore[attr-defined]
 
 
 def _let_the_engine_measure(module: ModuleType) -> None:
@@ -220,5 +224,5 @@ def _let_the_engine_measure(module: ModuleType) -> None:
 
 if _BODY is not None:
     wrapt.register_post_import_hook(_take_the_place_of_fit, "seamless_verl.verl_adapter.trainer.trainer")
-wrapt.register_post_import_hook(_let_the_server_measure, "seamless_verl.verl_adapter.vllm.vllm_server")
+wrapt.register_post_import_hook(_let_the_server_measure, "verl.workers.rollout.vllm_rollout.vllm_async_server")
 wrapt.register_post_import_hook(_let_the_engine_measure, "verl.workers.rollout.vllm_rollout.utils")

@@ -317,9 +317,11 @@ def _told(error: Exception) -> str:
 
 
 def _first_lines(error: Exception, most: int = 12) -> str:
-    """The end of a remote traceback is what tells; Ray puts it last."""
+    """The end of a remote traceback is what tells; Ray puts it last. Its frames are in the log."""
     lines = str(error).strip().splitlines()
-    return "\n".join(lines[-most:])
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = next((n for n in range(frames[-1], len(lines)) if not lines[n].startswith(" ")), 0) if frames else 0
+    return "\n".join(lines[after:][-most:])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ that hangs below it against the same keys (all of them). What a query gets from 
 The backward pass of a block is torch's own flash backward with the *merged* output and log-sum-exp, as in ring
 attention (arXiv 2310.01889), which makes the sum of the blocks' gradients the exact gradient. On CUDA these are the
 operators that torch's own context parallelism calls in the same way. `check` compares with plain attention where a
-model is built: no GPU has run this yet.
+model is built; on an H100 in bfloat16 they agreed (2026-11-27).
 """
 
 from __future__ import annotations

@@ -277,14 +277,14 @@ def _as_one_row(asked: Predictions, micro_batch: TensorDict, device: torch.devic
         each = temperature.to(torch.float32)[torch.from_numpy(asked.row).to(temperature.device)]
     else:
         each = torch.full((count,), float(temperature))
-    labels = torch.from_numpy(asked.label)
+    labels, offsets = torch.from_numpy(asked.label).to(device), torch.tensor([0, count], device=device)
     names = ("calculate_entropy", "calculate_sum_pi_squared", "pad_mode", "use_fused_kernels")
     flags = {key: tu.get_non_tensor_data(micro_batch, key, default=None) for key in names if key in micro_batch}
     row = tu.get_tensordict(
-        {"input_ids": _nested(labels, torch.tensor([0, count]))}, non_tensor_dict={**flags, "use_remove_padding": True}
+        {"input_ids": _nested(labels, offsets)}, non_tensor_dict={**flags, "use_remove_padding": True}
     )
     return row, {
-        "input_ids_rmpad_rolled": labels.to(device),
+        "input_ids_rmpad_rolled": labels,
         "temperature_rmpad": each.to(device),
         "temperature_is_one": fsdp._is_scalar_unit_temperature(temperature),
         "pad_size": 0,

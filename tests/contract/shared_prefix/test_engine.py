@@ -17,6 +17,8 @@ import pytest
 from seamless_verl.errors import ConfigError
 from tests.contract.shared_prefix.engines import TOLD
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -105,7 +107,6 @@ def shape(**settings: Any) -> SimpleNamespace:
     return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**settings))
 
 
-@pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
 @pytest.mark.parametrize(
     ("engine", "model", "story"),
     [
@@ -137,7 +138,6 @@ def test_what_a_shared_token_would_get_wrong_is_refused(
         engines.refuse(SimpleNamespace(**plain), taken)
 
 
-@pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
 def test_sinks_are_seen_in_the_layers_of_a_model_as_it_is_built() -> None:
     import torch
     from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
@@ -168,6 +168,29 @@ def test_attention_that_is_wrong_on_this_device_is_refused(monkeypatch: pytest.M
         monkeypatch.setattr(engines.attention, "check", found)
         with pytest.raises(ConfigError, match=f"{story}.*seamless.shared_prefix=off"):
             engines.check_attention(Qwen3Config(head_dim=24))
+
+
+@pytest.mark.parametrize("temperature", [0.8, (0.8, 1.0)])
+def test_what_verl_makes_of_the_answers_lies_where_the_model_is(temperature: Any) -> None:
+    """On the device ``meta``, as good as a GPU for this: on one the first batch ended the run."""
+    import numpy as np
+    import torch
+    from tensordict import TensorDict
+
+    from seamless_verl.token_trie import Trie
+    from seamless_verl.verl_adapter.shared_prefix.trie_engine import _as_one_row
+
+    rows = [np.array([1, 2, 3, 4]), np.array([1, 2, 5])]
+    asked = Trie(rows).predictions([np.array([1, 2]), np.array([1])])
+    batch = TensorDict({"temperature": torch.tensor(temperature)} if isinstance(temperature, tuple) else {}, [])
+    if isinstance(temperature, float):
+        batch.set_non_tensor("temperature", temperature)
+    row, arguments = _as_one_row(asked, batch, torch.device("meta"))
+    labels, log_probs = row["input_ids"], torch.empty(len(asked.label), device="meta")
+    nested = torch.nested.nested_tensor_from_jagged(log_probs, labels.offsets())  # as verl does; raises across devices
+    made = [labels.values(), nested, *(value for value in arguments.values() if isinstance(value, torch.Tensor))]
+    assert {each.device.type for each in made} == {"meta"}
+    assert len(made) == 4
 
 
 def test_a_difference_between_both_ways_is_seen_where_losses_read() -> None:

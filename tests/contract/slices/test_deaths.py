@@ -212,3 +212,12 @@ def test_an_error_of_ours_is_told_without_the_traceback_of_the_process_that_rais
 
     assert job._told(RayTaskError("Traceback …\n" * 20)) == "RunBroken: no engine. Fix: start one."
     assert job._told(ValueError("a\nb")) == "ValueError: a\nb"
+    # As Ray tells of an actor that did not begin; from Python 3.11 on with a line of marks below each line of code.
+    remote = """died in its creation task, ray::Server.__init__() (pid=1)
+  File "server.py", line 20, in <module>
+    import engine
+    ^^^^^^^^^^^^^
+ImportError: no engine
+install one"""
+    assert job._told(RuntimeError(remote)) == "RuntimeError: ImportError: no engine\ninstall one"
+    assert job._told(RuntimeError('  File "cut off')) == 'RuntimeError: File "cut off'
