@@ -1,5 +1,6 @@
 """A trainer's core is lent to a second replica and taken back in every step, with real verl, Ray and vLLM."""
 
+import time
 from collections import Counter
 
 import psutil
@@ -100,7 +101,10 @@ def test_replicas_and_rollout_workers_that_are_killed_are_started_again_and_lose
     server_on(machine, 0).kill()  # the trainer's own, lent in every step
     read_until(process, "slice trainers/0 is out")
     read_until(process, "slice trainers/0 is back")
-    server_on(machine, 1).kill()  # the one that only rolls out
+    standing = server_on(machine, 1)  # the one that only rolls out
+    standing.suspend()  # for longer than a step takes, so that it dies with requests: killed at once it may have none
+    time.sleep(5)
+    standing.kill()
     read_until(process, "slice rollouts/0 is out")
     read_until(process, "slice rollouts/0 is back")
     (worker,) = machine.actors("NotifyingWorker")

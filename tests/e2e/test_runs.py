@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -434,7 +435,8 @@ def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_c
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()
     assert ">no end recorded<" in page
-    assert "step 3: the run was killed" in page or "step 2: the run was killed" in page
+    # The last step that is on disk, or the one after step 3 that had begun when the kill came.
+    assert re.search(r"step [234]: the run was killed", page)
     code, output = machine.run(*arguments)
     assert code == 0, output
     assert main(["report", str(folder)]) == 0
