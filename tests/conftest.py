@@ -14,22 +14,25 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("same")
 
+_LEVEL = logging.getLogger().level  # before anything was imported that sets it
+
 
 @pytest.fixture(autouse=True)
 def _root_logger_as_it_was() -> Iterator[None]:
     """Hydra, vLLM, verl and what they import set up the root logger when a test runs them in this process.
 
     Their handlers write to streams that pytest closes after the test. And importing a dependency of vLLM
-    (``model_hosting_container_standards``) gives every handler that is there, also pytest's own, a level of ERROR;
-    where a fixture of a whole module imports it, that is before this one runs.
+    (``model_hosting_container_standards``) gives the root logger and every handler that is there, also pytest's own,
+    a level of ERROR; where a fixture of a whole module imports it, that is before this one runs.
     """
     root = logging.getLogger()
+    root.setLevel(_LEVEL)
     for own in root.handlers:
         if isinstance(own, LogCaptureHandler):
             own.setLevel(logging.NOTSET)
-    level, before = root.level, [(each, each.level, each.formatter) for each in root.handlers]
+    before = [(each, each.level, each.formatter) for each in root.handlers]
     yield
-    root.setLevel(level)
+    root.setLevel(_LEVEL)
     for handler, its_level, formatter in before:
         handler.setLevel(its_level)
         handler.setFormatter(formatter)
