@@ -19,6 +19,7 @@ from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     finish,
     machine,
     read_until,
+    requests_out,
     summary,
 )
 
@@ -102,8 +103,14 @@ def test_replicas_and_rollout_workers_that_are_killed_are_started_again_and_lose
     read_until(process, "slice trainers/0 is out")
     read_until(process, "slice trainers/0 is back")
     standing = server_on(machine, 1)  # the one that only rolls out
-    standing.suspend()  # for longer than a step takes, so that it dies with requests: killed at once it may have none
-    time.sleep(5)
+    (folder,) = machine.runs()
+    while True:  # it shall die with requests: killed at once it may have none
+        standing.suspend()
+        time.sleep(5)  # longer than the other needs for what it has
+        if requests_out(folder):
+            break
+        standing.resume()
+        read_until(process, "step ")
     standing.kill()
     read_until(process, "slice rollouts/0 is out")
     read_until(process, "slice rollouts/0 is back")
@@ -112,7 +119,6 @@ def test_replicas_and_rollout_workers_that_are_killed_are_started_again_and_lose
     read_until(process, "prompt groups are generated again")
     code, output = finish(process)
     assert code == 0, output
-    (folder,) = machine.runs()
     figures = summary(folder)
     assert figures["steps"] == 40
     assert figures["rows_audited"] == figures["rows"] == 40 * 4 * 4
