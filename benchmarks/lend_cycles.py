@@ -3,7 +3,8 @@
 Memory moves as on a GPU (`verl_adapter.cpu.cpu_device`): each wake takes the engine's weights and cache, each
 reclaim gives them back, and the weights of every loan are compared with those that were published. A row that is not
 what the engine returned would end the run. Runs ``+recipe=swe`` (agents in sandboxes behind the proxy) on two cores,
-one of which changes hands ten times a step. ``--keep FOLDER`` keeps the run's folder.
+one of which changes hands ten times a step. ``--keep FOLDER`` keeps the run's folder; with ``--sync rolling`` lent
+slices take the weights that are published in shared memory instead of the trainer's own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> int:
             *("seamless.scheduler.policy=greedy", f"trainer.total_training_steps={steps}"),
             *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"),
             *("data.train_batch_size=8", "actor_rollout_ref.rollout.n=4", f"hydra.run.dir={folder}"),
+            f"seamless.weights.sync={parsed.sync}",
         ]
         environment = {
             **os.environ,
@@ -54,6 +56,7 @@ def main() -> int:
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sync", choices=("together", "rolling"), default="together", help="seamless.weights.sync")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run's folder, FOLDER/run")
 
 

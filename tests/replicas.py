@@ -63,6 +63,23 @@ class FakeWeights:
         self.replicas = [replica for replica in self.replicas if replica not in replicas]
 
 
+class FakeStore:
+    """In place of `RollingWeights`; ``refuses``: addresses of replicas that cannot take what is published."""
+
+    def __init__(self) -> None:
+        self.published: list[int] = []
+        self.woken: list[tuple[str, int]] = []
+        self.refuses: dict[str, Exception] = {}
+
+    def publish(self, version: int) -> None:
+        self.published.append(version)
+
+    def wake(self, replicas: list[FakeReplica], version: int) -> dict[FakeReplica, Exception]:
+        refused = {each: self.refuses[each.server_address] for each in replicas if each.server_address in self.refuses}
+        self.woken += [(replica.server_address, version) for replica in replicas if replica not in refused]
+        return refused
+
+
 class FakeRouter:
     """In place of the load balancer's actor; ``on_it``: addresses of servers."""
 
@@ -80,7 +97,9 @@ class FakeRouter:
         self.outlasting = outlasting
 
 
-def fake_slices(hybrid: list[str], standing: list[str], takes: Switch = _at_once) -> tuple[Any, FakeRouter]:
+def fake_slices(
+    hybrid: list[str], standing: list[str], takes: Switch = _at_once, store: FakeStore | None = None
+) -> tuple[Any, FakeRouter]:
     """Our `ReplicaSlices` on fakes of verl's parts; a slice's server has the slice's name as its address."""
     from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 
@@ -94,7 +113,14 @@ def fake_slices(hybrid: list[str], standing: list[str], takes: Switch = _at_once
     (hybrid_servers, hybrid_weights), (standing_servers, standing_weights) = manager(hybrid), manager(standing)
     router.on_it.update(hybrid, standing)
     made = ReplicaSlices(
-        hybrid, standing, hybrid_servers, standing_servers, hybrid_weights, standing_weights, nullcontext
+        hybrid,
+        standing,
+        hybrid_servers,
+        standing_servers,
+        hybrid_weights,
+        standing_weights,
+        nullcontext,
+        store=store,  # type: ignore[arg-type]
     )
     return made, router
 

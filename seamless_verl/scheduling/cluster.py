@@ -144,6 +144,7 @@ class Cluster:
         training_s: seconds that gangs were held, all grants that ended.
         costs: measured switches.
         roofline: which slice is good at what.
+        wakes_apart: each slice of the trainer takes weights by itself when it is lent; else all do so together.
     """
 
     now: float = 0.0
@@ -159,6 +160,7 @@ class Cluster:
     training_s: float = 0.0
     costs: SwitchTimes = field(default_factory=SwitchTimes)
     roofline: Roofline = field(default_factory=Roofline)
+    wakes_apart: bool = False
 
     def __getitem__(self, slice_id: SliceId) -> SliceStatus:
         try:
@@ -197,7 +199,7 @@ class Cluster:
             for s in self
             if s.state is SliceState.IDLE and tag in s.usable and s.holder is None and s.repair is not Repair.UNDER_WAY
         ]
-        return [s for s in free if not s.slice.lendable] if tag is Tag.ROLLOUT and self.without_replica() else free
+        return [s for s in free if not s.slice.lendable] if tag is Tag.ROLLOUT and self.awaited() else free
 
     def may_carry(self, status: SliceStatus, tag: Tag) -> bool:
         """Whether it carries the tag, could, or will when what is restarted is back."""
@@ -205,15 +207,15 @@ class Cluster:
             return False
         if tag is Tag.TRAIN or not status.slice.lendable or status.state in (*SERVING_SOON, SliceState.DRAINING):
             return True
-        return not any(other.repair is Repair.GIVEN_UP for other in self.without_replica())
+        return not any(other.repair is Repair.GIVEN_UP for other in self.awaited())
 
-    def without_replica(self) -> list[SliceStatus]:
-        """Slices of the trainer that can only train since their replica died.
+    def awaited(self) -> list[SliceStatus]:
+        """Slices of the trainer that can only train since their replica died, and that the others wait for.
 
         While there is one, none is lent: the trainer's workers load weights into their replicas together (verl 0.9.1:
         engine_workers.py, `update_weights`), and the others would wait for the one that cannot.
         """
-        return [s for s in self if s.slice.lendable and s.usable == {Tag.TRAIN}]
+        return [] if self.wakes_apart else [s for s in self if s.slice.lendable and s.usable == {Tag.TRAIN}]
 
     def lent(self) -> list[SliceStatus]:
         return [s for s in self if s.lent]

@@ -46,8 +46,8 @@ _REQUEST_EVENTS = (ev.RequestStarted, ev.RequestFinished, ev.SessionFinished)
 class Scheduler:
     """See the module. Not thread-safe: whoever drives it hands in one event after the other."""
 
-    def __init__(self, policy: Policy, patience: Patience | None = None) -> None:
-        self.cluster = Cluster()
+    def __init__(self, policy: Policy, patience: Patience | None = None, *, wakes_apart: bool = False) -> None:
+        self.cluster = Cluster(wakes_apart=wakes_apart)
         self._policy = policy
         self._patience = patience or Patience()
         self._issuer = Issuer(self.cluster, self._patience)
@@ -296,7 +296,7 @@ class Scheduler:
 
     def _spare(self, statuses: list[SliceStatus]) -> list[SliceStatus]:
         """Those that may be lent without keeping a gang waiting that could train now."""
-        if self.cluster.without_replica():
+        if self.cluster.awaited():
             statuses = [status for status in statuses if not status.slice.lendable]
         waiting = self.cluster.training_request()
         if waiting is None or not self.cluster.is_due(waiting):

@@ -5,8 +5,9 @@
     drain    off the router; interrupt with tokens kept; memory back to the trainer   hybrid replicas, chosen ones
 
 verl's transfer into hybrid replicas is collective over the trainer's workers, so lending a part of them loads the
-weights into all and puts the others to sleep again. Except for restarts, calls return when they are done: the trainer
-has nothing else to do meanwhile, its gang is released, or it waits for it.
+weights into all and puts the others to sleep again; where weights are published for whoever pulls (`RollingWeights`),
+each lent replica takes them by itself. Except for restarts, calls return when they are done: the trainer has nothing
+else to do meanwhile, its gang is released, or it waits for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from verl.workers.rollout.replica import RolloutReplica
 from seamless_verl.scheduling.slices import SliceId
 from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth, restart_replica
 from seamless_verl.verl_adapter.slices.standing import tell_cache_sizes
+from seamless_verl.verl_adapter.weights.rolling_weights import RollingWeights
 from seamless_verl.verl_adapter.weights.weight_checks import WeightChecks
 from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 
@@ -40,6 +42,7 @@ class ReplicaSlices:
         standing: slices of the standalone replicas, in order.
         published_weights: within it the trainer's workers hold the weights that were published last.
         checks: compare the weights of slices that wake with those; None: nobody does.
+        store: from which lent replicas take them, whatever the trainer's workers hold; None: from those.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class ReplicaSlices:
         hybrid_servers: LLMServerManager,
         standing_servers: LLMServerManager,
         hybrid_weights: CheckpointEngineManager,
-        standing_weights: CheckpointEngineManager,
+        standing_weights: CheckpointEngineManager | RollingWeights,
         published_weights: Callable[[], AbstractContextManager[None]],
         checks: WeightChecks | None = None,
+        store: RollingWeights | None = None,
     ) -> None:
         self._hybrid = dict(zip(hybrid, hybrid_servers.get_replicas(), strict=True))
         self._standing = dict(zip(standing, standing_servers.get_replicas(), strict=True))
@@ -62,6 +66,7 @@ class ReplicaSlices:
         self._standing_weights = standing_weights
         self._published_weights = published_weights
         self._checks = checks
+        self._store = store
         self._restarts = ThreadPoolExecutor(1, thread_name_prefix="restart")
         self._given_up: dict[SliceId, str] = {}  # what a transfer found out that nobody else can
         self.sync_metrics: dict[str, Any] = {}
@@ -98,17 +103,32 @@ class ReplicaSlices:
         """Requests that come before `wake` has ended wait for it, instead of being sent away."""
         _together([self._replicas[s].abort_all_requests() for s in slices])
 
-    def wake(self, slices: Sequence[SliceId], version: int, serving: Iterable[SliceId]) -> None:
-        """Weights of ``version`` into all hybrid replicas; ``slices`` generate, those not ``serving`` sleep again."""
-        with self._published_weights(), self._noting_deaths():
-            self._hybrid_weights.update_weights(version)
-        self.check(slices, version)
-        busy = {*slices, *serving}
-        asleep = [replica.sleep() for s, replica in self._hybrid.items() if s not in busy]
-        _together([self._replicas[s].resume_generation() for s in slices] + asleep)
+    def wake(self, slices: Sequence[SliceId], version: int, serving: Iterable[SliceId]) -> dict[SliceId, RayError]:
+        """Weights of ``version`` into ``slices``, which generate then; those neither among them nor ``serving`` sleep.
+
+        Returns:
+            The slices that could not take them by themselves; the others generate.
+
+        Raises:
+            RayError, TransferBroken: none of them is known to be awake.
+        """
+        if self._store is not None:
+            named = {self._replicas[s]: s for s in slices}
+            failed = {named[replica]: error for replica, error in self._store.wake(list(named), version).items()}
+            awake, asleep = [s for s in slices if s not in failed], []
+        else:
+            with self._published_weights(), self._noting_deaths():
+                self._hybrid_weights.update_weights(version)
+            failed, awake, busy = {}, list(slices), {*slices, *serving}
+            asleep = [replica.sleep() for s, replica in self._hybrid.items() if s not in busy]
+        self.check(awake, version)
+        _together([self._replicas[s].resume_generation() for s in awake] + asleep)
+        return failed
 
     def publish(self, version: int) -> None:
         """Called when the trainer's workers hold this version, of which all following loans are."""
+        if self._store is not None:
+            self._store.publish(version)
         if self._checks is not None:
             self._checks.publish(version)
 

@@ -255,7 +255,9 @@ class SliceDriver:
             told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
         if hybrid:
             try:
-                self._replicas.wake(list(hybrid), version, self._awake())
+                refused = self._replicas.wake(list(hybrid), version, self._awake())
+                for slice_id, reason in refused.items():
+                    told += self._failures({slice_id: hybrid.pop(slice_id)}, reason)
             except (RayError, TransferBroken) as error:
                 told += self._failures(hybrid, error)
                 hybrid = {}

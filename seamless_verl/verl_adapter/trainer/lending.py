@@ -30,6 +30,7 @@ from seamless_verl.verl_adapter.rollout.request_reports import RequestReports
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.slices.slice_driver import SliceDriver
 from seamless_verl.verl_adapter.trainer.trainer_flight import TrainerFlight
+from seamless_verl.verl_adapter.weights.rolling_weights import RollingWeights
 from seamless_verl.verl_adapter.weights.weight_checks import weight_checks_of
 
 _LOOK_S = 10.0  # without any news, look again: a killed worker tells nobody
@@ -236,10 +237,10 @@ class Lending:
             last=last,
         )
         self.weights.newer = False
-        self.replicas.publish(self.step)
         published = ev.WeightsPublished(at=at, version=self.step)
         request, self._request = self._request, ""
         with self._flight.phase(Phase.SYNC_WEIGHTS):
+            self.replicas.publish(self.step)
             self.driver.tell(ended, published, ev.Released(at=at, request=request))
         return dict(self.replicas.sync_metrics)
 
@@ -319,7 +320,9 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
     settings: SchedulerConfig = trainer.seamless.scheduler
     flight: TrainerFlight = trainer.flight
     config = trainer.config
-    shape = _shape_of(config, trainer.parameter_sync_step)
+    standing_weights = trainer.standalone_checkpoint_manager
+    store = standing_weights if isinstance(standing_weights, RollingWeights) else None
+    shape = _shape_of(config, trainer.parameter_sync_step, is_published=store is not None)
     weights, reports = PublishedWeights(trainer.actor_rollout_wg), RequestReports(workers)
     train = [s.id for s in slices if Tag.TRAIN in s.capabilities]
     replicas = ReplicaSlices(
@@ -328,11 +331,13 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
         trainer.llm_server_manager,
         trainer.standalone_server_manager,
         trainer.checkpoint_manager,
-        trainer.standalone_checkpoint_manager,
-        weights.in_place,
+        standing_weights,
+        weights.in_place if store is None else nullcontext,
         weight_checks_of(config, settings.check_weights, trainer.actor_rollout_wg.workers, flight.weights_checked),
+        store,
     )
-    scheduler = Scheduler(policy_of(settings, batch=shape.batch, mini_batch=shape.mini_batch))
+    policy = policy_of(settings, batch=shape.batch, mini_batch=shape.mini_batch)
+    scheduler = Scheduler(policy, wakes_apart=store is not None)
     driver = SliceDriver(
         RecordedScheduler(scheduler, flight.follow, policy=str(settings.policy), addresses=replicas.addresses),
         scheduler.cluster,
@@ -355,12 +360,12 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
     )
 
 
-def _shape_of(config: DictConfig, updates: int) -> StepShape:
+def _shape_of(config: DictConfig, updates: int, *, is_published: bool) -> StepShape:
     batch = config.data.train_batch_size
     bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
     return StepShape(
         batch=batch,
         mini_batch=batch // updates,
         rollouts=int(config.actor_rollout_ref.rollout.n),
-        saves=updates > 1 and bool(bypass),
+        saves=updates > 1 and bool(bypass) and not is_published,  # what is published stands beside what is trained
     )

@@ -1,4 +1,5 @@
-"""A vLLM server that takes new weights by itself, under the requests that it runs (``seamless.weights.sync=rolling``).
+"""A vLLM server that takes published weights by itself (``seamless.weights.sync=rolling``): under the requests that it
+runs, or on the trainer's GPUs when it wakes for a loan, where nothing runs yet.
 
     published ─► checked, opened ─► gate closed ─► paused, tokens counted ─► loaded ─► router told ─► resumed, gate open
                    │ refused                              requests keep their tokens     │ failed
@@ -159,6 +160,28 @@ class PullingServer(InterruptibleServer):
             stages.end("resume")
             seconds = {name: round(spent, 6) for name, spent in stages.seconds.items()}
             return Pulled(before=before, version=manifest.version, seconds=seconds, running=running, waiting=waiting)
+
+    async def wake_with(self, folder: str, version: int, keep: bool, router: Any, address: str) -> None:
+        """A replica of the trainer's GPUs, which sleeps behind a closed gate, wakes with a published version.
+
+        Args:
+            version: the least; what is newest is loaded.
+            keep: as for `pull`, later.
+
+        Raises:
+            WeightsRefused, ReplicaBroken: it serves nobody.
+        """
+        async with self._changing:
+            manifest = await self._opened(Path(folder), version, None)
+            assert manifest is not None  # whatever the engine had, it lost when it went to sleep
+            if self.config.free_cache_engine:
+                await self.wake_up(tags=["weights"])
+            await self._load(manifest, _Stages())
+            await self.set_global_steps(manifest.version)
+            self._keeps_cache = keep
+            if self.config.free_cache_engine:
+                await self.wake_up(tags=["kv_cache"])
+            await router.set_version.remote([address], manifest.version)
 
     async def _opened(self, folder: Path, at_least: int, before: int | None) -> Manifest | None:
         """The newest version, which from now on cannot go away; None: the engine has it."""

@@ -1,7 +1,8 @@
 """The trainer publishes once and trains on; each standing replica pulls in its turn (`staleness.synchronisation`).
 
-update_weights(7) ─► into shared memory ─► returns             a thread: who is behind ─► pull ─► done, refused, dead
-                      └ waits only for replicas that have no weights at all, which serve nobody yet
+publish(7) ─► into shared memory ─► returns                    a thread: who is behind ─► pull ─► done, refused, dead
+update_weights(7)   the same, then waits for replicas that have no weights at all, which serve nobody yet
+wake(lent, 7)       a replica of the trainer's GPUs wakes with what is published, whatever the trainer holds meanwhile
 
 refused    nothing was loaded: it goes on with its version, and is asked again a little later
 broken     its load failed half-way: one more try, then its server is killed, and its death is handled as any other
@@ -31,6 +32,7 @@ from seamless_verl.observe.recording import FlightRecorder
 from seamless_verl.staleness.synchronisation import Pull, ReplicaWeights, synchronisation_of
 from seamless_verl.verl_adapter.rollout.llm_client import replica_died
 from seamless_verl.verl_adapter.weights import weight_store
+from seamless_verl.verl_adapter.weights.shared_engine import make_room
 from seamless_verl.verl_adapter.weights.weight_store import SHARED
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
@@ -94,6 +96,7 @@ class RollingWeights:
         self._clock = clock
         self._limit_s = limit_s
         self._newest: int | None = None
+        self._published: dict[str, Any] = {}  # what the last publication took, until it is told
         self._states = {replica: _State() for replica in replicas}
         self._news = threading.Condition()
         self._open = True
@@ -117,20 +120,48 @@ class RollingWeights:
             for replica in replicas:
                 self._states.pop(replica, None)
 
+    def publish(self, version: int) -> None:
+        """What the trainer's workers hold, unless that version is published already."""
+        if self._newest == version:
+            return
+        began = time.perf_counter()
+        told = ray.get(self._actor_wg.update_weights(global_steps=version, mode=SHARED))
+        self._published = {key: value for each in told if isinstance(each, dict) for key, value in each.items()}
+        self._published["weights/wait_s"] = time.perf_counter() - began
+        with self._news:
+            self._newest = version
+            self._news.notify_all()
+
+    def wake(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, RayError]:
+        """Replicas of the trainer's GPUs, which are lent and sleep, with the published weights: each by itself.
+
+        Returns:
+            Those that could not, and why; the others are awake, and their gates still closed.
+
+        Raises:
+            RayError: a worker of the trainer did not make room.
+        """
+        ray.get([worker.__ray_call__.remote(make_room) for worker in self._actor_wg.workers], timeout=self._limit_s)
+        told = str(self._folder), version, self._keep, self._router
+        calls = {each: each.servers[0].wake_with.remote(*told, each.server_address) for each in replicas}
+        failed: dict[RolloutReplica, RayError] = {}
+        for replica, call in calls.items():
+            try:
+                ray.get(call, timeout=self._limit_s)
+            except RayError as error:
+                failed[replica] = error
+        return failed
+
     def update_weights(self, global_steps: int) -> dict[str, Any]:
-        """Publish what the trainer's workers hold, unless that version is published already.
+        """`publish`, and wait for replicas without weights.
 
         Raises:
             TransferBroken: replicas died, or one without weights cannot get any.
         """
+        self.publish(global_steps)
         began = time.perf_counter()
-        metrics: dict[str, Any] = {}
-        if self._newest != global_steps:
-            told = ray.get(self._actor_wg.update_weights(global_steps=global_steps, mode=SHARED))
-            metrics = {key: value for each in told if isinstance(each, dict) for key, value in each.items()}
+        metrics, self._published = self._published, {}
         with self._news:
-            self._newest = global_steps
-            self._news.notify_all()
             while self._broke is None and any(each.version is None and not each.lost for each in self._states.values()):
                 self._news.wait(_LOOK_S)
             if self._broke is not None:
@@ -138,7 +169,7 @@ class RollingWeights:
             lost = {replica: state.lost for replica, state in self._states.items() if state.lost}
         if lost:
             raise TransferBroken(global_steps, lost, "")
-        return metrics | {"weights/wait_s": time.perf_counter() - began}
+        return metrics | {"weights/wait_s": metrics.get("weights/wait_s", 0.0) + time.perf_counter() - began}
 
     def close(self) -> None:
         """No pull begins any more, and what is published goes."""

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
+from verl.utils.device import get_torch_device
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.verl_adapter.weights import weight_store
 from seamless_verl.verl_adapter.weights.transfer_members import walk_through
+from seamless_verl.verl_adapter.weights.weight_checks import actor_engine
 
 
 class NotPublished(SeamlessError):
@@ -83,3 +85,12 @@ class SharedMemoryEngine(CheckpointEngineWithCache):
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         async for named in self.get_weights():
             yield named
+
+
+def make_room(worker: Any) -> None:
+    """Runs in a worker of the trainer whose GPU is lent: what verl does between its own hand-over's two wakes."""
+    engine = actor_engine(worker)
+    if engine.is_param_offload_enabled:
+        engine.to("cpu", model=True, optimizer=False, grad=False)
+    get_torch_device().synchronize()
+    get_torch_device().empty_cache()

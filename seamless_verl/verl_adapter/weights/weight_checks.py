@@ -119,9 +119,13 @@ def _text(total: int) -> str:
 
 def _of_trainer(worker: Any, dtype: torch.dtype) -> int:
     """Checksum of this rank's shards; runs in a worker of the trainer."""
+    return checksum(_own_shards(actor_engine(worker).module), dtype)
+
+
+def actor_engine(worker: Any) -> Any:
+    """verl's training engine in a worker of the trainer, which may be one of several that share a process."""
     parts = (worker, *getattr(worker, "worker_dict", {}).values())
-    engine = next(part.actor.engine for part in parts if hasattr(part, "actor"))
-    return checksum(_own_shards(engine.module), dtype)
+    return next(part.actor.engine for part in parts if hasattr(part, "actor"))
 
 
 def _own_shards(module: torch.nn.Module) -> Iterable[torch.Tensor]:

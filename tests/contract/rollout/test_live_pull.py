@@ -152,3 +152,29 @@ def test_what_is_refused_leaves_the_replica_as_it_was(replica: Any) -> None:
     assert output.extra_fields["version_spans"] == [(7, 600)]
     expected = log_probs(replica.model, 7, output.token_ids)
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
+
+
+def test_a_lent_replica_wakes_with_what_is_published_and_serves_when_it_is_told_to(replica: Any) -> None:
+    from ray.exceptions import RayTaskError
+
+    from tests.live_replica import SLICE
+
+    live, folder = replica.live, str(replica.folder)
+
+    async def run() -> Any:
+        publish(replica, 11)
+        await asyncio.to_thread(live.slices.interrupt, [SLICE])
+        await asyncio.to_thread(live.slices.hold, [SLICE])
+        asked = ask(replica, "lent")
+        with pytest.raises(RayTaskError, match="has version 11, not version 12"):
+            await live.server.wake_with.remote(folder, 12, False, live.router, "here")
+        await live.server.wake_with.remote(folder, 11, False, live.router, "here")
+        assert not asked.done()
+        assert (await live.server.requests.remote()) == (0, 0), "its gate is closed until somebody opens it"
+        await live.server.resume_generation.remote()
+        return await asked
+
+    output = asyncio.run(run())
+    assert output.extra_fields["version_spans"] == [(11, 600)]
+    expected = log_probs(replica.model, 11, output.token_ids)
+    assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4

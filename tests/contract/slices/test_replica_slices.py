@@ -3,7 +3,7 @@
 import pytest
 from ray.exceptions import RayError
 
-from tests.replicas import fake_slices, given
+from tests.replicas import FakeStore, fake_slices, given
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -35,6 +35,19 @@ def test_a_lent_slice_wakes_with_the_weights_and_the_others_sleep_again(edge):
     del router.even_out  # a router of the user's own, which spreads conversations anew when it is told to
     slices.even_out()
     assert router.evened == [{"r/0", "t/0"}]
+
+
+def test_with_published_weights_each_lent_slice_takes_them_by_itself_and_nobody_else_notices():
+    """One that cannot is named, and the other generates: verl's own transfer would have failed for both."""
+    store = FakeStore()
+    store.refuses["t/1"] = error = RayError("killed")
+    with given():
+        slices, _ = fake_slices(["t/0", "t/1", "t/2"], ["r/0"], store=store)
+        slices.publish(3)
+        assert slices.wake(["t/0", "t/1"], version=3, serving=[]) == {"t/1": error}
+    assert (store.published, store.woken) == ([3], [("t/0", 3)])
+    assert [told(slices, name) for name in ("t/0", "t/1", "t/2")] == [["resume"], [], []]
+    assert slices._hybrid_weights.versions == [], "the trainer's weights may be newer by now"
 
 
 def test_what_is_taken_back_is_interrupted_before_it_sleeps_and_who_cannot_is_named():

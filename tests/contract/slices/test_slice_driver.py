@@ -19,6 +19,7 @@ class Replicas:
         self.awake = {*trainers}
         self.told = []
         self.dies_in = {}
+        self.refuse = {}  # why slices cannot take weights by themselves
         self.takes = {}
         self.died = set()
         self.restarts = []
@@ -55,7 +56,8 @@ class Replicas:
 
     def wake(self, slices, version, serving):
         self._maybe_die("wake")
-        self.awake.update(slices)
+        self.awake.update(set(slices) - self.refuse.keys())
+        return {s: self.refuse[s] for s in slices if s in self.refuse}
 
     def interrupt(self, slices):
         self.awake.difference_update(slices)
@@ -88,7 +90,7 @@ class Replicas:
 class Run:
     """A trainer without a model: slices that train and roll out, and one that only rolls out."""
 
-    def __init__(self, *trainers):
+    def __init__(self, *trainers, wakes_apart=False):
         from seamless_verl.scheduling import events as ev
         from seamless_verl.scheduling.policies import Greedy
         from seamless_verl.scheduling.scheduler import Scheduler
@@ -96,7 +98,7 @@ class Run:
         from seamless_verl.verl_adapter.slices.slice_driver import SliceDriver
 
         self.ev, self.time, self.asked, self.reports, self.lines = ev, 0.0, 0, [], []
-        self.scheduler = Scheduler(Greedy())
+        self.scheduler = Scheduler(Greedy(), wakes_apart=wakes_apart)
         self.trainers = trainers or ("t/0",)
         self.replicas = Replicas(self.trainers)
         self.watched = []
@@ -217,6 +219,23 @@ def test_one_of_two_replicas_of_the_trainer_dies_the_other_hands_its_memory_back
     run.train(request)
     run.step()
     assert run.state("t/0") == run.state("t/1") == run.state("r/0") == "rollout"
+
+
+def test_slices_that_take_weights_by_themselves_are_lent_while_another_is_started_again():
+    run = Run("t/0", "t/1", wakes_apart=True)
+    run.replicas.refuse["t/0"] = RayError("killed")
+    run.step()
+    assert (run.state("t/0"), run.state("t/1"), run.replicas.awake) == ("idle", "rollout", {"t/1"})
+    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"]
+    assert run.replicas.on_router == {"t/1", "r/0"}
+    assert [line for line in run.lines if "is out" in line] == ["slice t/0 is out: RayError: killed"]
+    run.replicas.refuse.clear()
+    request = run.acquire()
+    assert request not in run.driver.granted, "nobody trains where an engine starts"
+    run.replicas.restarts[0][1].set_result(None)
+    run.driver.tell_restarts()
+    run.train(request)
+    assert run.replicas.awake == {"t/0", "t/1"}
 
 
 def test_the_last_replica_that_only_rolls_out_dies_and_the_trainers_own_goes_on():

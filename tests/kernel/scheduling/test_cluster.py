@@ -69,7 +69,7 @@ def test_free_is_who_idles_can_do_it_is_not_held_and_is_not_being_restarted() ->
 def test_while_one_of_the_trainers_replicas_is_out_none_of_them_is_free_for_rollout() -> None:
     cluster = cluster_of(a=(BOTH, IDLE), b=(BOTH, IDLE), r=(ROLLOUT, IDLE))
     cluster[SliceId("b")].lose(1.0, ROLLOUT, "killed", restartable=True)
-    assert names(cluster.without_replica()) == ["b"]
+    assert names(cluster.awaited()) == ["b"]
     assert names(cluster.idle(Tag.ROLLOUT)) == ["r"]
     assert names(cluster.idle(Tag.TRAIN)) == ["a", "b"]
     assert cluster.may_carry(cluster[SliceId("a")], Tag.ROLLOUT), "when the other is back"
@@ -77,6 +77,15 @@ def test_while_one_of_the_trainers_replicas_is_out_none_of_them_is_free_for_roll
     assert not cluster.may_carry(cluster[SliceId("a")], Tag.ROLLOUT)
     assert cluster.may_carry(cluster[SliceId("r")], Tag.ROLLOUT)
     assert cluster.may_carry(cluster[SliceId("a")], Tag.TRAIN)
+
+
+@pytest.mark.parametrize("restartable", [True, False])
+def test_slices_that_take_weights_by_themselves_wait_for_none_that_is_out(restartable: bool) -> None:
+    cluster = cluster_of(a=(BOTH, IDLE), b=(BOTH, IDLE))
+    cluster.wakes_apart = True
+    cluster[SliceId("b")].lose(1.0, ROLLOUT, "killed", restartable=restartable)
+    assert names(cluster.idle(Tag.ROLLOUT)) == ["a"]
+    assert cluster.may_carry(cluster[SliceId("a")], Tag.ROLLOUT)
 
 
 @pytest.mark.parametrize("restartable", [True, False])
