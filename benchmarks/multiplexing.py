@@ -8,8 +8,9 @@ lent slice without a request counts as idle, too.
 ``--lengths constant`` and ``--switch-cost SECONDS`` (added to every change of hands) are negative controls: what the
 policy loses by them, and that it stops lending where a switch costs more than it brings. ``--layers 8`` makes the model
 four times as deep: with the recipe's two layers much of both cores goes to everything around the engines, and a
-trainer's idle core is not idle. A whole measurement takes half an hour; ``--resume FILE --minutes 8`` takes it in
-pieces. ``--keep FOLDER`` keeps the folders of the runs, which
+trainer's idle core is not idle. ``--trainers 4`` gives the trainer so many slices, all of them lendable, which share
+the cores in turn; the rollout-only replica keeps the second one. A whole measurement takes half an hour;
+``--resume FILE --minutes 8`` takes it in pieces. ``--keep FOLDER`` keeps the folders of the runs, which
 ``benchmarks.live_order`` replays.
 """
 
@@ -33,7 +34,6 @@ from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
 
 _ROOT = Path(__file__).parents[1]
-_CORES = {"hybrid": {"trainer": [0], "replica": [0, 1]}, "apart": {"trainer": [0], "replica": [1]}}
 _LEFT_OUT = 2
 _LONGEST = 480
 
@@ -46,28 +46,32 @@ _VERL = [
 ]
 
 
-def _resources(trainer: str) -> str:
-    return (
-        f"seamless.resources=[{{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: {trainer}}},"
-        "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
-    )
-
-
-_LENDABLE = _resources("[train, rollout]")
-SYSTEMS: Mapping[str, tuple[list[str], str]] = {
-    "verl separate_async": ([*_VERL, "actor_rollout_ref.hybrid_engine=false"], "apart"),
-    "verl enable_switch": (
-        [
-            *_VERL,
-            "actor_rollout_ref.hybrid_engine=true",
-            "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
-        ],
-        "hybrid",
-    ),
-    "ours apart": ([_resources("[train]")], "apart"),
-    "ours greedy": ([_LENDABLE, "seamless.scheduler.policy=greedy"], "hybrid"),
-    "ours predictive": ([_LENDABLE, "seamless.scheduler.policy=predictive"], "hybrid"),
+_SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
+SYSTEMS: Mapping[str, list[str]] = {
+    "verl separate_async": [*_VERL, "actor_rollout_ref.hybrid_engine=false"],
+    "verl enable_switch": [*_VERL, "actor_rollout_ref.hybrid_engine=true", _SWITCH],
+    "ours apart": [],
+    "ours greedy": ["seamless.scheduler.policy=greedy"],
+    "ours predictive": ["seamless.scheduler.policy=predictive"],
 }
+_APART = ("verl separate_async", "ours apart")  # nothing is lent
+
+
+def _slices(system: str, trainers: int) -> list[str]:
+    """The trainer's slices, and the one that only rolls out."""
+    if system.startswith("verl"):
+        return [f"trainer.n_gpus_per_node={trainers}"]
+    tags = "[train]" if system in _APART else "[train, rollout]"
+    return [
+        f"seamless.resources=[{{name: trainers, nodes: 1, gpus_per_node: {trainers}, capabilities: {tags}}},"
+        "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
+    ]
+
+
+def _cores(system: str, trainers: int) -> dict[str, list[int]]:
+    """Of the two: whose is which, by the order of trainer workers and of replicas."""
+    shared = [number % 2 for number in range(trainers)]
+    return {"trainer": shared, "replica": [1] if system in _APART else [*shared, 1]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +109,24 @@ def run(
     seed: int,
     model: Path | None,
     keep: Path | None,
+    trainers: int = 1,
 ) -> Measured:
     """Start it as a user would, and read what it leaves.
 
     Args:
+        trainers: slices of the trainer.
         keep: folder under which the run's own is kept, named by system and round.
 
     Raises:
         RuntimeError: it did not end well.
     """
-    overrides, cores = SYSTEMS[system]
+    overrides = [*SYSTEMS[system], *_slices(system, trainers)]
     with tempfile.TemporaryDirectory(prefix="mux-") as temporary:
         folder = Path(temporary) / "run" if keep is None else keep / f"{system.replace(' ', '-')}-{seed + 1}"
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
-            "SEAMLESS_CORES": json.dumps(_CORES[cores]),
+            "SEAMLESS_CORES": json.dumps(_cores(system, trainers)),
             "VERL_LOGGING_LEVEL": "WARN",  # verl 0.9.1: trainer_separate_async.py:181 raises at INFO without hybrid
             "BENCHMARK_SWITCH_COST_S": str(switch_cost_s),
         }
@@ -241,6 +247,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", choices=("skewed", "constant"), default="skewed")
     parser.add_argument("--switch-cost", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--layers", type=int, metavar="N", help="of the model (the recipe's has 2)")
+    parser.add_argument("--trainers", type=int, default=1, metavar="N", help="slices of the trainer, two cores for all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
@@ -266,9 +273,8 @@ def main() -> int:
                     continue
                 if taken.out_of_time:
                     return taken.pause()
-                measured = run(
-                    system, work, options.lengths, options.steps, options.switch_cost, repeat, model, options.keep
-                )
+                asked = (options.lengths, options.steps, options.switch_cost, repeat, model, options.keep)
+                measured = run(system, work, *asked, options.trainers)
                 taken.add(system, asdict(measured))
                 print(f"{repeat + 1}/{repeats} {system}: {measured.mean_s:.2f} s/step", flush=True)
     found = {system: [Measured(**one) for one in taken.of(system)] for system in options.systems}
