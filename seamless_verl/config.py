@@ -186,9 +186,10 @@ class SchedulerConfig:
     """When training slices that idle roll out (docs/scheduling.md).
 
     Attributes:
-        policy: ``predictive`` lends what pays. ``greedy`` is SeamlessFlow's rule, ``verl_gate`` verl's rule under our
-            scheduler. ``colocated`` lends everything between steps, ``disaggregated`` nothing. None: verl's own keys
-            decide (``trainer.v1.separate_async.hybrid_rollout``); where they give rollout no GPUs, ``colocated``.
+        policy: ``predictive`` lends what pays by its forecast. ``greedy`` is SeamlessFlow's rule, where slices idle for
+            longer than two switches take; ``verl_gate`` verl's rule under our scheduler. ``colocated`` lends everything
+            between steps, ``disaggregated`` nothing. None: verl's own keys decide
+            (``trainer.v1.separate_async.hybrid_rollout``); where they give rollout no GPUs, ``colocated``.
         margin: what a loan must save beyond its measured switch cost, as a share of that cost (``predictive``).
         max_loans_per_step: most loans within a training step (``predictive``).
         check_weights: compare a checksum of the weights of every lent slice with those published; a difference ends

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from seamless_verl.scheduling.cluster import Cluster, Pending, ids
 from seamless_verl.scheduling.commands import Decision, Proposal, Verb
-from seamless_verl.scheduling.events import Event
-from seamless_verl.scheduling.slices import Tag
+from seamless_verl.scheduling.events import AcquireRequested, Event, Released, StepEnded
+from seamless_verl.scheduling.slices import Switch, Tag
+
+_REMEMBERED = 10  # idle times of each kind
+_AGAIN = 16  # idle times without a loan before the first one that is tried again; twice as many before each next
 
 
 class Policy(Protocol):
@@ -39,23 +44,74 @@ class _FixedRule:
                 yield Decision(verb=verb, slices=ids(taken), reason=reason)
             return
         idle = [s for s in cluster.idle(Tag.ROLLOUT) if s.slice.lendable]
-        verb, reason = self._when_idle()
-        if idle and not (verb is Verb.LEND and cluster.last_step):
+        if not idle:
+            return
+        verb, reason = self._when_idle(cluster)
+        if verb is not Verb.LEND or not cluster.last_step:
             yield Decision(verb=verb, slices=ids(idle), reason=reason)
 
     def _when_due(self, cluster: Cluster, waiting: Pending) -> tuple[Verb, str]:
         raise NotImplementedError
 
-    def _when_idle(self) -> tuple[Verb, str]:
+    def _when_idle(self, cluster: Cluster) -> tuple[Verb, str]:
         return Verb.LEND, "idle"
 
 
-class Greedy(_FixedRule):
-    """SeamlessFlow's rule: lends every idle slice as soon as it is released, takes it back when the
-    trainer's first groups are ready."""
+class SeamlessFlow(_FixedRule):
+    """The paper's rule: lends every idle slice as soon as it is released, takes it back when the trainer's first groups
+    are ready."""
 
     def _when_due(self, cluster: Cluster, waiting: Pending) -> tuple[Verb, str]:
         return Verb.RECLAIM, f"{cluster.ready} of {waiting.event.minimum} groups are ready"
+
+
+class Greedy(SeamlessFlow):
+    """SeamlessFlow's rule, unless slices idle for less than it takes to change hands twice.
+
+    Rollout is what the trainer waits for, so a lent slice brings what it generates between waking and going back:
+    nothing, where these two take all of the idle time, and then the trainer waits for its slice besides. What switches
+    and idling take is measured, so the first loan is made in any case, and one is tried again from time to time. The
+    idle time within a step, where the trainer starves for its next mini-batch, is another one than between steps.
+    """
+
+    def __init__(self) -> None:
+        self._gang = ""  # the trainer's last request
+        self._step_over = False
+        self._idle_since: float | None = None  # of the gang, until groups are ready for it
+        self._is_between = False  # whether it idles between steps
+        self._idle_s = {between: deque[float](maxlen=_REMEMBERED) for between in (True, False)}
+        self._held, self._patience = 0, _AGAIN  # idle times in a row without a loan, and how many there may be
+
+    def observe(self, event: Event, cluster: Cluster) -> None:
+        match event:
+            case AcquireRequested(tag=Tag.TRAIN):
+                self._gang = event.request
+            case StepEnded():
+                self._step_over = True
+            case Released() if event.request == self._gang:
+                self._idle_since, self._is_between, self._step_over = event.at, self._step_over, False
+            case _:
+                pass
+        waiting = cluster.training_request()
+        if self._idle_since is not None and waiting is not None and cluster.is_due(waiting):
+            self._idle_s[self._is_between].append(event.at - self._idle_since)
+            self._idle_since = None
+            self._held += 1
+
+    def _when_idle(self, cluster: Cluster) -> tuple[Verb, str]:
+        costs = [cluster.costs.at_best_s(switch) for switch in Switch]
+        idle_s = self._idle_s[self._is_between]
+        if None in costs or not idle_s:
+            return Verb.LEND, "idle"
+        usual_s, there_and_back_s = statistics.fmean(idle_s), sum(cost or 0.0 for cost in costs)
+        told = f"slices idle for {usual_s:.2f} s, changing hands twice takes {there_and_back_s:.2f} s"
+        if usual_s > there_and_back_s:
+            self._held, self._patience = 0, _AGAIN
+            return Verb.LEND, "idle"
+        if self._held >= self._patience:
+            self._held, self._patience = 0, 2 * self._patience
+            return Verb.LEND, f"tried again: {told}"
+        return Verb.HOLD, told
 
 
 class Colocated(_FixedRule):
@@ -72,5 +128,5 @@ class Disaggregated(_FixedRule):
     def _when_due(self, cluster: Cluster, waiting: Pending) -> tuple[Verb, str]:
         return Verb.RECLAIM, "nothing is lent under this policy"
 
-    def _when_idle(self) -> tuple[Verb, str]:
+    def _when_idle(self, cluster: Cluster) -> tuple[Verb, str]:
         return Verb.HOLD, "nothing is lent under this policy"

@@ -204,6 +204,11 @@ class SwitchTimes:
         measured = self.measured[switch]
         return statistics.median(measured) if measured else self.at_least.get(switch)
 
+    def at_best_s(self, switch: Switch) -> float | None:
+        """As `typical_s`, but the shorter of the last two: a slow switch may be an accident, two in a row are none."""
+        measured = self.measured[switch]
+        return min(list(measured)[-2:]) if measured else self.at_least.get(switch)
+
 
 class Repair(Enum):
     """How what a slice lost comes back."""

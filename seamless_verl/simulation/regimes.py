@@ -15,7 +15,7 @@ from types import MappingProxyType
 from seamless_verl.config import RouterConfig, SchedulerConfig
 from seamless_verl.errors import ConfigError, SeamlessError, meant
 from seamless_verl.scheduling.declaration import policy_of
-from seamless_verl.scheduling.policies import Policy
+from seamless_verl.scheduling.policies import Policy, SeamlessFlow
 from seamless_verl.simulation.agents import Group
 from seamless_verl.staleness.floors import reserve_between
 from seamless_verl.staleness.protocol import EntryState, StalenessProtocol
@@ -321,7 +321,7 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         "seamlessflow": replace(
             _APART,
             lends=True,
-            policy=_policy("greedy"),
+            policy=lambda asked, batch, mini_batch: SeamlessFlow(),
             stop_the_world=False,
             rebalances=True,
         ),

@@ -87,3 +87,77 @@ def test_while_a_replica_of_the_trainer_is_out_none_is_lent_and_the_trainer_is_t
     if restartable:
         world.do(ev.SliceReturned(at=9.0, slice=SliceId("a")))
         assert {command.slice for command in world.given(cm.LendSlice)} == {"a", "b"}
+
+
+class Steps:
+    """Steps whose groups are ready some time after the gang was released, and switches that take as long as told."""
+
+    def __init__(self) -> None:
+        self.world = World(Greedy(), a=BOTH, b=ROLLOUT)
+        self.world.answer(3.0)
+        self._released = self.world.at
+
+    def step(self, *, idle_s: float, switch_s: float, starve_s: float | None = None) -> list[cm.Decision]:
+        """What was decided while the slice idled.
+
+        Args:
+            starve_s: the trainer then gives its gang back for so long, in the midst of its step.
+        """
+        made = self._idle(idle_s, switch_s)
+        if starve_s is not None:
+            made += self._decided(ev.Released(at=self._released, request=self._request))
+            made += self._idle(starve_s, switch_s)
+        self.world.do(ev.StepEnded(at=self._released, step=1))
+        made += self._decided(ev.Released(at=self._released, request=self._request))
+        return made
+
+    def _idle(self, idle_s: float, switch_s: float) -> list[cm.Decision]:
+        world, due = self.world, self._released + idle_s
+        made = self._decided(ev.GroupsReady(at=world.at, ready=0, in_flight=8), acquire(world.at))
+        world.answer(switch_s)
+        world.do(ev.GroupsReady(at=max(due, world.at), ready=8, in_flight=8))
+        world.answer(switch_s)
+        self._request = world.given(cm.GrantAcquire)[-1].request
+        self._released = world.at + 1.0
+        return made
+
+    def _decided(self, *events: ev.Event) -> list[cm.Decision]:
+        return [
+            command.decision
+            for event in events
+            for command in self.world.do(event)
+            if isinstance(command, cm.RecordDecision)
+        ]
+
+
+def lends(made: list[cm.Decision]) -> bool:
+    return any(decision.verb is cm.Verb.LEND for decision in made)
+
+
+def test_where_changing_hands_takes_longer_than_slices_idle_loans_are_tried_ever_more_rarely() -> None:
+    steps = Steps()
+    tried = [number for number in range(120) if lends(steps.step(idle_s=4.0, switch_s=3.0))]
+    assert tried == [0, 16, 48, 112]
+    reasons = [c.decision.reason for c in steps.world.given(cm.RecordDecision) if c.decision.verb is cm.Verb.HOLD]
+    assert reasons[0] == "slices idle for 4.00 s, changing hands twice takes 6.00 s"
+
+
+def test_when_a_loan_that_was_tried_again_paid_every_idle_time_is_lent() -> None:
+    steps = Steps()
+    for _ in range(3):
+        steps.step(idle_s=4.0, switch_s=3.0)
+    found = [lends(steps.step(idle_s=4.0, switch_s=0.5)) for _ in range(20)]
+    assert found == [False] * 13 + [True] * 7
+
+
+def test_one_slow_switch_stops_no_loan_and_two_in_a_row_do() -> None:
+    steps = Steps()
+    times = [0.5, 0.5, 3.0, 0.5, 3.0, 3.0, 3.0, 3.0]
+    assert [lends(steps.step(idle_s=4.0, switch_s=each)) for each in times] == [True] * 5 + [False] * 3
+
+
+def test_idle_times_within_a_step_are_not_taken_for_those_between_steps() -> None:
+    steps = Steps()
+    for _ in range(5):
+        made = steps.step(idle_s=9.0, switch_s=1.0, starve_s=0.5)
+    assert [decision.verb for decision in made] == [cm.Verb.HOLD, cm.Verb.LEND]

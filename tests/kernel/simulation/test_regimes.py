@@ -8,14 +8,15 @@ import pytest
 
 from seamless_verl.config import RouterConfig, SchedulerConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy
+from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, SeamlessFlow
 from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.verl_gate import VerlGate
 from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, BatchPerStep, Bounded, Bucket, Quota, regime
 
 POLICIES = {
     Colocated: {"verl_sync", "verl_colocate_async", "verl_colocate_async_wait", "colocated"},
-    Greedy: {"greedy", "seamlessflow"},
+    SeamlessFlow: {"seamlessflow"},
+    Greedy: {"greedy"},
     Predictive: {"predictive"},
     VerlGate: {"verl_enable_switch", "verl_enable_switch_wait"},
 }
