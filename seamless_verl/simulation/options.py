@@ -14,7 +14,7 @@ from seamless_verl.errors import ConfigError, meant
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
 from seamless_verl.simulation.presets import CALIBRATED, engine
-from seamless_verl.simulation.regimes import LIVE_NAMES, regime
+from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.replica import slower
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, divisor
 
@@ -113,7 +113,7 @@ def apply(base: Scenario, assignments: Sequence[str]) -> Scenario:
 
 def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> None:
     if key == "scheduler.policy":
-        changes["system"] = LIVE_NAMES.get(text, text)
+        changes["system"] = text
     elif key == "staleness.in_flight":
         changes["in_flight"] = _read(key, text, float)
     elif key in _WHOLE:

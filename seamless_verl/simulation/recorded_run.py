@@ -37,7 +37,7 @@ from seamless_verl.simulation.recorded_work import (
     spans_of,
     work_of,
 )
-from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, regime
+from seamless_verl.simulation.regimes import REGIMES, regime
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, TrainPhysics
 
@@ -340,4 +340,4 @@ def _switch_costs(recording: Recording) -> tuple[SwitchCosts, bool, bool]:
 
 def _system_of(policy: str) -> str:
     """Of a recorded policy; a simulated run names its system, one without a scheduler keeps its pools apart."""
-    return LIVE_NAMES.get(policy, policy if policy in REGIMES else "disaggregated")
+    return policy if policy in REGIMES else "disaggregated"

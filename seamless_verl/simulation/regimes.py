@@ -327,14 +327,11 @@ REGIMES: Mapping[str, Regime] = MappingProxyType(
         ),
         "greedy": _GREEDY,
         "predictive": replace(_GREEDY, policy=_policy("predictive")),
+        "verl_gate": replace(_GREEDY, policy=_policy("verl_gate"), needs_standing=True),
         "disaggregated": _OURS,
         "colocated": replace(_IN_TURN, rebalances=True, router=RouterConfig()),
     }
 )
-
-
-# A live run's name for verl's rule under our scheduler; the other policies are called the same here.
-LIVE_NAMES: Mapping[str, str] = MappingProxyType({"verl_gate": "verl_enable_switch"})
 
 
 def regime(name: str) -> Regime:

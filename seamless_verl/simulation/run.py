@@ -137,7 +137,7 @@ class Simulation:
 
     def _make_loop(self) -> TrainLoop:
         scenario, rules = self._scenario, self._regime
-        gate = self._policy
+        gate, announces = self._policy, rules.stop_the_world  # verl's trainer
         return TrainLoop(
             scenario,
             rules,
@@ -147,7 +147,7 @@ class Simulation:
             self.agents,
             self.feed,
             on_step=self._step_ended,
-            lends_next=lambda: isinstance(gate, VerlGate) and gate.lends_next,
+            lends_next=lambda: announces and isinstance(gate, VerlGate) and gate.lends_next,
             record=self._record,
         )
 

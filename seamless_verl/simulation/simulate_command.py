@@ -28,7 +28,7 @@ from seamless_verl.simulation.options import KEYS, apply
 from seamless_verl.simulation.outcome import LEGEND, Outcome, described, outcome, table, write_json, write_parquet
 from seamless_verl.simulation.presets import RUNS, preset
 from seamless_verl.simulation.recorded_run import from_run
-from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES
+from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.run import Result, Simulation
 from seamless_verl.simulation.scenario import Scenario
 from seamless_verl.simulation.search import UNCERTAIN, Sensitivity, candidates, rank, sensitivity
@@ -199,7 +199,7 @@ def _search(options: argparse.Namespace) -> int:
                 raise ConfigError(key, text.partition("=")[2], "is what --search tries", "write --systems or --gpus")
     base = apply(_start(options)[0], changed)
     asked = [name.strip() for name in options.systems.split(",")] if options.systems else _SEARCHED
-    systems = list(dict.fromkeys(LIVE_NAMES.get(name, name) for name in asked))
+    systems = list(dict.fromkeys(asked))
     found = list(candidates(base, systems, base.gpus if options.gpus is None else options.gpus))
     bar = _Bar("candidates", len(found))
     ranked = rank(found, seeds, lambda candidate, step_s: bar.advance(f"{candidate.label}: {step_s:.1f} s"))

@@ -21,9 +21,9 @@ from seamless_verl.run import check_gpu_memory, check_machine, check_references,
 from seamless_verl.run.check_combinations import replica_size
 from seamless_verl.scheduling.declaration import policy_of, slices_of, verl_keys
 from seamless_verl.scheduling.slices import Tag
-from seamless_verl.simulation.regimes import LIVE_NAMES, regime
+from seamless_verl.simulation.regimes import regime
 from seamless_verl.simulation.run import Simulation
-from seamless_verl.staleness.routing import LeastRequests, MarginalGain
+from seamless_verl.staleness.routing import MarginalGain
 from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 from tests.kernel.memory.test_gpu_memory import H100, QWEN3_8B, QWEN3_32B
 from tests.kernel.simulation.build import scenario
@@ -125,16 +125,12 @@ def test_the_simulator_plays_what_decides_in_its_run(recipe):
 @pytest.mark.parametrize("asked", ROUTERS)
 def test_the_simulator_plays_what_a_run_may_be_told(policy, asked):
     _, seamless = composed("swe", *ROUTERS[asked], f"seamless.scheduler.policy={policy}")
-    system = LIVE_NAMES.get(policy, policy)
     runs = policy_of(seamless.scheduler, batch=8, mini_batch=2)
-    assert pickle.dumps(regime(system).policy(seamless.scheduler, 8, 2)) == pickle.dumps(runs)
+    assert pickle.dumps(regime(policy).policy(seamless.scheduler, 8, 2)) == pickle.dumps(runs)
 
     live = balancer_class(seamless.router, max_running=8).rules
-    simulated = Simulation(scenario(system, router=seamless.router)).fleet.router
+    simulated = Simulation(scenario(policy, router=seamless.router)).fleet.router
     assert simulated.oldest_first == live.oldest_first
-    if policy == "verl_gate":  # it is played as verl runs it
-        assert (type(simulated.policy), simulated.migration) == (LeastRequests, None)
-        return
     assert type(simulated.policy) is type(live.policy)
     assert simulated.migration == live.migration
     if isinstance(live.policy, MarginalGain):

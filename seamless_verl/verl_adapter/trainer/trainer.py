@@ -166,7 +166,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
 
     def declare_slices(self, workers: Sequence[Any]) -> None:
         """verl's initialization has ended. With a policy its scheduler takes over here; ``workers`` roll out."""
-        gate = "verl_gate" if self.hybrid_rollout_config.enable_switch else "disaggregated"
+        gate = "verl_enable_switch" if self.hybrid_rollout_config.enable_switch else "disaggregated"
         policy = str(self.seamless.scheduler.policy) if self.outlives_replicas else gate
         now = self.flight.recorder.now()
         started = run_started(self.config, self.seamless, now, policy, self.total_training_steps)

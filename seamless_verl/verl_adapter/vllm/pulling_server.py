@@ -172,6 +172,8 @@ class PullingServer(InterruptibleServer):
             WeightsRefused, ReplicaBroken: it serves nobody.
         """
         async with self._changing:
+            if not self._submission_paused:
+                raise WeightsRefused(f"{address} serves: whoever does so pulls")
             manifest = await self._opened(Path(folder), version, None)
             assert manifest is not None  # whatever the engine had, it lost when it went to sleep
             if self.config.free_cache_engine:

@@ -163,6 +163,8 @@ def test_a_lent_replica_wakes_with_what_is_published_and_serves_when_it_is_told_
 
     async def run() -> Any:
         publish(replica, 11)
+        with pytest.raises(RayTaskError, match="here serves"):
+            await live.server.wake_with.remote(folder, 11, False, live.router, "here")
         await asyncio.to_thread(live.slices.interrupt, [SLICE])
         await asyncio.to_thread(live.slices.hold, [SLICE])
         asked = ask(replica, "lent")

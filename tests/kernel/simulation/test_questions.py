@@ -27,7 +27,7 @@ from tests.kernel.simulation.build import scenario
 SET: dict[str, tuple[str, Any]] = {
     "scheduler.policy=greedy": ("system", "greedy"),
     "seamless.scheduler.policy=greedy": ("system", "greedy"),
-    "scheduler.policy=verl_gate": ("system", "verl_enable_switch"),
+    "scheduler.policy=verl_gate": ("system", "verl_gate"),
     "seamless.staleness.eta=3": ("eta", 3),
     "data.train_batch_size=16": ("batch", 16),
     "actor_rollout_ref.actor.ppo_mini_batch_size=4": ("mini_batch", 4),

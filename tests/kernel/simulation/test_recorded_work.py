@@ -293,11 +293,10 @@ def test_switches_cost_what_they_took_and_unseen_ones_a_share_of_the_load() -> N
     assert (costs.wake, costs.drain) == (3.0, 2.0)  # one and a half loads, and one
 
 
-@pytest.mark.parametrize(
-    ("policy", "system"), [("verl_gate", "verl_enable_switch"), ("greedy", "greedy"), ("none of ours", "disaggregated")]
-)
-def test_a_recorded_policy_names_a_system(policy: str, system: str) -> None:
-    assert recorded_run._system_of(policy) == system
+def test_a_recorded_policy_names_a_system() -> None:
+    for policy in ("verl_gate", "verl_enable_switch", "greedy"):
+        assert recorded_run._system_of(policy) == policy
+    assert recorded_run._system_of("none of ours") == "disaggregated"
 
 
 def test_the_notes_say_what_was_read_off() -> None:

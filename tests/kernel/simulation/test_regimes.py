@@ -11,14 +11,14 @@ from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, SeamlessFlow
 from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.verl_gate import VerlGate
-from seamless_verl.simulation.regimes import LIVE_NAMES, REGIMES, BatchPerStep, Bounded, Bucket, Quota, regime
+from seamless_verl.simulation.regimes import REGIMES, BatchPerStep, Bounded, Bucket, Quota, regime
 
 POLICIES = {
     Colocated: {"verl_sync", "verl_colocate_async", "verl_colocate_async_wait", "colocated"},
     SeamlessFlow: {"seamlessflow"},
     Greedy: {"greedy"},
     Predictive: {"predictive"},
-    VerlGate: {"verl_enable_switch", "verl_enable_switch_wait"},
+    VerlGate: {"verl_enable_switch", "verl_enable_switch_wait", "verl_gate"},
 }
 BOUNDS = {  # given eta = 3
     "verl_sync": 0,
@@ -30,19 +30,19 @@ BOUNDS = {  # given eta = 3
 }
 FLAGS = {
     "colocated": {"verl_sync", "verl_colocate_async", "verl_colocate_async_wait", "colocated"},
-    "lends": {"verl_enable_switch", "verl_enable_switch_wait", "seamlessflow", "greedy", "predictive"},
-    "needs_standing": {"verl_enable_switch", "verl_enable_switch_wait"},
+    "lends": {"verl_enable_switch", "verl_enable_switch_wait", "seamlessflow", "greedy", "predictive", "verl_gate"},
+    "needs_standing": {"verl_enable_switch", "verl_enable_switch_wait", "verl_gate"},
     "barrier": {"verl_one_step_off"},
-    "releases": {"greedy", "predictive"},
-    "awaits_load": {"greedy", "predictive", "disaggregated"},
-    "rebalances": {"seamlessflow", "greedy", "predictive", "colocated"},
-    "reserves": {"staleflow", "seamlessflow", "greedy", "predictive", "disaggregated", "colocated"},
+    "releases": {"greedy", "predictive", "verl_gate"},
+    "awaits_load": {"greedy", "predictive", "verl_gate", "disaggregated"},
+    "rebalances": {"seamlessflow", "greedy", "predictive", "verl_gate", "colocated"},
+    "reserves": {"staleflow", "seamlessflow", "greedy", "predictive", "verl_gate", "disaggregated", "colocated"},
     "streaming": {
         *("verl_separate_async", "verl_separate_async_wait", "verl_enable_switch", "verl_enable_switch_wait"),
-        *("greedy", "predictive", "disaggregated"),
+        *("greedy", "predictive", "verl_gate", "disaggregated"),
     },
 }
-GOES_ON_WHILE_WEIGHTS_LOAD = {"staleflow", "seamlessflow", "greedy", "predictive", "disaggregated"}
+GOES_ON_WHILE_WEIGHTS_LOAD = {"staleflow", "seamlessflow", "greedy", "predictive", "verl_gate", "disaggregated"}
 
 
 @pytest.mark.parametrize("flag", sorted(FLAGS))
@@ -67,7 +67,7 @@ def test_bounds_policies_and_admission(name: str) -> None:
 
 def test_only_verls_trainers_that_sample_a_buffer_look_from_time_to_time() -> None:
     polling = {name for name, rules in REGIMES.items() if rules.poll_s}
-    assert polling == {name for name in REGIMES if name.startswith("verl_")} - {"verl_one_step_off"}
+    assert polling == {name for name in REGIMES if name.startswith("verl_")} - {"verl_one_step_off", "verl_gate"}
 
 
 def test_only_staleflow_routes_by_marginal_gain() -> None:
@@ -79,7 +79,7 @@ def test_a_router_that_is_asked_for_decides_where_it_would_live(name: str) -> No
     """A published system keeps its own, and takes the order in which the recorded run's engines served."""
     rules = REGIMES[name]
     asked = RouterConfig(policy="marginal_gain", mu=0.7, migrate=name != "staleflow")
-    if name in {"greedy", "predictive", "disaggregated", "colocated"}:
+    if name in {"greedy", "predictive", "verl_gate", "disaggregated", "colocated"}:
         assert rules.routed(asked) == asked
         assert rules.routed(None) == RouterConfig()
     else:
@@ -100,7 +100,7 @@ def test_verls_modes_with_a_bound_differ_from_those_without_in_nothing_else() ->
 
 
 def test_names_of_live_runs_are_known_and_a_misspelt_one_is_answered_with_the_nearest() -> None:
-    assert all(name in REGIMES for name in LIVE_NAMES.values())
+    assert REGIMES.keys() >= {"predictive", "greedy", "verl_gate", "colocated", "disaggregated"}
     assert regime("greedy") is REGIMES["greedy"]
     with pytest.raises(ConfigError, match=r"scheduler\.policy=staleflw: no such system. Fix: write staleflow;"):
         regime("staleflw")
