@@ -9,7 +9,7 @@ from typing import Protocol
 
 from seamless_verl.scheduling.cluster import Cluster, Pending, ids
 from seamless_verl.scheduling.commands import Decision, Proposal, Verb
-from seamless_verl.scheduling.events import AcquireRequested, Event, Released, StepEnded
+from seamless_verl.scheduling.events import AcquireRequested, Event, Released, SliceReady, SliceWaking, StepEnded
 from seamless_verl.scheduling.slices import Switch, Tag
 
 _REMEMBERED = 10  # idle times of each kind
@@ -68,10 +68,11 @@ class SeamlessFlow(_FixedRule):
 class Greedy(SeamlessFlow):
     """SeamlessFlow's rule, unless slices idle for less than it takes to change hands twice.
 
-    Rollout is what the trainer waits for, so a lent slice brings what it generates between waking and going back:
-    nothing, where these two take all of the idle time, and then the trainer waits for its slice besides. What switches
-    and idling take is measured, so the first loan is made in any case, and one is tried again from time to time. The
-    idle time within a step, where the trainer starves for its next mini-batch, is another one than between steps.
+    A lent slice generates from when it is awake until groups are ready; then the trainer waits for it to come back.
+    What switches and idling take is measured, so the first loan is made in any case, and one is tried again from time
+    to time. A slice idles from when it could wake, which is after new weights were loaded elsewhere, until the trainer
+    has groups to train; the time within a step, where it starves for its next mini-batch, is another one than between
+    steps, and with a validation in it, it tells nothing.
     """
 
     def __init__(self) -> None:
@@ -86,10 +87,16 @@ class Greedy(SeamlessFlow):
         match event:
             case AcquireRequested(tag=Tag.TRAIN):
                 self._gang = event.request
+            case AcquireRequested():
+                self._idle_since = None
             case StepEnded():
                 self._step_over = True
             case Released() if event.request == self._gang:
                 self._idle_since, self._is_between, self._step_over = event.at, self._step_over, False
+            case SliceWaking() if self._idle_since is not None:
+                self._idle_since = event.at
+            case SliceReady() if self._idle_since is not None and not cluster[event.slice].slice.lendable:
+                self._idle_since = event.at
             case _:
                 pass
         waiting = cluster.training_request()

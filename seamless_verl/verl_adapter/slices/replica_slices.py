@@ -127,6 +127,7 @@ class ReplicaSlices:
 
     def publish(self, version: int) -> None:
         """Called when the trainer's workers hold this version, of which all following loans are."""
+        self.sync_metrics = {}
         if self._store is not None:
             self._store.publish(version)
         if self._checks is not None:

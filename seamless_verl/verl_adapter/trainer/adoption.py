@@ -80,6 +80,7 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
         ConfigError: key, value and fix, before a worker has been started.
     """
     settings, machine = plain(config), survey(Path.cwd())
+    check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, machine)
     for warning in check_memory(settings, machine):

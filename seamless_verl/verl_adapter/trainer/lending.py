@@ -226,21 +226,21 @@ class Lending:
         Returns:
             What the transfer tells of itself.
         """
-        at = self.driver.now()
-        ended = ev.StepEnded(
-            at=at,
-            step=self.step,
-            waited_s=waited_s,
-            waited_groups=waited_groups,
-            starved_s=self._starved_s,
-            starved_groups=self._starved_groups,
-            last=last,
-        )
         self.weights.newer = False
-        published = ev.WeightsPublished(at=at, version=self.step)
         request, self._request = self._request, ""
         with self._flight.phase(Phase.SYNC_WEIGHTS):
             self.replicas.publish(self.step)
+            at = self.driver.now()
+            published = ev.WeightsPublished(at=at, version=self.step)
+            ended = ev.StepEnded(
+                at=at,
+                step=self.step,
+                waited_s=waited_s,
+                waited_groups=waited_groups,
+                starved_s=self._starved_s,
+                starved_groups=self._starved_groups,
+                last=last,
+            )
             self.driver.tell(ended, published, ev.Released(at=at, request=request))
         return dict(self.replicas.sync_metrics)
 

@@ -37,6 +37,7 @@ from seamless_verl.verl_adapter.weights.weight_store import SHARED
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
 _PULL_S = 120.0
+_WAKE_S = 600.0  # as patient as the scheduler
 _LOOK_S = 0.25
 _ANSWER_S = 0.2  # of a replica that is asked what it has to do
 _AGAIN_S = 2.0  # after a pull that was refused
@@ -141,13 +142,13 @@ class RollingWeights:
         Raises:
             RayError: a worker of the trainer did not make room.
         """
-        ray.get([worker.__ray_call__.remote(make_room) for worker in self._actor_wg.workers], timeout=self._limit_s)
+        ray.get([worker.__ray_call__.remote(make_room) for worker in self._actor_wg.workers], timeout=_WAKE_S)
         told = str(self._folder), version, self._keep, self._router
         calls = {each: each.servers[0].wake_with.remote(*told, each.server_address) for each in replicas}
         failed: dict[RolloutReplica, RayError] = {}
         for replica, call in calls.items():
             try:
-                ray.get(call, timeout=self._limit_s)
+                ray.get(call, timeout=_WAKE_S)
             except RayError as error:
                 failed[replica] = error
         return failed

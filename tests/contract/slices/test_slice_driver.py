@@ -92,13 +92,13 @@ class Run:
 
     def __init__(self, *trainers, wakes_apart=False):
         from seamless_verl.scheduling import events as ev
-        from seamless_verl.scheduling.policies import Greedy
+        from seamless_verl.scheduling.policies import SeamlessFlow
         from seamless_verl.scheduling.scheduler import Scheduler
         from seamless_verl.scheduling.slices import Gpu, Slice, SliceState, Tag
         from seamless_verl.verl_adapter.slices.slice_driver import SliceDriver
 
         self.ev, self.time, self.asked, self.reports, self.lines = ev, 0.0, 0, [], []
-        self.scheduler = Scheduler(Greedy(), wakes_apart=wakes_apart)
+        self.scheduler = Scheduler(SeamlessFlow(), wakes_apart=wakes_apart)
         self.trainers = trainers or ("t/0",)
         self.replicas = Replicas(self.trainers)
         self.watched = []

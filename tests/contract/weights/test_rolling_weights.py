@@ -27,14 +27,23 @@ def done(result: Any) -> Future[Any]:
 class FakeRay:
     """Attributes:
     killed: servers, in order.
+    published: versions, in order.
+    made_room: how often each worker of the trainer did.
     """
 
     def __init__(self) -> None:
         self.killed: list[Any] = []
+        self.published: list[int] = []
+        self.made_room = 0
         self.has_killed = threading.Event()
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
-        return [self.get(each) for each in call] if isinstance(call, list) else call.result(timeout)
+        from ray.exceptions import GetTimeoutError
+
+        try:
+            return [self.get(each) for each in call] if isinstance(call, list) else call.result(timeout)
+        except TimeoutError:
+            raise GetTimeoutError from None
 
     def wait(self, calls: list[Future[Any]], num_returns: int = 1, timeout: float | None = None) -> Any:
         ready = [call for call in calls if call.done()]
@@ -54,6 +63,7 @@ class Replica:
     Attributes:
         answers: how the next pulls end; none left: they do not.
         asked: set when a pull has begun that does not end.
+        wakes: how its wake ends; by itself it does not.
     """
 
     def __init__(self, rank: int) -> None:
@@ -66,9 +76,13 @@ class Replica:
         self._news = threading.Condition()
         self.servers = [
             SimpleNamespace(
-                pull=SimpleNamespace(remote=self._pull), requests=SimpleNamespace(remote=lambda: done((1, 0)))
+                pull=SimpleNamespace(remote=self._pull),
+                requests=SimpleNamespace(remote=lambda: done((1, 0))),
+                wake_with=SimpleNamespace(remote=self._wake),
             )
         ]
+        self.wakes: Future[Any] = Future()
+        self.woken: list[tuple[int, str]] = []
 
     def _pull(self, folder: str, at_least: int, keep: bool, router: Any, address: str) -> Future[Any]:
         self.pulls.append(at_least)
@@ -83,6 +97,10 @@ class Replica:
         else:
             future.set_result(self.pulled(at_least))
         return future
+
+    def _wake(self, folder: str, version: int, keep: bool, router: Any, address: str) -> Future[Any]:
+        self.woken.append((version, address))
+        return self.wakes
 
     def pulled(self, version: int) -> Any:
         with self._news:
@@ -121,7 +139,16 @@ def start(fake_ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def begin(*replicas: Replica, limit_s: float = 60.0) -> Any:
-        trainers: Any = SimpleNamespace(update_weights=lambda **_: [done({"weights/bytes": 1.0})])
+        def publish(global_steps: int, mode: str) -> list[Future[Any]]:
+            fake_ray.published.append(global_steps)
+            return [done({"weights/bytes": 1.0})]
+
+        def make_room(function: Any) -> Future[Any]:
+            fake_ray.made_room += function.__name__ == "make_room"
+            return done(None)
+
+        workers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=make_room)) for _ in range(2)]
+        trainers: Any = SimpleNamespace(update_weights=publish, workers=workers)
         router: Any = SimpleNamespace(wanted=SimpleNamespace(remote=lambda: done(None)))
         some: Any = replicas
         config = WeightsConfig(sync="rolling")
@@ -219,3 +246,34 @@ def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ra
     other.answers.append("whole")
     weights.update_weights(3)
     assert other.has(3)
+
+
+def test_a_version_is_published_once_and_what_that_took_is_told_once(
+    start: Callable[..., Any], fake_ray: FakeRay
+) -> None:
+    replica = Replica(0)
+    weights, _ = start(replica)
+    weights.publish(2)
+    weights.publish(2)
+    assert weights.update_weights(2)["weights/bytes"] == 1.0
+    assert "weights/bytes" not in weights.update_weights(2)
+    assert fake_ray.published == [1, 2]
+
+
+def test_lent_replicas_wake_each_by_itself_with_what_is_published(
+    start: Callable[..., Any], fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    from seamless_verl.verl_adapter.weights import rolling_weights
+
+    monkeypatch.setattr(rolling_weights, "_WAKE_S", 0.2)
+    well, dead, silent = lent = [Replica(number) for number in (5, 6, 7)]
+    well.wakes.set_result(None)
+    dead.wakes.set_exception(RayActorError())
+    weights, _ = start(Replica(0))
+    failed = weights.wake(lent, 1)
+    assert {replica: type(error) for replica, error in failed.items()} == {dead: RayActorError, silent: GetTimeoutError}
+    assert [replica.woken for replica in lent] == [[(1, "replica-5")], [(1, "replica-6")], [(1, "replica-7")]]
+    assert fake_ray.made_room == 2, "both workers of the trainer"
+    assert fake_ray.published == [1], "whatever they hold by now"

@@ -111,10 +111,12 @@ def test_what_is_not_what_the_replica_has_is_refused(tmp_path: Path) -> None:
 def test_bytes_that_are_missing_or_changed_are_refused(tmp_path: Path) -> None:
     manifest = publish(tmp_path, 1)
     content = bytearray(Path(manifest.file).read_bytes())
-    content[70] ^= 1
-    Path(manifest.file).write_bytes(content)
-    with pytest.raises(WeightsRefused, match="checksum"):
-        manifest.verify()
+    for changed, name in ((2, "a"), (57, "a"), (70, "b"), (77, "b"), (130, "c")):
+        content[changed] ^= 1
+        Path(manifest.file).write_bytes(content)
+        with pytest.raises(WeightsRefused, match=rf"has 1 tensors \({name}, …\) whose checksums"):
+            manifest.verify()
+        content[changed] ^= 1
     Path(manifest.file).write_bytes(content[:-1])
     with pytest.raises(WeightsRefused, match="bytes"):
         manifest.check(None)

@@ -97,11 +97,14 @@ class Steps:
         self.world.answer(3.0)
         self._released = self.world.at
 
-    def step(self, *, idle_s: float, switch_s: float, starve_s: float | None = None) -> list[cm.Decision]:
+    def step(
+        self, *, idle_s: float, switch_s: float, starve_s: float | None = None, sync_s: float = 0.0
+    ) -> list[cm.Decision]:
         """What was decided while the slice idled.
 
         Args:
             starve_s: the trainer then gives its gang back for so long, in the midst of its step.
+            sync_s: others load new weights for so long before the slice can wake.
         """
         made = self._idle(idle_s, switch_s)
         if starve_s is not None:
@@ -109,7 +112,21 @@ class Steps:
             made += self._idle(starve_s, switch_s)
         self.world.do(ev.StepEnded(at=self._released, step=1))
         made += self._decided(ev.Released(at=self._released, request=self._request))
+        if sync_s:
+            self._sync(sync_s)
         return made
+
+    def _sync(self, sync_s: float) -> None:
+        """As a live run's process does it: the trainer asks for its gang when all of this is done."""
+        world = self.world
+        waking = world.open.get("a")
+        self._released += sync_s
+        version = (world.scheduler.cluster.published or 0) + 1
+        world.do(ev.WeightsPublished(at=world.at, version=version))
+        sync = world.open.pop("b")
+        world.do(ev.SliceReady(at=self._released, slice=SliceId("b"), command=sync.command, version=version))
+        if waking is not None:
+            world.do(ev.SliceWaking(at=self._released, slice=SliceId("a"), command=waking.command))
 
     def _idle(self, idle_s: float, switch_s: float) -> list[cm.Decision]:
         world, due = self.world, self._released + idle_s
@@ -154,6 +171,24 @@ def test_one_slow_switch_stops_no_loan_and_two_in_a_row_do() -> None:
     steps = Steps()
     times = [0.5, 0.5, 3.0, 0.5, 3.0, 3.0, 3.0, 3.0]
     assert [lends(steps.step(idle_s=4.0, switch_s=each)) for each in times] == [True] * 5 + [False] * 3
+
+
+def test_what_others_take_to_load_new_weights_is_no_idle_time() -> None:
+    """Nothing can be lent meanwhile, and no slice that is lent comes back sooner."""
+    steps = Steps()
+    assert [lends(steps.step(idle_s=4.0, switch_s=3.0, sync_s=30.0)) for _ in range(8)] == [True] + [False] * 7
+
+
+def test_a_validation_between_two_steps_is_no_idle_time() -> None:
+    steps, found = Steps(), []
+    for number in range(8):
+        found.append(lends(steps.step(idle_s=4.0, switch_s=3.0)))
+        at = steps.world.at
+        steps.world.do(ev.AcquireRequested(at=at, request=f"validate-{number}", tag=Tag.ROLLOUT, count=2))
+        steps.world.answer(100.0)
+        steps.world.do(ev.Released(at=steps.world.at, request=f"validate-{number}"))
+        steps.world.answer(0.0)
+    assert found == [True] * 8, "nothing is known of how long slices idle"
 
 
 def test_idle_times_within_a_step_are_not_taken_for_those_between_steps() -> None:
