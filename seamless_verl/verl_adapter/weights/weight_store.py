@@ -174,7 +174,7 @@ def publish(folder: Path, version: int, weights: Iterable[tuple[str, torch.Tenso
             for name, value in weights:
                 value = value.detach().cpu().contiguous()
                 dtype = str(value.dtype).removeprefix("torch.")
-                values = value.view(-1).view(torch.uint8).numpy()
+                values: Any = value.view(-1).view(torch.uint8).numpy()
                 found = checksum_of(values)
                 specs.append(
                     TensorSpec(name=name, dtype=dtype, shape=tuple(value.shape), offset=offset, checksum=found)
