@@ -89,7 +89,7 @@ def ages(options: argparse.Namespace) -> Iterator[Record]:
 def idle(options: argparse.Namespace) -> Iterator[Record]:
     """Idle share of slices that can train, on workloads with skew, and what less of it would be worth.
 
-    Greedy lends whatever idles for longer than two switches take. The limits say what an ideal policy gains by doing so.
+    Greedy lends what idles for longer than two switches take. The limits say what an ideal policy gains by doing so.
     """
     for work in ("lognormal", "skewed", "bimodal"):
         for split in SPLITS[:1] if options.quick else SPLITS:
