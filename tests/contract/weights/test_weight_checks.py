@@ -131,7 +131,7 @@ def test_a_slice_with_other_weights_never_generates(told: list[Any]) -> None:
     replica = engine_of(1.0, 2.0)
     replica.resume_generation = resume_generation
     edge._hybrid = edge._replicas = {"trainers/0": replica}
-    edge._published_weights = nullcontext
+    edge._published_weights, edge._store = nullcontext, None
     edge._hybrid_weights = SimpleNamespace(update_weights=lambda version: None)
     trainer = trainer_of(1.0, 2.0)
     edge._checks = WeightChecks([trainer], torch.float32, lambda *what: None)

@@ -284,10 +284,14 @@ async def test_a_text_is_found_in_names_errors_conversations_and_rows(tmp_path: 
         at = await only_run(http)
 
         async def found(text: str) -> tuple[list[str], list[tuple]]:
-            told = await get(http, f"{at}/search", text=text)
-            assert (told["onward"], told["all_named"]) == (None, True)
-            finds = [(find["attempt"]["key"], find.get("turn"), find["found"]) for find in told["found"]]
-            return [attempt["key"] for attempt in told["named"]], finds
+            first = told = await get(http, f"{at}/search", text=text)
+            assert first["all_named"]
+            finds = [*told["found"]]
+            while told["onward"] is not None:  # a look ends after some time, however little it saw
+                told = await get(http, f"{at}/search", text=text, start=told["onward"])
+                finds += told["found"]
+            keys = [(find["attempt"]["key"], find.get("turn"), find["found"]) for find in finds]
+            return [attempt["key"] for attempt in first["named"]], keys
 
         assert await found("Sort List") == ([agent.session.id], [])
         assert await found("no such FILE") == (["s9"], [])
