@@ -1,5 +1,6 @@
 """A trainer's core is lent to a second replica and taken back in every step, with real verl, Ray and vLLM."""
 
+import re
 import time
 from collections import Counter
 
@@ -51,7 +52,9 @@ def arguments(machine: Machine, *overrides: str) -> list[str]:  # noqa: F811
     ]
 
 
-def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  # noqa: F811
+def test_a_slice_of_the_trainer_is_lent_between_steps_and_taken_back_for_each(machine):  # noqa: F811
+    """Greedy lends it until it knows what switches take, and then where idling takes longer: on a busy machine less
+    often."""
     code, output = machine.run(
         *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=4"), **AT_HOME
     )
@@ -64,24 +67,27 @@ def test_a_slice_of_the_trainer_is_lent_and_reclaimed_in_every_step(machine):  #
     assert figures["staleness_max"] <= 1
     assert figures["max_logprob_diff"] <= 1e-4
     recording = read_recording(folder / "flight")
-    back = ["|", "draining", "training"]
-    lent = ["waking", "rollout"]  # at the end of a step, for the next one
-    assert moves(recording, "trainers/0") == [*back, *lent, *back, *lent, *back, *lent, *back, "idle"]
+    story = " ".join(moves(recording, "trainers/0"))
+    between = r"(waking rollout \| draining training|idle \| training)"
+    assert re.fullmatch(rf"\| draining training( {between}){{3}} idle", story), story
+    lent = story.count("waking")
+    assert lent >= 1, "the first loan is made in any case"
     finishes = Counter(event.finish for event in recording.events if isinstance(event, flight.RequestEnded))
     assert finishes["aborted"] > 0  # so that whole answers say something
     assert any(event.resumed for event in recording.events if isinstance(event, flight.RequestStarted))
     moved = load_digest(folder).requests.moved
     assert moved.keys() == {("trainers/0", "rollouts/0"), ("rollouts/0", "trainers/0")}  # reclaimed, and joined midway
-    assert decisions(recording) == {"reclaim": 4, "lend": 3}
+    taken = decisions(recording)
+    assert (taken["lend"], taken["reclaim"]) == (lent, lent + 1)
     made = [event for event in recording.events if isinstance(event, flight.DecisionMade)]
     realised = [event for event in recording.events if isinstance(event, flight.DecisionRealised)]
     assert [event.decision for event in realised] == [event.decision for event in made if event.action == "lend"]
     assert sum(event.lent_tokens for event in realised) > 0
     assert_books_balance(recording)
     loans = assert_loans_are_whole(recording, "trainers/0")
-    assert (loans.wakes, loans.reclaims) == (3, 4)
-    assert loans.versions == (0, 1, 2, 3)
-    assert loans.distinct == 4  # each step makes other weights
+    assert (loans.wakes, loans.reclaims) == (lent, lent + 1)
+    assert loans.versions[0] == 0
+    assert loans.distinct == len(loans.versions) == lent + 1  # each step makes other weights
     trainer = {event.what for event in recording.events if isinstance(event, flight.MemoryHeld) and event.nbytes}
     assert trainer == {"parameters", "gradients", "optimizer", "weights", "kv_cache"}
     machine.assert_nothing_left()
