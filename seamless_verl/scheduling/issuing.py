@@ -68,9 +68,8 @@ class Issuer:
     def record(self, decision: Decision) -> int | None:
         """Number a decision; one to leave things as they are is recorded when it is new, not at every look."""
         quiet = (decision.verb, decision.slices) if decision.verb in _QUIET else None
-        repeated = quiet is not None and quiet == self._last_quiet
-        self._last_quiet = quiet
-        if repeated:
+        last, self._last_quiet = self._last_quiet, quiet
+        if quiet is not None and quiet == last:
             return None
         self._decisions += 1
         self.say(RecordDecision(number=self._decisions, decision=decision))

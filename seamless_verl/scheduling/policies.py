@@ -97,8 +97,6 @@ class Greedy(SeamlessFlow):
                 self._idle_since = event.at
             case SliceReady() if self._idle_since is not None and not cluster[event.slice].slice.lendable:
                 self._idle_since = event.at
-            case _:
-                pass
         waiting = cluster.training_request()
         if self._idle_since is not None and waiting is not None and cluster.is_due(waiting):
             self._idle_s[self._is_between].append(event.at - self._idle_since)

@@ -127,9 +127,8 @@ class SliceDriver:
             else:
                 reason = f"restarting it failed: {error}"
                 self._warn(f"slice {slice_id} stays out: {reason}")
-                self.tell(
-                    ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT, restartable=False)
-                )
+                gone = ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT, restartable=False)
+                self.tell(gone)
 
     def _requests(self) -> list[ev.Event]:
         """What rollout workers report, with this clock's times and slices for addresses; other servers are left out."""

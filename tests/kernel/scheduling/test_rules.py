@@ -11,7 +11,7 @@ from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
 from seamless_verl.scheduling.commands import Decision, Horizon, LookAgain, Proposal, Verb
 from seamless_verl.scheduling.policies import Greedy
-from seamless_verl.scheduling.slices import InvalidTransition, Repair, SliceId, SliceState, Tag
+from seamless_verl.scheduling.slices import RESTARTS, InvalidTransition, Repair, SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, World, make_slice
 
 
@@ -347,6 +347,22 @@ def test_a_restart_that_failed_is_known_at_once_and_not_when_its_time_is_up() ->
     assert not world.given(cm.RefuseAcquire), "it may come back"
     world.do(ev.SliceFailed(at=4.0, slice=SliceId("r"), reason="restarting it failed", restartable=False))
     assert len(world.given(cm.RefuseAcquire)) == 1
+
+
+def test_a_lent_slice_that_can_never_load_its_weights_is_restarted_a_few_times_only() -> None:
+    world = world_of(a=BOTH, r=ROLLOUT)
+    for attempt in range(1, 8):
+        world.do(ev.SliceFailed(at=10.0 * attempt, slice=SliceId("a"), reason="no weights", lost=ROLLOUT))
+        if world.scheduler.cluster[SliceId("a")].repair is Repair.GIVEN_UP:
+            break
+        world.do(ev.SliceReturned(at=10.0 * attempt + 5, slice=SliceId("a")))
+    assert len(world.given(cm.RestartSlice)) == RESTARTS
+    last = world.given(cm.FailOver)[-1]
+    assert last.reason == "no weights; it stays out, having served after none of 3 restarts"
+    world.do(groups(100.0, 8, 0))
+    world.do(acquire(100.0))
+    world.answer()
+    assert world.state("a") is SliceState.TRAINING, "the trainer goes on with it"
 
 
 def test_a_slice_does_not_restart_on_gpus_that_a_gang_could_have_at_once() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from seamless_verl.scheduling.slices import (
     ACTIVE_TAG,
+    RESTARTS,
     TRANSITIONS,
     InvalidTransition,
     Move,
@@ -264,6 +265,25 @@ def test_a_restart_that_is_given_up_owes_nothing_any_more(begun: bool) -> None:
         False,
         False,
     )
+
+
+def test_a_slice_that_serves_after_no_restart_is_given_up_and_one_that_served_begins_anew() -> None:
+    status = a_slice()
+    for attempt in range(RESTARTS):
+        status.lose(attempt, ROLLOUT, "refused", restartable=True)
+        assert status.may_restart
+        status.begin_restart(deadline=900.0)
+        status.restarted(attempt + 0.5)
+    status.lend(4.0, order(1, 600.0), decision=4)
+    status.ready(5.0, version=0)
+    for attempt in range(6, 6 + RESTARTS):
+        status.lose(attempt, ROLLOUT, "refused", restartable=True)
+        status.begin_restart(deadline=900.0)
+        status.restarted(attempt + 0.5)
+        status.lend(attempt + 0.6, order(2, 600.0), decision=5)
+    assert status.restarts == RESTARTS
+    status.lose(20.0, ROLLOUT, "refused", restartable=True)
+    assert (status.repair, status.state, status.usable) == (Repair.GIVEN_UP, SliceState.IDLE, TRAIN), "it trains on"
 
 
 def test_what_cannot_be_restarted_is_given_up_at_once() -> None:
