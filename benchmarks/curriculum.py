@@ -1,5 +1,8 @@
 """History Resampling against plain GRPO and DAPO's filter, on the SRPO recipe's model, data and reward.
 
+``readmitting`` is History Resampling whose solved prompts come back after an epoch: what it is ahead of ``history`` is
+what the model forgets of prompts that have left. How each does on those prompts at the end is told, too.
+
     python -m benchmarks.curriculum [--quick] [--json FILE] [--resume FILE --minutes N]
 
 The curriculum is the kernel that runs under verl; sampling and the GRPO step are done in this process, synchronously,
@@ -27,15 +30,21 @@ from seamless_verl.observe.summary import paired_difference
 from seamless_verl.recipes.srpo import assets
 from seamless_verl.recipes.srpo.reward import compute_score
 from seamless_verl.recipes.swe.tiny.offline import sample
-from seamless_verl.recipes.swe.tiny.tokenizer import PAD_ID, TURN_END, encode_conversation
+from seamless_verl.recipes.swe.tiny.tokenizer import PAD_ID, TURN_END
 
 # As in the recipe.
-BATCH, ROLLOUTS, LONGEST, LEARNING_RATE = 16, 8, 8, 5e-4
+BATCH, ROLLOUTS, LONGEST, LEARNING_RATE = 16, 8, 48, 5e-4
 SEEDS = 3
 EPOCHS = 4  # of rollouts that plain GRPO needs for so many; every schedule gets as many rollouts
 BOUNDARIES = 3
 HELD_OUT_ROLLOUTS = 16
-SCHEDULES = ("plain", "history", "dapo")
+RESAMPLING: Mapping[str, Resampling | None] = {
+    "plain": None,
+    "history": Resampling(floor=BATCH),
+    "readmitting": Resampling(floor=BATCH, readmit_after=1),
+    "dapo": None,
+}
+SCHEDULES = tuple(RESAMPLING)
 
 
 def has_no_signal(rewards: Sequence[float]) -> bool:
@@ -79,13 +88,13 @@ class Learner:
 
         prompts = []
         for row in pd.read_parquet(file).to_dict("records"):
-            ids, mask = encode_conversation(self.tokenizer, [row["prompt"][0]["content"], "0"])
+            ids, mask = assets.conversation(self.tokenizer, row["prompt"][0]["content"], "0")
             prompts.append(Prompt(ids[: mask.index(1)], row["data_source"], row["reward_model"]["ground_truth"]))
         return prompts
 
     def roll_out(self, prompts: Sequence[Prompt], rollouts: int = ROLLOUTS) -> list[Group]:
         rows = [prompt for prompt in prompts for _ in range(rollouts)]
-        answers = [tokens[:LONGEST] for tokens, _ in sample(self.model, [p.ids for p in rows], self.generator)]
+        answers = [ids for ids, _ in sample(self.model, [p.ids for p in rows], self.generator, LONGEST)]
         texts = [self.tokenizer.decode(ids).removesuffix(TURN_END) for ids in answers]
         rewards = [compute_score(p.source, text, p.answer) for p, text in zip(rows, texts, strict=True)]
         return [
@@ -136,6 +145,8 @@ class Result:
     boundaries: per boundary between epochs, the share without advantage in the pool before and after it, both of
         the same rollouts under the same weights, so that learning is not mistaken for resampling.
     before, after: held-out accuracy per prompt.
+    trained: accuracy per prompt of the training data, at the end.
+    removed: prompts of the training data that left the pool.
     """
 
     silent: list[list[bool]]
@@ -143,6 +154,8 @@ class Result:
     rollouts_per_useful_group: float
     before: list[float]
     after: list[float]
+    trained: list[float]
+    removed: list[int]
     steps: int
 
     def share(self, epoch: int) -> float:
@@ -154,15 +167,15 @@ class Result:
 
 
 def run(schedule: str, folder: Path, seed: int, epochs: int) -> Result:
-    """Spend the same rollouts under ``schedule``: ``plain``, ``history`` or ``dapo`` (filter, refill, train B)."""
+    """Spend the same rollouts under a schedule; ``dapo`` filters groups and refills until it has a batch."""
     torch.manual_seed(seed)
     learner = Learner(folder, seed)
     train, held_out = learner.read(folder / "train.parquet"), learner.read(folder / "val.parquet")
-    resampling = Resampling(floor=BATCH) if schedule == "history" else None
-    curriculum = Curriculum(sources=[prompt.source for prompt in train], resampling=resampling, seed=seed)
+    sources = [prompt.source for prompt in train]
+    curriculum = Curriculum(sources=sources, resampling=RESAMPLING[schedule], seed=seed)
     before = learner.accuracies(held_out)
     boundaries: list[list[float]] = []
-    pool = set(range(len(train)))
+    pool, removed = set(range(len(train))), set[int]()
     budget, spent, useful, steps = len(train) * ROLLOUTS * epochs, 0, 0, 0
     silent: list[list[bool]] = []
     batch: list[Group] = []
@@ -177,7 +190,10 @@ def run(schedule: str, folder: Path, seed: int, epochs: int) -> Result:
                 silent.append([])
             silent[draw.epoch].append(nothing)
             for event in curriculum.finish(draw, group.accuracies):
-                if isinstance(event, EpochEnded) and event.removed and len(boundaries) < BOUNDARIES:
+                if not isinstance(event, EpochEnded):
+                    continue
+                removed.update(event.removed)
+                if schedule == "history" and event.removed and len(boundaries) < BOUNDARIES:
                     now = dict(
                         zip(sorted(pool), learner.without_advantage([train[p] for p in sorted(pool)]), strict=True)
                     )
@@ -188,7 +204,8 @@ def run(schedule: str, folder: Path, seed: int, epochs: int) -> Result:
         if len(batch) == BATCH:
             learner.learn(batch)
             batch, steps = [], steps + 1
-    return Result(silent, boundaries, spent / max(1, useful), before, learner.accuracies(held_out), steps)
+    after, trained = learner.accuracies(held_out), learner.accuracies(train)
+    return Result(silent, boundaries, spent / max(1, useful), before, after, trained, sorted(removed), steps)
 
 
 def plot(file: Path, runs: Mapping[str, Sequence[Result]]) -> None:
@@ -232,18 +249,36 @@ def figures(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
     )
     told = {"unit": "ratio", "bar": "< 1", "holds": ratio < 1}
     records.append(Record(name="rollouts per useful group, history / dapo", value=ratio, **told))
-    for rival in ("plain", "dapo"):
-        gain = paired_difference(_by_prompt(runs[rival]), _by_prompt(runs["history"]))
-        records.append(Record(name=f"held-out accuracy, history - {rival}", value=gain.mean, unit=""))
-        records.append(
-            Record(
-                name=f"held-out accuracy, history - {rival}: upper end of the 95 % interval",
-                value=gain.high,
-                unit="",
-                bar=">= 0: not worse" if rival == "plain" else "",
-                holds=gain.high >= 0 if rival == "plain" else None,
-            )
-        )
+    told = [
+        *_against(runs, "history", "plain"),
+        *_against(runs, "history", "dapo"),
+        *_against(runs, "readmitting", "plain"),
+    ]
+    return records + told + _on_trained_prompts(runs)
+
+
+def _against(runs: Mapping[str, Sequence[Result]], name: str, rival: str) -> list[Record]:
+    gain = paired_difference(_by_prompt(runs[rival]), _by_prompt(runs[name]))
+    bar: dict[str, Any] = {"bar": ">= 0: not worse", "holds": gain.high >= 0} if rival == "plain" else {}
+    return [
+        Record(name=f"held-out accuracy, {name} - {rival}", value=gain.mean, unit=""),
+        Record(name=f"held-out accuracy, {name} - {rival}: lower end of the 95 % interval", value=gain.low, unit=""),
+        Record(name=f"held-out accuracy, {name} - {rival}: upper end", value=gain.high, unit="", **bar),
+    ]
+
+
+def _on_trained_prompts(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
+    """Where History Resampling's accuracy goes: at the end, on the prompts that it took out, and on the others."""
+    records = []
+    for which, has_left in (("that left under history", True), ("that stayed", False)):
+        for name in ("plain", "history", "readmitting"):
+            values = [
+                accuracy
+                for one, history in zip(runs[name], runs["history"], strict=True)
+                for prompt, accuracy in enumerate(one.trained)
+                if (prompt in history.removed) == has_left
+            ]
+            records.append(Record(name=f"{name}: accuracy on prompts {which}", value=statistics.fmean(values), unit=""))
     return records
 
 

@@ -1,11 +1,14 @@
 """Model, tokenizer and data of the SRPO recipe: sums (``math``) and values of short Python expressions (``code``).
 
-The warm start imitates answers of which ``_RIGHT`` are right, so that there is something left to reinforce.
+An answer is a thought and a value. The model imitates answers with and without a thought, some of them wrong, so that
+there is something left to reinforce. What the paper found on real tasks is built in: sums that were thought through are
+right more often, expressions are right as often without a thought.
 ``python -m seamless_verl.recipes.srpo.assets [--cache DIR]`` builds into `folder`.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -15,11 +18,14 @@ from typing import Any
 
 from seamless_verl.recipes import cache as asset_cache
 
+SYSTEM_PROMPT = "Think, then answer."  # the recipe's data.system_prompts
 _NAME = "srpo"
 _SOURCES = [Path(__file__)]
-_RIGHT = 0.8
-_LARGEST, _LARGEST_SECOND = 19, 9
-_STEPS, _BATCH = 400, 64
+_THOUGHT = 0.3  # of the demonstrations
+# By source, and whether there is a thought.
+_RIGHT = {("math", True): 0.95, ("math", False): 0.4, ("code", True): 0.8, ("code", False): 0.8}
+_LARGEST_SUMMAND, _LARGEST, _LARGEST_SECOND = 6, 19, 9
+_STEPS, _BATCH = 400, 32
 _TRAIN, _VAL = 96, 40  # prompts per source
 
 
@@ -27,7 +33,12 @@ _TRAIN, _VAL = 96, 40  # prompts per source
 class Problem:
     source: str
     question: str
+    thought: str
     answer: int
+
+    def written(self, answer: int, *, thinks: bool) -> str:
+        """A demonstration, in the form that the reward asks for."""
+        return f"<think>{self.thought if thinks else ''}</think><answer>{answer}</answer>"
 
 
 def folder(cache: str | None = None) -> Path:
@@ -43,14 +54,21 @@ def build(cache: str | None = None) -> Path:
 
 
 def problems(source: str, seed: int) -> list[Problem]:
-    """Every problem of a source, shuffled: sums, or ``max``, ``min`` and ``%``, of a number below 20 and a digit."""
-    pairs = [(a, b) for a in range(_LARGEST + 1) for b in range(_LARGEST_SECOND + 1)]
+    """Every problem of a source, shuffled: sums of three numbers below 7, or ``max``, ``min`` and ``%`` of a number below
+    20 and a digit."""
     if source == "math":
-        found = [Problem(source, f"{a}+{b}", a + b) for a, b in pairs]
+        found = [
+            Problem(source, f"{a}+{b}+{c}", f"{a}+{b}={a + b} {a + b}+{c}={a + b + c}", a + b + c)
+            for a, b, c in itertools.product(range(_LARGEST_SUMMAND + 1), repeat=3)
+        ]
     else:
-        found = [Problem(source, f"max({a},{b})", max(a, b)) for a, b in pairs]
-        found += [Problem(source, f"min({a},{b})", min(a, b)) for a, b in pairs]
-        found += [Problem(source, f"{a}%{b}", a % b) for a, b in pairs if b]
+        pairs = [(a, b) for a in range(_LARGEST + 1) for b in range(_LARGEST_SECOND + 1)]
+        found = [
+            Problem(source, f"{name}({a},{b})", f"{max(a, b)}>={min(a, b)}", function(a, b))
+            for name, function in (("max", max), ("min", min))
+            for a, b in pairs
+        ]
+        found += [Problem(source, f"{a}%{b}", f"{a}-{a - a % b}={a % b}", a % b) for a, b in pairs if b]
     random.Random(seed).shuffle(found)
     return found
 
@@ -59,8 +77,8 @@ def _build(folder: Path) -> None:
     from seamless_verl.recipes.swe.tiny import tokenizer as tokenizers
 
     every = {source: problems(source, seed=0) for source in ("math", "code")}
-    texts = [[problem.question, str(problem.answer)] for found in every.values() for problem in found]
-    tokenizer = tokenizers.train(texts)
+    texts = [[p.question, p.written(p.answer, thinks=True)] for found in every.values() for p in found]
+    tokenizer = tokenizers.train([*texts, ["system", SYSTEM_PROMPT]])
     model = _warm_start(tokenizer, every)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
@@ -98,15 +116,24 @@ def _demonstrations(
     tokenizer: Any, every: dict[str, list[Problem]], rng: random.Random
 ) -> Iterator[list[tuple[list[int], list[int]]]]:
     """Batches of token ids and a mask that is 1 on the answer; nothing of the validation problems."""
-    from seamless_verl.recipes.swe.tiny.tokenizer import encode_conversation
-
     known = [p for found in every.values() for p in found[:_TRAIN] + found[_TRAIN + _VAL :]]
     for _ in range(_STEPS):
         batch = []
         for problem in rng.choices(known, k=_BATCH):
-            answer = problem.answer if rng.random() < _RIGHT else rng.randint(0, _LARGEST + _LARGEST_SECOND)
-            batch.append(encode_conversation(tokenizer, [problem.question, str(answer)]))
+            thinks = rng.random() < _THOUGHT
+            is_right = rng.random() < _RIGHT[problem.source, thinks]
+            answer = problem.answer if is_right else rng.randint(0, _LARGEST)
+            batch.append(conversation(tokenizer, problem.question, problem.written(answer, thinks=thinks)))
         yield batch
+
+
+def conversation(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """Token ids of system prompt, question and answer, and a mask that is 1 on the answer and its closing mark."""
+    from seamless_verl.recipes.swe.tiny.tokenizer import TURN_END, TURN_START, encode_conversation
+
+    system = tokenizer.encode(f"{TURN_START}system\n{SYSTEM_PROMPT}{TURN_END}\n", add_special_tokens=False)
+    ids, mask = encode_conversation(tokenizer, [question, answer])
+    return system + ids, [0] * len(system) + mask
 
 
 def _write(found: list[Problem], split: str, path: Path) -> None:

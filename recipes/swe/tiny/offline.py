@@ -42,19 +42,20 @@ class Episode:
 
 @torch.no_grad()
 def sample(
-    model: Qwen3ForCausalLM, prompts: Sequence[list[int]], generator: torch.Generator
+    model: Qwen3ForCausalLM, prompts: Sequence[list[int]], generator: torch.Generator, most: int = MAX_TOKENS
 ) -> list[tuple[list[int], list[float]]]:
-    """Tokens (the closing mark included) and their log-probabilities at temperature 1, at most ``MAX_TOKENS``."""
+    """Tokens (the closing mark included) and their log-probabilities at temperature 1, at most so many."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: dict[int, tuple[list[int], list[float]]] = {}
     for begin in range(0, len(order), _BATCH):
         chosen = order[begin : begin + _BATCH]
-        answers.update(zip(chosen, _sample_batch(model, [prompts[i] for i in chosen], generator), strict=True))
+        sampled = _sample_batch(model, [prompts[i] for i in chosen], generator, most)
+        answers.update(zip(chosen, sampled, strict=True))
     return [answers[index] for index in range(len(prompts))]
 
 
 def _sample_batch(
-    model: Qwen3ForCausalLM, prompts: list[list[int]], generator: torch.Generator
+    model: Qwen3ForCausalLM, prompts: list[list[int]], generator: torch.Generator, most: int
 ) -> list[tuple[list[int], list[float]]]:
     count, width = len(prompts), max(map(len, prompts))
     ids = torch.full((count, width), PAD_ID)
@@ -64,7 +65,7 @@ def _sample_batch(
         attention[row, width - len(prompt) :] = 1
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     cache, open_rows, tokens, log_probs = DynamicCache(), torch.ones(count, dtype=torch.bool), [], []
-    for _ in range(MAX_TOKENS):
+    for _ in range(most):
         logits = model(
             input_ids=ids, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1
         ).logits[:, -1]
