@@ -54,7 +54,7 @@ def build(cache: str | None = None) -> Path:
 
 
 def problems(source: str, seed: int) -> list[Problem]:
-    """Every problem of a source, shuffled: sums of three numbers below 7, or ``max``, ``min`` and ``%`` of a number below
+    """Every problem of a source, shuffled: sums of three numbers below 7; ``max``, ``min`` and ``%`` of a number below
     20 and a digit."""
     if source == "math":
         found = [

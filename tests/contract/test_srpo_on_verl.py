@@ -4,9 +4,10 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-from seamless_verl.recipes.arithmetic.assets import build
+from seamless_verl.errors import ConfigError
 from seamless_verl.recipes.srpo import assets
 from seamless_verl.recipes.srpo.verl_reward import compute_score
+from seamless_verl.recipes.swe.tiny import tokenizer as tokenizers
 from tests.contract.test_recipes import composed
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -52,7 +53,6 @@ def test_weights_of_form_and_language_are_the_users():
 @pytest.fixture
 def dataset(tmp_path):
     """Builds verl's data set as verl does, from prompts by source."""
-    from transformers import AutoTokenizer
     from verl.utils.dataset.rl_dataset import get_dataset_class
 
     def made(rows, **changes):
@@ -60,7 +60,7 @@ def dataset(tmp_path):
         pd.DataFrame([{"data_source": source, "prompt": prompt} for source, prompt in rows]).to_parquet(file)
         config, _ = composed("srpo")
         data = OmegaConf.merge(OmegaConf.create(dict(config["data"])), changes)
-        tokenizer = AutoTokenizer.from_pretrained(build() / "model")
+        tokenizer = tokenizers.train([["1+2", "word"]])
         return get_dataset_class(data)(data_files=[str(file)], tokenizer=tokenizer, config=data)
 
     return made
@@ -82,6 +82,11 @@ def test_a_system_prompt_counts_where_verl_leaves_long_prompts_out(dataset):
     long = {"system_prompts": {"default": "word " * 100}, "filter_overlong_prompts": True}
     assert len(dataset([("math", ASKED)], **long)) == 0
     assert len(dataset([("math", ASKED)], filter_overlong_prompts=True)) == 1
+
+
+def test_a_data_set_without_any_system_prompt_says_which_key_to_set(dataset):
+    with pytest.raises(ConfigError, match=r"data\.system_prompts=None: is empty"):
+        dataset([("math", ASKED)], system_prompts=None)
 
 
 def test_the_model_was_warmed_up_with_the_recipes_system_prompt():
