@@ -21,12 +21,14 @@ def answer_of(text: str) -> str | None:
 
 
 def mixes_languages(text: str) -> bool:
-    """Whether more than 2 % of the letters are of another script than most. Greek letters are mathematics."""
-    scripts = Counter(
-        "LATIN" if letter.isascii() else unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha()
-    )
+    """Whether more than 2 % of the letters are of another script than most. Greek letters are mathematics; so are Latin
+    ones in a text of another script, which this does not know."""
+    letters = (letter for letter in text if letter.isalpha())
+    scripts = Counter("LATIN" if one.isascii() else unicodedata.name(one, "?").split()[0] for one in letters)
     del scripts["GREEK"], scripts["MATHEMATICAL"]
-    return bool(scripts) and scripts.most_common(1)[0][1] < (1 - _MIXED) * scripts.total()
+    for kana in ("HIRAGANA", "KATAKANA"):
+        scripts["CJK"] += scripts.pop(kana, 0)
+    return scripts.total() > 0 and scripts.most_common(1)[0][1] < (1 - _MIXED) * scripts.total()
 
 
 def compute_score(

@@ -75,6 +75,7 @@ def test_only_the_exact_value_in_its_form_is_accurate(answer, score, acc):
         ("the name \u674e is a word in a long sentence about the sum of all the angles of a triangle", False),
         ("the sum is \u56e0\u6b64\u7b54\u6848\u662f 5", True),
         ("\u56e0\u6b64\u7b54\u6848\u662f\u4e94", False),
+        ("\u7b54\u3048\u306f\u30bc\u30ed\u3067\u3059", False),  # Japanese has three scripts
         ("\u0441\u0443\u043c\u043c\u0430 is five", True),
     ],
 )
