@@ -55,8 +55,8 @@ test-clients: $(READY) $(FRAMEWORKS)/.ready $(CREWAI)/.ready $(NODE)/.ready ## p
 test-contract: $(READY) ## contracts with the installed verl, vLLM and Ray
 	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile $(HANGS)
 
-test-lending: $(READY) ## one real run in which a slice is lent and reclaimed in every step
-	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k in_every_step
+test-lending: $(READY) ## one real run in which a slice is lent and reclaimed
+	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k lent_between_steps
 
 test-e2e: $(READY) ## real verl, Ray and vLLM on the CPU
 	$(BIN)/python -m pytest tests/e2e -q -n 2 --dist worksteal
