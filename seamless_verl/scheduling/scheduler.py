@@ -122,7 +122,7 @@ class Scheduler:
         decision = status.lose(self.cluster.now, lost, reason, restartable=restartable)
         self._loans.slice_is_back(decision, status.slice.id, self.cluster)
         if restartable and status.repair is Repair.GIVEN_UP:
-            reason = f"{reason}; it stays out, having served after none of {status.restarts} restarts"
+            reason = f"{reason}; it stays out, having failed to wake {status.failed_wakes} times in a row"
         if Tag.ROLLOUT in status.slice.capabilities:
             self._issuer.say(FailOver(slice=status.slice.id, reason=reason))
         if holder is None or status.holder is not None:

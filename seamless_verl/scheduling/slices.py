@@ -210,7 +210,7 @@ class SwitchTimes:
         return min(list(measured)[-2:]) if measured else self.at_least.get(switch)
 
 
-RESTARTS = 3  # in a row: a slice that did not serve after so many will not after one more
+FAILED_WAKES = 3  # in a row: a slice that failed to wake so often will not wake after one more restart
 
 
 class Repair(Enum):
@@ -246,7 +246,7 @@ class SliceStatus:
         decision: number of the decision that lent it.
         interrupted: the drain under way does not wait for running requests.
         repair: how what it lost comes back.
-        restarts: since it last served.
+        failed_wakes: since it last served.
     """
 
     slice: Slice
@@ -261,7 +261,7 @@ class SliceStatus:
     decision: int | None = None
     interrupted: bool = False
     repair: Repair = Repair.NOT_NEEDED
-    restarts: int = 0
+    failed_wakes: int = 0
 
     @property
     def lent(self) -> bool:
@@ -307,7 +307,7 @@ class SliceStatus:
     def ready(self, at: float, version: int) -> None:
         self._move(Move.READY, at, "SliceReady")
         self.costs.end(self.slice.id, at)
-        self.version, self.restarts = version, 0
+        self.version, self.failed_wakes = version, 0
         self._settle()
 
     def drain(self, at: float, order: Order, *, interrupt: bool) -> None:
@@ -343,16 +343,18 @@ class SliceStatus:
         """Returns: the decision that had lent it."""
         usable = self.usable - lost
         whole = Tag.TRAIN in lost or not usable
+        self.failed_wakes += self.state is SliceState.WAKING
         self._move(Move.FAIL if whole else Move.LOSE_ROLLOUT, at, f"SliceFailed ({reason})")
         self.usable = frozenset() if whole else usable
         self.costs.abandon(self.slice.id, at)
-        self.repair = Repair.WANTED if restartable and self.restarts < RESTARTS else Repair.GIVEN_UP
+        hopeless = not whole and self.failed_wakes >= FAILED_WAKES  # the trainer can do without it
+        self.repair = Repair.WANTED if restartable and not hopeless else Repair.GIVEN_UP
         if self.state is not SliceState.TRAINING:
             self.holder = None
         return self._leave_rollout()
 
     def begin_restart(self, deadline: float) -> None:
-        self.repair, self.deadline, self.restarts = Repair.UNDER_WAY, deadline, self.restarts + 1
+        self.repair, self.deadline = Repair.UNDER_WAY, deadline
 
     def give_up(self) -> None:
         """Nobody restarts it any more."""

@@ -209,10 +209,8 @@ class SliceDriver:
             return []
         failed = self._replicas.interrupt(list(commands))
         drained = {s: number for s, number in commands.items() if s not in failed}
-        told: list[ev.Event] = []
-        if failed:
-            told += self._failures({s: commands[s] for s in failed}, next(iter(failed.values())))
-        told += self._requests()  # what the interrupted generations were worth belongs to this loan
+        lost = self._failures({s: commands[s] for s in failed}, next(iter(failed.values()))) if failed else []
+        told = [*lost, *self._requests()]  # what the interrupted generations were worth belongs to this loan
         return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
 
     def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:

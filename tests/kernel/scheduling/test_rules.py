@@ -10,8 +10,8 @@ from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
 from seamless_verl.scheduling.commands import Decision, Horizon, LookAgain, Proposal, Verb
-from seamless_verl.scheduling.policies import Greedy
-from seamless_verl.scheduling.slices import RESTARTS, InvalidTransition, Repair, SliceId, SliceState, Tag
+from seamless_verl.scheduling.policies import Greedy, SeamlessFlow
+from seamless_verl.scheduling.slices import FAILED_WAKES, InvalidTransition, Repair, SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, World, make_slice
 
 
@@ -350,15 +350,16 @@ def test_a_restart_that_failed_is_known_at_once_and_not_when_its_time_is_up() ->
 
 
 def test_a_lent_slice_that_can_never_load_its_weights_is_restarted_a_few_times_only() -> None:
-    world = world_of(a=BOTH, r=ROLLOUT)
-    for attempt in range(1, 8):
-        world.do(ev.SliceFailed(at=10.0 * attempt, slice=SliceId("a"), reason="no weights", lost=ROLLOUT))
-        if world.scheduler.cluster[SliceId("a")].repair is Repair.GIVEN_UP:
-            break
-        world.do(ev.SliceReturned(at=10.0 * attempt + 5, slice=SliceId("a")))
-    assert len(world.given(cm.RestartSlice)) == RESTARTS
-    last = world.given(cm.FailOver)[-1]
-    assert last.reason == "no weights; it stays out, having served after none of 3 restarts"
+    world = World(SeamlessFlow(), a=BOTH, r=ROLLOUT)
+    at = 1.0
+    while world.scheduler.cluster[SliceId("a")].repair is not Repair.GIVEN_UP and at < 100:
+        assert world.state("a") is SliceState.WAKING
+        world.do(ev.SliceFailed(at=at, slice=SliceId("a"), reason="no weights", lost=ROLLOUT))
+        if len(world.given(cm.RestartSlice)) == at:
+            world.do(ev.SliceReturned(at=at + 0.5, slice=SliceId("a")))
+        at += 1
+    assert len(world.given(cm.RestartSlice)) == FAILED_WAKES - 1
+    assert world.given(cm.FailOver)[-1].reason == "no weights; it stays out, having failed to wake 3 times in a row"
     world.do(groups(100.0, 8, 0))
     world.do(acquire(100.0))
     world.answer()

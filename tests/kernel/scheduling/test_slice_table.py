@@ -8,7 +8,7 @@ import pytest
 
 from seamless_verl.scheduling.slices import (
     ACTIVE_TAG,
-    RESTARTS,
+    FAILED_WAKES,
     TRANSITIONS,
     InvalidTransition,
     Move,
@@ -267,23 +267,42 @@ def test_a_restart_that_is_given_up_owes_nothing_any_more(begun: bool) -> None:
     )
 
 
-def test_a_slice_that_serves_after_no_restart_is_given_up_and_one_that_served_begins_anew() -> None:
+def fail_to_wake(status: SliceStatus, times: int, lost: frozenset[Tag] = ROLLOUT) -> None:
+    for attempt in range(times):
+        assert status.repair is Repair.NOT_NEEDED
+        status.lend(20.0 * attempt, order(attempt, 600.0), decision=4)
+        status.lose(20.0 * attempt + 1, lost, "refused", restartable=True)
+        if status.may_restart:
+            status.begin_restart(deadline=900.0)
+            status.restarted(20.0 * attempt + 2)
+
+
+def test_a_lent_slice_that_fails_to_wake_again_and_again_is_given_up_and_trains_on() -> None:
     status = a_slice()
-    for attempt in range(RESTARTS):
-        status.lose(attempt, ROLLOUT, "refused", restartable=True)
-        assert status.may_restart
-        status.begin_restart(deadline=900.0)
-        status.restarted(attempt + 0.5)
-    status.lend(4.0, order(1, 600.0), decision=4)
-    status.ready(5.0, version=0)
-    for attempt in range(6, 6 + RESTARTS):
-        status.lose(attempt, ROLLOUT, "refused", restartable=True)
-        status.begin_restart(deadline=900.0)
-        status.restarted(attempt + 0.5)
-        status.lend(attempt + 0.6, order(2, 600.0), decision=5)
-    assert status.restarts == RESTARTS
-    status.lose(20.0, ROLLOUT, "refused", restartable=True)
-    assert (status.repair, status.state, status.usable) == (Repair.GIVEN_UP, SliceState.IDLE, TRAIN), "it trains on"
+    fail_to_wake(status, FAILED_WAKES)
+    assert (status.repair, status.state, status.usable) == (Repair.GIVEN_UP, SliceState.IDLE, TRAIN)
+
+
+def test_a_slice_that_served_in_between_begins_to_count_anew() -> None:
+    status = a_slice()
+    fail_to_wake(status, FAILED_WAKES - 1)
+    status.lend(100.0, order(9, 600.0), decision=4)
+    status.ready(101.0, version=0)
+    status.lose(102.0, ROLLOUT, "killed", restartable=True)
+    status.begin_restart(deadline=900.0)
+    status.restarted(103.0)
+    fail_to_wake(status, FAILED_WAKES - 1)
+    assert status.repair is Repair.NOT_NEEDED
+
+
+def test_deaths_that_are_no_failed_wakes_and_slices_that_the_trainer_needs_are_restarted_for_ever() -> None:
+    asleep, whole = a_slice(), a_slice()
+    for attempt in range(2 * FAILED_WAKES):
+        asleep.lose(attempt, ROLLOUT, "killed", restartable=True)
+        asleep.begin_restart(deadline=900.0)
+        asleep.restarted(attempt + 0.5)
+    fail_to_wake(whole, 2 * FAILED_WAKES, BOTH)
+    assert asleep.repair is whole.repair is Repair.NOT_NEEDED
 
 
 def test_what_cannot_be_restarted_is_given_up_at_once() -> None:
