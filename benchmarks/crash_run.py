@@ -156,7 +156,7 @@ def run(kills: int, steps: int, sync: str) -> dict[str, Any]:
             "kills": killer.kills,
             "steps": figures["steps"],
             "restarts": sum("within an hour, from" in line for line in lines),
-            "replaced": sum("prompt groups are generated again" in line for line in lines),
+            "replaced": sum("prompt groups begin again" in line for line in lines),
             "again": sum(times - 1 for times in counts.values()),
             "unwritten": unwritten,
             "holes": missing - _BATCH * unwritten,

@@ -140,7 +140,8 @@ class ScriptedEngine:
 
     def _continued(self, begun: Generation, ids: list[int]) -> Generation:
         whole = PartialGeneration({}, None)
-        whole.begin(begun)
+        if whole.begin(begun):
+            return whole.generation()
         whole.add(scripted_generation(ids[len(begun.token_ids) :], first_version=9))
         return whole.generation()
 

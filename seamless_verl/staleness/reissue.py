@@ -1,4 +1,4 @@
-"""Which prompt groups die with a rollout worker, and which of them are generated again.
+"""Which prompt groups die with a rollout worker, and which of them begin again.
 
     issue ─► under way ─► ended                      a group is under way in one worker at a time
                 │
@@ -24,7 +24,7 @@ class Loss:
     """What a dead worker took along.
 
     Attributes:
-        again: groups to be generated again, in the order in which they were issued.
+        again: groups to begin again, in the order in which they were issued.
         hopeless: of these, groups that were lost `MOST_LOSSES` times; where there are some, the run is given up.
     """
 

@@ -135,13 +135,18 @@ class PartialGeneration:
 
     def begin(self, kept: Generation) -> bool:
         """Take over what an earlier holder of this answer had, as far as there is room; whether that is all."""
-        self.add(replace(kept, finish_reason=FinishReason.ABORTED))
-        end = self._end_of_stop(0)  # across a seam that its holder did not live to look at
+        is_whole = kept.finish_reason is FinishReason.STOP and len(kept.token_ids) <= self._most
+        self.add(kept if is_whole else replace(kept, finish_reason=FinishReason.ABORTED))
+        end = None if is_whole else self._end_of_stop(0)  # across a seam that its holder did not live to look at
         if end is not None:
             self._finish = FinishReason.STOP
-        self._cut(min(len(self.token_ids) if end is None else end, self._sampling.get("max_tokens", sys.maxsize)))
+        self._cut(min(len(self.token_ids) if end is None else end, self._most))
         self._num_handed_out = len(self.token_ids)
         return self._finish is not FinishReason.ABORTED
+
+    @property
+    def _most(self) -> int:
+        return int(self._sampling.get("max_tokens", sys.maxsize))
 
     def part(self, tokens: Generation) -> None:
         """The attempt under way has made these and goes on from them; in the end it repeats them."""
@@ -186,7 +191,7 @@ class PartialGeneration:
         if end is not None:
             self._cut(end)
             self._finish = FinishReason.STOP
-        elif is_interrupted and len(self.token_ids) >= self._sampling.get("max_tokens", len(self.token_ids) + 1):
+        elif is_interrupted and len(self.token_ids) >= self._most:
             self._finish = FinishReason.LENGTH
         return self._finish is not FinishReason.ABORTED
 

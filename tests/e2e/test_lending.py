@@ -125,7 +125,7 @@ def test_replicas_and_rollout_workers_that_are_killed_are_started_again_and_lose
     read_until(process, "slice rollouts/0 is back")
     (worker,) = machine.actors("NotifyingWorker")
     worker.kill()
-    read_until(process, "prompt groups are generated again")
+    read_until(process, "prompt groups begin again")
     code, output = finish(process)
     assert code == 0, output
     figures = summary(folder)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from seamless_verl.observe.recording import read_recording
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
 from seamless_verl.observe.token_signals import read as read_signals
+from seamless_verl.proxy.journal.turn_bytes import unpack
 from seamless_verl.run.environment import CPU_ENVIRONMENT
 from seamless_verl.run.supervisor import RUN_ID
 from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, moves
@@ -245,6 +247,15 @@ def requests_out(folder: Path) -> int:
     return written.count('"RequestStarted"') - written.count('"RequestEnded"')
 
 
+def answers_in(folder: Path, name: str) -> set[str]:
+    """Answers of sessions that are in a file beside the proxies."""
+    found = set()
+    for file in folder.glob(f"proxy/*/{name}"):
+        with contextlib.closing(sqlite3.connect(file)) as db:
+            found.update(unpack(body)[0].generation_id for (body,) in db.execute("SELECT body FROM turns"))
+    return found
+
+
 def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     timeline = machine.folder / "timeline.json"
     settings = ("trainer.total_training_steps=3", "data.val_max_samples=24", "seamless.scheduler.policy=predictive")
@@ -252,14 +263,15 @@ def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     process = machine.start("+recipe=swe", *settings, f"ray_kwargs.timeline_json_file={timeline}")
     said = read_until(process, "validation after step 0")
     (folder,) = machine.runs()
-    while requests_out(folder) < 8:
+    while requests_out(folder) < 8 or not (answered := answers_in(folder, "journal.sqlite")):
         time.sleep(0.05)
     (worker,) = machine.actors("NotifyingWorker")
     worker.kill()  # with its agents, in the midst of their attempts
     code, rest = finish(process)
     output = "".join(said) + rest
     assert code == 0, output
-    assert "prompt groups are generated again" in output
+    assert "prompt groups begin again" in output
+    assert answered & answers_in(folder, "kept.sqlite"), "the agents that made their attempts again were given them"
     assert {event["cat"] for event in json.loads(timeline.read_text())}, "as verl's own entry point writes it"
     figures = summary(folder)
     assert figures["steps"] == 3

@@ -15,7 +15,7 @@ import json
 import logging
 import sqlite3
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,6 +70,9 @@ class SqliteJournal:
         path: the file; made if missing.
         durable: also survive the loss of power.
 
+    Attributes:
+        earlier: answers that another session left to one; called by the journal's thread.
+
     Raises:
         ConfigError: the file cannot be used.
     """
@@ -77,6 +80,7 @@ class SqliteJournal:
     can_load = True
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self.earlier: Callable[[Session], Sequence[UnfinishedPart]] | None = None
         self._path = path
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._waiting: list[tuple[list[_Statement], asyncio.Future[None]]] = []
@@ -92,6 +96,7 @@ class SqliteJournal:
         spec = json.dumps(asdict(session.spec))
         values = (session.id, session.key_digest, session.opened_at, spec, session.state.value, _rewards(session))
         await self._write([(_OPENED, values)])
+        await self._take_over(session)
 
     async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
         statements: list[_Statement] = [(_APPENDED, (session_id, pack(*turn))) for turn in turns]
@@ -160,12 +165,13 @@ class SqliteJournal:
         loop = asyncio.get_running_loop()
         try:
             images, bodies = await loop.run_in_executor(self._thread, read_turns, self._db, session.id)
-            parts = await loop.run_in_executor(self._thread, _read_unfinished, self._db, session.id)
+            parts = await loop.run_in_executor(self._thread, read_unfinished, self._db, session.id)
         except sqlite3.Error as error:
             raise JournalFailed(f"{type(error).__name__}: {error}") from error
         for image in images:
             session.images.add(image)
         restore(session, bodies)
+        await self._take_over(session)
         for part in parts:
             session.unfinished.add(part)
             self._unfinished.add((session.id, part.answer))
@@ -176,6 +182,13 @@ class SqliteJournal:
             await self._writer
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
+
+    async def _take_over(self, session: Session) -> None:
+        if self.earlier is None:
+            return
+        for part in await asyncio.get_running_loop().run_in_executor(self._thread, self.earlier, session):
+            if not session.tree.has(part.answer):
+                session.unfinished.add(part)
 
     def _unusable(self, error: Exception) -> ConfigError:
         fix = "name another file, or mend this one (sqlite3 FILE .recover saves what can be read)"
@@ -282,7 +295,7 @@ def read_turns(db: sqlite3.Connection, session_id: str) -> tuple[list[StoredImag
     ], bodies
 
 
-def _read_unfinished(db: sqlite3.Connection, session_id: str) -> list[UnfinishedPart]:
+def read_unfinished(db: sqlite3.Connection, session_id: str) -> list[UnfinishedPart]:
     """Parts in their order; one that is damaged ends what is known of its answer."""
     rows = db.execute("SELECT answer, start, body FROM unfinished WHERE session_id = ? ORDER BY 1, 2", (session_id,))
     parts = []

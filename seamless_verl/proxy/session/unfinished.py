@@ -1,9 +1,10 @@
-"""Answers of a session that are not finished: what the journal knows of them, for whoever asks the same again.
+"""Answers of a session that nobody got: what the journal knows of them, for whoever asks the same again.
 
 ::
 
     engine ─news─▶ kept here and in the journal ─▶ recorded as a whole: forgotten
                      └ its attempt failed, or the process died ─▶ claimed by the next attempt at the request
+    answers of a dead rollout worker's agents (`left_sessions`) ──┘
 
 Invariant: what is claimed has the prompt that it was generated for, token for token; nobody else has it meanwhile.
 """
@@ -13,14 +14,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from seamless_verl.trajectory.generation import Generation, PartialGeneration
+from seamless_verl.trajectory.generation import FinishReason, Generation, PartialGeneration
 
 _MOST = 64  # answers of one session; those that were given up long ago leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedPart:
-    """Tokens that an unfinished answer got.
+    """Tokens that an answer got; all of them, where they end with a finish reason.
 
     Attributes:
         answer: the generation's id, which whoever goes on with it keeps.
@@ -54,9 +55,11 @@ class UnfinishedAnswers:
             return
         partial.begin(part.tokens)
         self._known[part.answer] = first, partial
-        if len(self._known) > _MOST:
-            oldest = next((answer for answer in self._known if answer not in self._claimed), part.answer)
-            del self._known[oldest]
+        unfinished = [
+            name for name, (first, _) in self._known.items() if first.tokens.finish_reason is FinishReason.ABORTED
+        ]
+        if len(unfinished) > _MOST:
+            del self._known[next((name for name in unfinished if name not in self._claimed), part.answer)]
 
     def more(self, answer: str, digest: bytes, prompt: bytes, tokens: Generation) -> UnfinishedPart:
         """The engine has more of an answer: as a part, to be written down."""

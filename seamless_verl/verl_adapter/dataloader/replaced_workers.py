@@ -1,10 +1,11 @@
-"""verl's manager of rollout workers, which replaces one that died and has its prompt groups generated again.
+"""verl's manager of rollout workers, which replaces one that died and has its prompt groups begin again.
 
     generate_sequences ─► worker ─► dies ─► (noticed) replace ─► its places at the router, its rows are cleared
                              ▲                   │
                              └── its groups ◄────┘  those that have not ended, to the worker in its place
 
-verl 0.9.1 starts its workers once. What is decided stands in `staleness.reissue`. Invariant: the groups of a worker are
+verl 0.9.1 starts its workers once. What is decided stands in `staleness.reissue`. The proxy beside the new worker gives
+its agents the answers that the dead ones had (`proxy.journal.left_sessions`). Invariant: the groups of a worker are
 handed out again only once its process is gone and the rows that it wrote of them are cleared.
 """
 
@@ -57,7 +58,7 @@ class ReplacingManager(AgentLoopManagerTQ):
             self.replace(worker, error)
 
     def replace(self, dead: Any, error: RayActorError) -> Any:
-        """Start another worker in place of ``dead``, unless that was done, and have its groups generated again.
+        """Start another worker in place of ``dead``, unless that was done, and have its groups begin again.
 
         Returns:
             Who is in its place now.
@@ -86,7 +87,7 @@ class ReplacingManager(AgentLoopManagerTQ):
             if rows:
                 tq.kv_clear(keys=rows, partition_id=partition)
         worker = self.agent_loop_workers[rank] = self._start(rank)
-        self.say(f"{story}; {len(loss.again)} prompt groups are generated again")
+        self.say(f"{story}; {len(loss.again)} prompt groups begin again, and agents get the answers that were recorded")
         chunks: dict[int, tuple[TensorDict, list[int]]] = {}
         for group in loss.again:
             chunk, row = self._prompts[group]

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.engines.remote_engine import EngineHost, RemoteEngine
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.journal.kept_sessions import KeepingJournal
+from seamless_verl.proxy.journal.left_sessions import LeftSessions, leave
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.store import SessionStore
@@ -126,13 +128,15 @@ class ProxyActor:
         owner: address of the rollout worker's `EngineHost`.
         journal: file of the journal, on this node.
         keep_bytes: of sessions that are over and kept beside it; 0: none.
+        began: when the owner did (`time.time`).
     """
 
-    def __init__(self, settings: ShardSettings, owner: str, journal: Path, keep_bytes: int) -> None:
+    def __init__(self, settings: ShardSettings, owner: str, journal: Path, keep_bytes: int, began: float) -> None:
         self._settings = settings
         self._owner = owner
         self._journal = journal
         self._keep_bytes = keep_bytes
+        self._began = began
 
     async def serve(self) -> None:
         """Serve until the owner is gone.
@@ -147,6 +151,7 @@ class ProxyActor:
                 else SqliteJournal(self._journal)
             )
             sessions = SessionStore()
+            journal.earlier = LeftSessions(self._journal, before=self._began).of
             journal.resume(sessions)
             engine, listener = await RemoteEngine.connect(self._owner)
             deps = replace(self._settings.deps(engine, *self._settings.text_side()), journal=journal, sessions=sessions)
@@ -166,8 +171,8 @@ class ActorProxy:
 
     Args:
         engine: belongs to this process, and is asked from the actor.
-        folder: of the journal, on this node's own disk; removed in the end where it is not the run's. An earlier
-            process's journal is removed first, since its sessions have nobody left who waits for them.
+        folder: of the journal, on this node's own disk; removed in the end where it is not the run's. What a dead
+            worker's agents were answered, whose place this one takes, is given to those that make their attempts again.
         keep_bytes: of sessions that are over and kept there, also those of an earlier process; 0: none.
 
     Attributes:
@@ -182,13 +187,12 @@ class ActorProxy:
         self._engine = EngineHost(engine, self._listener)
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_JOURNAL}*"):
-            left.unlink()
+        leave(folder / _JOURNAL)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
         actor_class: Any = ray.remote(ProxyActor)
         self._actor: ActorHandle[ProxyActor] = actor_class.options(**options).remote(
-            settings, self._engine.address, folder / _JOURNAL, keep_bytes
+            settings, self._engine.address, folder / _JOURNAL, keep_bytes, time.time()
         )
         self._serving: asyncio.Future[None] | None = None
 

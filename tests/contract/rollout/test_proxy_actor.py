@@ -23,6 +23,7 @@ import ray
 from seamless_verl.errors import SeamlessError
 from seamless_verl.machine import journal_folder
 from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.engine import FinishReason
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.verl_adapter.rollout.proxy_actor import ShardSettings
 from seamless_verl.verl_adapter.rollout.proxy_shard import ActorProxy
@@ -124,6 +125,27 @@ async def test_a_killed_proxy_comes_back_at_its_address_and_sessions_go_on(
     assert list(row.token_ids[: len(sent)]) == sent
     assert [history[at]["content"] for at in (1, 3, 5)] == ["answer 1", "answer 3", "answer 5"]
     await admin.close()
+
+
+async def test_the_next_workers_agents_are_given_what_those_of_the_dead_one_were(
+    cluster: None, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    spec = SessionSpec(group="prompt", index=1, max_tokens=1000)
+    for is_dead in (True, False):
+        proxy = ActorProxy(_settings(engine.tokenizer), engine, "127.0.0.1", 0, tmp_path / "worker_0")
+        admin = ProxyAdmin(proxy.base_url, "admin")
+        await proxy.start(admin)
+        session = await admin.open_session(spec)
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60) as agent:
+            await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        if not is_dead:
+            assert (await admin.close_session(session.id, 1.0)).audit.is_clean
+        await admin.close()
+        await proxy.close()
+    first, again = engine.requests
+    assert first.begun is None
+    assert again.begun is not None
+    assert again.begun.finish_reason is FinishReason.STOP, "nothing is generated"
 
 
 async def test_a_proxy_that_cannot_start_says_why(cluster: None, engine: ScriptedEngine, tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.proxy.session.unfinished import UnfinishedAnswers, UnfinishedPart
-from seamless_verl.trajectory.generation import Generation
+from seamless_verl.trajectory.generation import FinishReason, Generation
 from tests.fakes import scripted_generation
 
-TOKENS = scripted_generation(range(100, 130), num_versions=3)
+TOKENS = scripted_generation(range(100, 130), num_versions=3, finish=FinishReason.ABORTED)
 ASKED, PROMPT = b"request", b"prompt"
 
 
@@ -77,3 +77,16 @@ def test_what_was_given_up_long_ago_leaves_and_what_somebody_holds_stays() -> No
     assert answers.num_tokens <= 64 * len(TOKENS.token_ids)
     answers.release("held", is_over=False)
     assert answers.claim(ASKED, PROMPT, new="a")[0] == "held"
+
+
+def test_whole_answers_of_a_dead_workers_agents_wait_to_be_asked_for_however_many_there_are() -> None:
+    answers, whole = UnfinishedAnswers(), replace(TOKENS, finish_reason=FinishReason.STOP)
+    for number in range(100):
+        digest = f"{number}".encode()
+        answers.add(UnfinishedPart(answer=f"{number}", digest=digest, prompt=PROMPT, start=0, tokens=whole))
+    for number in range(100):
+        answers.more(f"begun {number}", b"other", PROMPT, TOKENS)
+    for number in range(100):
+        answer, begun = answers.claim(f"{number}".encode(), PROMPT, new="new")
+        assert begun is not None
+        assert (answer, begun.finish_reason) == (f"{number}", FinishReason.STOP)

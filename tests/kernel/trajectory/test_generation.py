@@ -232,6 +232,17 @@ def _hand_out(partial: PartialGeneration, handed: PartialGeneration) -> None:
         handed.begin(news)
 
 
+def test_a_whole_answer_is_taken_over_as_it_was() -> None:
+    whole = _attempt([0, 1, 2], 0, {"max_tokens": 9}, version=1, patience=None)
+    assert whole.finish_reason is FinishReason.STOP
+    partial = PartialGeneration({"max_tokens": 9, "stop": [_decode([1])]}, _decode)
+    assert partial.begin(whole), "its holder has looked for stop strings"
+    assert replace(partial.generation(), alternatives=()) == whole
+    cut = PartialGeneration({"max_tokens": 2}, _decode)
+    assert cut.begin(whole)
+    assert (cut.generation().token_ids, cut.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)
+
+
 def test_who_goes_on_with_more_than_there_is_room_for_has_all() -> None:
     partial = PartialGeneration({"max_tokens": 2}, None)
     assert partial.begin(_attempt([0, 1, 0], 0, {"max_tokens": 9}, version=1, patience=3))
