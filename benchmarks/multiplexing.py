@@ -9,8 +9,9 @@ lent slice without a request counts as idle, too.
 policy loses by them, and that it stops lending where a switch costs more than it brings. ``--layers 8`` makes the model
 four times as deep: with the recipe's two layers much of both cores goes to everything around the engines, and a
 trainer's idle core is not idle. ``--trainers 4`` gives the trainer so many slices, all of them lendable, which share
-the cores in turn; the rollout-only replica keeps the second one. A whole measurement takes half an hour;
-``--resume FILE --minutes 8`` takes it in pieces. ``--keep FOLDER`` keeps the folders of the runs, which
+the cores in turn; the rollout-only replica keeps the second one. verl's systems with ``, waiting`` bound the age of
+samples as ours do, to one version: they wait for prompts that would become older. A whole measurement takes half an
+hour; ``--resume FILE --minutes 8`` takes it in pieces. ``--keep FOLDER`` keeps the folders of the runs, which
 ``benchmarks.live_order`` replays.
 """
 
@@ -47,14 +48,21 @@ _VERL = [
 
 
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
+_WAITING = ", waiting"
+_SEPARATE = [*_VERL, "actor_rollout_ref.hybrid_engine=false"]
+_SWITCHING = [*_VERL, "actor_rollout_ref.hybrid_engine=true", _SWITCH]
+# A trajectory may span two versions, so its first token is one version old at most.
+_BOUND = ["trainer.v1.sampler.max_off_policy_threshold=2", "trainer.v1.sampler.max_off_policy_strategy=wait"]
 SYSTEMS: Mapping[str, list[str]] = {
-    "verl separate_async": [*_VERL, "actor_rollout_ref.hybrid_engine=false"],
-    "verl enable_switch": [*_VERL, "actor_rollout_ref.hybrid_engine=true", _SWITCH],
+    "verl separate_async": _SEPARATE,
+    "verl enable_switch": _SWITCHING,
+    f"verl separate_async{_WAITING}": [*_SEPARATE, *_BOUND],
+    f"verl enable_switch{_WAITING}": [*_SWITCHING, *_BOUND],
     "ours apart": [],
     "ours greedy": ["seamless.scheduler.policy=greedy"],
     "ours predictive": ["seamless.scheduler.policy=predictive"],
 }
-_APART = ("verl separate_async", "ours apart")  # nothing is lent
+_APART = ("verl separate_async", f"verl separate_async{_WAITING}", "ours apart")  # nothing is lent
 
 
 def _slices(system: str, trainers: int) -> list[str]:
@@ -122,7 +130,7 @@ def run(
     """
     overrides = [*SYSTEMS[system], *_slices(system, trainers)]
     with tempfile.TemporaryDirectory(prefix="mux-") as temporary:
-        folder = Path(temporary) / "run" if keep is None else keep / f"{system.replace(' ', '-')}-{seed + 1}"
+        folder = Path(temporary) / "run" if keep is None else keep / f"{re.sub('[, ]+', '-', system)}-{seed + 1}"
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -317,19 +325,27 @@ def _by_system(found: Mapping[str, list[Measured]], medians: Mapping[str, float]
     return records
 
 
-def _records(found: Mapping[str, list[Measured]], *, negative: bool, dear: bool) -> list[Record]:
-    """Every system by itself, then the comparisons for which both sides were run."""
-    medians = {system: statistics.median([one.mean_s for one in runs]) for system, runs in found.items()}
-    records = _by_system(found, medians, negative=negative)
-    theirs = [system for system in found if system.startswith("verl")]
+def _beside(found: Mapping[str, list[Measured]], theirs: list[str], which: str) -> list[Record]:
+    """Ours against the best of some of verl's, round by round."""
+    records = []
     for system in ("ours greedy", "ours predictive"):
         if system in found and theirs:
             rounds = zip(*(found[other] for other in (system, *theirs)), strict=True)
             ratios = [min(other.mean_s for other in others) / own.mean_s for own, *others in rounds]
             ratio, worst = statistics.median(ratios), min(ratios)
-            name = f"{system}, speed relative to verl's best of a round"
+            name = f"{system}, speed relative to verl's best of a round{which}"
             records.append(Record(name=name, value=ratio, unit="x", bar=">= 1.15", holds=ratio >= 1.15))
             records.append(Record(name="  in its worst round", value=worst, unit="x", bar="> 1", holds=worst > 1))
+    return records
+
+
+def _records(found: Mapping[str, list[Measured]], *, negative: bool, dear: bool) -> list[Record]:
+    """Every system by itself, then the comparisons for which both sides were run."""
+    medians = {system: statistics.median([one.mean_s for one in runs]) for system, runs in found.items()}
+    records = _by_system(found, medians, negative=negative)
+    verls = [system for system in found if system.startswith("verl")]
+    records += _beside(found, [system for system in verls if not system.endswith(_WAITING)], "")
+    records += _beside(found, [system for system in verls if system.endswith(_WAITING)], " at the same bound")
     for system in ("ours greedy", "ours predictive"):
         if "ours apart" in medians and system in medians:
             loss = medians[system] / medians["ours apart"] - 1

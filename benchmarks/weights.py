@@ -3,7 +3,7 @@
 Two real replicas (verl's server and worker, vLLM's engine) with so many requests between them; a new one begins when
 one ends. Both ways get the same weights from the same shared memory and take turns on the same replicas; what stands
 for the trainer holds weights on the host. Clients send an interrupted request again at once (verl's own client sleeps
-for a second).
+for a second). Between them come turns without an update, which show what the pace does by itself.
 
 * wait      of whoever publishes
 * lost      tokens that were not generated in the seconds around an update, against the pace before it
@@ -37,7 +37,7 @@ _RUNNING = (8, 32, 64)
 PROMPT, _SHORTEST, _LONGEST = 128, 150, 400
 _SEATS, VOCABULARY = 64, 512
 _BEFORE_S, _AFTER_S = 2.0, 2.5  # in which the pace is taken, and in which what is missing is counted
-WAYS = ("together", "refill", "keep")
+WAYS = ("nothing", "together", "refill", "keep")
 
 
 class Publisher:
@@ -127,7 +127,9 @@ class Replicas:
         self._version = 0
 
     def update(self, way: str) -> float:
-        """A new version for both; seconds that the trainer waits."""
+        """A new version for both, or ``nothing``; seconds that the trainer waits."""
+        if way == "nothing":
+            return 0.0
         self._version += 1
         began = time.perf_counter()
         manager = self._verls if way == "together" else self._ours[way]
@@ -224,7 +226,9 @@ def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Recor
         return statistics.median(one[figure] for one in found[way])
 
     records = []
-    for way in WAYS:
+    lost = median("nothing", "lost")
+    records.append(Record(name=f"{running} requests, no update: tokens lost", value=lost, unit=""))
+    for way in WAYS[1:]:
         name = {"together": "verl's stop", "refill": "rolling, refill", "keep": "rolling, keep"}[way]
         wait, verls = median(way, "wait_s"), median("together", "wait_s")
         ours = way != "together"
@@ -269,6 +273,7 @@ def small_model(folder: Path, **shape: int) -> Path:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=int, default=20, help="of each way and number of requests")
+    parser.add_argument("--running", type=int, nargs="+", default=_RUNNING, metavar="N", help="requests under way")
 
 
 def main() -> int:
@@ -289,12 +294,12 @@ def main() -> int:
                 replicas.update(way)
             for replica in replicas.replicas:
                 ray.get(replica.server_handle.__ray_call__.remote(count_frames))
-            for running in _RUNNING:
+            for running in options.running:
                 taken = found[running] = {way: [] for way in WAYS}
                 with load(replicas, running):
                     time.sleep(_BEFORE_S)
                     for turn in range(2 if options.quick else options.updates):
-                        for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
+                        for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
                             taken[way].append(measured(replicas, way))
                 print(f"{running} requests: {len(taken['keep'])} updates of each way", flush=True)
             replicas.close()

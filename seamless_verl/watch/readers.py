@@ -29,8 +29,8 @@ from seamless_verl.observe import token_signals
 from seamless_verl.observe.reporter import read_records
 from seamless_verl.observe.token_signals import TokenSignals
 from seamless_verl.proxy.calls import Answer
-from seamless_verl.proxy.journal.sqlite_journal import read_sessions, read_turns, restore
-from seamless_verl.proxy.journal.turn_bytes import VERSION, Damaged, unpack
+from seamless_verl.proxy.journal.sqlite_journal import check_format, read_sessions, read_turns, restore
+from seamless_verl.proxy.journal.turn_bytes import Damaged, unpack
 from seamless_verl.proxy.session.sessions import TASK, Session, SessionState
 from seamless_verl.trajectory.generation import FinishReason, TrajectoryError
 from seamless_verl.trajectory.tree import SessionTree
@@ -305,9 +305,7 @@ def journal(file: Path, scratch: Path) -> Iterator[sqlite3.Connection]:
             shutil.copy(source, scratch / f"copied{source.name.removeprefix(file.stem)}")
         db = _open(scratch / f"copied{file.suffix}", "mode=rwc")
     try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version != VERSION:
-            raise sqlite3.DatabaseError(f"it was written in format {version}, this installation reads {VERSION}")
+        check_format(db)
         db.text_factory = _text
         yield db
     finally:

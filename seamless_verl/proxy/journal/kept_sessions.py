@@ -19,7 +19,7 @@ import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from seamless_verl.proxy.journal.sqlite_journal import SCHEMA, SqliteJournal
+from seamless_verl.proxy.journal.sqlite_journal import SCHEMA, SqliteJournal, check_format
 from seamless_verl.proxy.journal.turn_bytes import VERSION
 
 KEPT = "kept.sqlite"
@@ -98,9 +98,7 @@ class _KeptFile:
             journal.with_name(KEPT), isolation_level=None, check_same_thread=False, timeout=_BUSY_S
         )
         try:
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, VERSION):
-                raise sqlite3.DatabaseError(f"{KEPT} was written in format {version}, this is format {VERSION}")
+            check_format(self._db, may_be_new=True)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)

@@ -22,8 +22,8 @@ from contextlib import closing
 from pathlib import Path
 
 from seamless_verl.proxy.journal.kept_sessions import KEPT
-from seamless_verl.proxy.journal.sqlite_journal import read_sessions, read_turns, read_unfinished
-from seamless_verl.proxy.journal.turn_bytes import VERSION, Damaged, unpack
+from seamless_verl.proxy.journal.sqlite_journal import check_format, read_sessions, read_turns, read_unfinished
+from seamless_verl.proxy.journal.turn_bytes import Damaged, unpack
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.trajectory.generation import Generation
@@ -112,9 +112,7 @@ def _open(file: Path) -> sqlite3.Connection:
     """
     db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
     try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version != VERSION:
-            raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {VERSION}")
+        check_format(db)
     except sqlite3.Error:
         db.close()
         raise

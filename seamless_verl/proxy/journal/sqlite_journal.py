@@ -223,13 +223,22 @@ class SqliteJournal:
                     done.set_exception(problem)
 
 
+def check_format(db: sqlite3.Connection, *, may_be_new: bool = False) -> None:
+    """Refuse a file that another version of this program wrote.
+
+    Raises:
+        sqlite3.DatabaseError: it did, or the file is no database.
+    """
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version != VERSION and not (may_be_new and version == 0):
+        raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {VERSION}")
+
+
 def _connect(path: Path, durable: bool) -> sqlite3.Connection:
     # Used by the journal's own thread only; the check would also forbid closing it from there at shutdown.
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {VERSION}")
+        check_format(db, may_be_new=True)
         mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise sqlite3.OperationalError(f"no write-ahead log can be kept there (journal_mode is {mode})")
