@@ -74,7 +74,7 @@ class GenerationRequest:
         on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never
             calls it. What the call returns in the end repeats all of them.
         begun: what an earlier holder of this answer had of it; the engine goes on from there, and returns the whole.
-            With ``FinishReason.STOP`` it is the whole.
+            It is the whole where its finish reason is not ``ABORTED`` and the budget has room for it.
         on_kept: takes those beyond ``begun`` that survive whoever holds the answer, once they do: where the engine was
             interrupted, under the trainer also after every so many tokens. The rest comes with the whole.
     """

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 MOST_LOSSES = 3
 """A group that is lost as often probably kills its workers itself, and a worker that loses all of its groups as often
 does not start."""
+SUCCESSOR = "successor-"
+"""In the name of a worker in the place of one that died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ class PartialGeneration:
 
     def begin(self, kept: Generation) -> bool:
         """Take over what an earlier holder of this answer had, as far as there is room; whether that is all."""
-        is_whole = kept.finish_reason is FinishReason.STOP and len(kept.token_ids) <= self._most
+        is_whole = kept.finish_reason is not FinishReason.ABORTED and len(kept.token_ids) <= self._most
         self.add(kept if is_whole else replace(kept, finish_reason=FinishReason.ABORTED))
         end = None if is_whole else self._end_of_stop(0)  # across a seam that its holder did not live to look at
         if end is not None:

@@ -247,12 +247,13 @@ def requests_out(folder: Path) -> int:
     return written.count('"RequestStarted"') - written.count('"RequestEnded"')
 
 
-def answers_in(folder: Path, name: str) -> set[str]:
-    """Answers of sessions that are in a file beside the proxies."""
+def answers_in(folder: Path, name: str, since: float = 0.0) -> set[str]:
+    """Answers of sessions that are in a file beside the proxies and were opened since then."""
     found = set()
+    of_sessions = "SELECT body FROM turns JOIN sessions ON sessions.id = session_id WHERE opened_at >= ?"
     for file in folder.glob(f"proxy/*/{name}"):
         with contextlib.closing(sqlite3.connect(file)) as db:
-            found.update(unpack(body)[0].generation_id for (body,) in db.execute("SELECT body FROM turns"))
+            found.update(unpack(body)[0].generation_id for (body,) in db.execute(of_sessions, (since,)))
     return found
 
 
@@ -266,12 +267,15 @@ def test_agents_train_a_model_end_to_end_although_their_worker_dies(machine):
     while requests_out(folder) < 8 or not (answered := answers_in(folder, "journal.sqlite")):
         time.sleep(0.05)
     (worker,) = machine.actors("NotifyingWorker")
+    killed_at = time.time()
     worker.kill()  # with its agents, in the midst of their attempts
     code, rest = finish(process)
     output = "".join(said) + rest
     assert code == 0, output
     assert "prompt groups begin again" in output
-    assert answered & answers_in(folder, "kept.sqlite"), "the agents that made their attempts again were given them"
+    assert answered & answers_in(folder, "kept.sqlite", killed_at), (
+        "the agents that made their attempts again were given them"
+    )
     assert {event["cat"] for event in json.loads(timeline.read_text())}, "as verl's own entry point writes it"
     figures = summary(folder)
     assert figures["steps"] == 3

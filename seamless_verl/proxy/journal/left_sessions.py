@@ -2,14 +2,16 @@
 
 ::
 
-    worker dies ─▶ `leave`: what its journal has of open sessions is copied to left.sqlite
+    worker dies ─▶ `make_way`: its journal is copied to left.sqlite
         └─▶ its groups begin again ─▶ a session per attempt ─▶ `LeftSessions.of`: the answers that the dead worker's had
                                                                   └─ its requests claim them like unfinished ones
 
-Attempts that were over, in a group that was not, are found in kept.sqlite. An agent that asks what the dead one asked
-is answered the same, token for token, and its unfinished answer goes on; whatever it asks otherwise is generated.
+Attempts that were over, in a group that was not, are found in kept.sqlite, where the journal's list of forgotten
+sessions names them. An agent that asks what the dead one asked is answered the same, token for token, and its
+unfinished answer goes on; whatever it asks otherwise is generated.
 
-Invariant: a session hands over to one other, of the same attempt; what nobody asks for again is in no row.
+Invariant: a session hands over to one other, of the same attempt under the same reservation in the same life of a run;
+what nobody asks for again is in no row.
 """
 
 from __future__ import annotations
@@ -31,38 +33,49 @@ from seamless_verl.trajectory.generation import Generation
 LEFT = "left.sqlite"
 _log = logging.getLogger(__name__)
 _BUSY_S = 5.0
+_UNREADABLE = (sqlite3.Error, ValueError, TypeError, KeyError)
 
 
-def leave(journal: Path) -> None:
-    """Move a dead process's journal out of the way of the next one's; that of the process before it goes."""
+def make_way(journal: Path, *, is_successor: bool) -> None:
+    """Remove what an earlier process left where the next one's journal will be.
+
+    Args:
+        is_successor: of a worker that died in this life of the run, whose journal is copied first. If that one had not
+            come to write any, what its own predecessor left still counts.
+    """
     left = journal.with_name(LEFT)
-    _remove(left)
-    if journal.exists():
+    if not is_successor:
+        _remove(left)
+    elif journal.is_file():
         try:
             with closing(_open(journal)) as dead, closing(sqlite3.connect(left)) as copy:
                 dead.backup(copy)  # its process may still have it open
         except sqlite3.Error as error:
-            _log.warning("what a dead worker's agents were answered is generated again: %s: %s", journal, error)
+            _tell(journal, error)
             _remove(left)
     _remove(journal)
 
 
 class LeftSessions:
-    """Those beside a journal, by attempt.
+    """Those beside a journal, by attempt."""
 
-    Args:
-        before: when the process began that goes on; sessions since then are its own.
-    """
-
-    def __init__(self, journal: Path, *, before: float) -> None:
+    def __init__(self, journal: Path) -> None:
         self._heirs: dict[str, str] = {}
         self._known: dict[tuple[str, int], tuple[Path, str]] = {}
-        left = journal.with_name(LEFT)
-        for file in (journal.with_name(KEPT), left) if left.exists() else ():
-            try:
-                self._known.update(_attempts(file, before))
-            except sqlite3.Error as error:
-                _tell(file, error)
+        left, kept = journal.with_name(LEFT), journal.with_name(KEPT)
+        if not left.exists():
+            return
+        try:
+            with closing(_open(left)) as db:
+                forgotten = {name for (name,) in db.execute("SELECT id FROM gone")}
+                were_open = dict(_attempts(db, left, "open"))
+            if kept.exists():
+                with closing(_open(kept)) as db:
+                    were_over = _attempts(db, kept, "closed")
+                    self._known.update(found for found in were_over if found[1][1] in forgotten)
+            self._known |= were_open
+        except _UNREADABLE as error:
+            _tell(left, error)
 
     def of(self, heir: Session) -> list[UnfinishedPart]:
         """What the earlier session of an attempt was answered, in order, then what it had of unfinished answers."""
@@ -72,23 +85,22 @@ class LeftSessions:
         try:
             with closing(_open(file)) as db:
                 same = [session for session in read_sessions(db, name) if session.spec == heir.spec]
-                return [*_whole(read_turns(db, name)[1]), *read_unfinished(db, name)] if same else []
-        except sqlite3.Error as error:
+                return [*_answers(read_turns(db, name)[1]), *read_unfinished(db, name)] if same else []
+        except _UNREADABLE as error:
             _tell(file, error)
             return []
 
 
-def _attempts(file: Path, before: float) -> Iterator[tuple[tuple[str, int], tuple[Path, str]]]:
-    """The latest session of each attempt comes last."""
-    with closing(_open(file)) as db:
-        sessions = db.execute("SELECT id, spec FROM sessions WHERE opened_at < ? ORDER BY opened_at", (before,))
-        for name, told in sessions.fetchall():
-            spec = json.loads(told)
-            yield (spec["group"], spec["index"]), (file, name)
+def _attempts(db: sqlite3.Connection, file: Path, state: str) -> Iterator[tuple[tuple[str, int], tuple[Path, str]]]:
+    """Sessions in this state; of an attempt the latest comes last."""
+    sessions = db.execute("SELECT id, spec FROM sessions WHERE state = ? ORDER BY opened_at", (state,))
+    for name, told in sessions:
+        spec = json.loads(told)
+        yield (spec["group"], spec["index"]), (file, name)
 
 
-def _whole(bodies: Sequence[bytes]) -> Iterator[UnfinishedPart]:
-    """Answers as parts that lack nothing, up to the first that is damaged."""
+def _answers(bodies: Sequence[bytes]) -> Iterator[UnfinishedPart]:
+    """Recorded answers as parts that lack nothing, up to the first that is damaged."""
     for body in bodies:
         try:
             record, entry, answer = unpack(body)
@@ -121,8 +133,9 @@ def _open(file: Path) -> sqlite3.Connection:
 
 def _remove(file: Path) -> None:
     for there in file.parent.glob(f"{file.name}*"):
-        there.unlink(missing_ok=True)
+        if there.is_file():
+            there.unlink()
 
 
-def _tell(file: Path, error: sqlite3.Error) -> None:
+def _tell(file: Path, error: Exception) -> None:
     _log.warning("what a dead worker's agents were answered is generated again: %s: %s", file, error)

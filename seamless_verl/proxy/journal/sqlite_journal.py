@@ -96,7 +96,8 @@ class SqliteJournal:
         spec = json.dumps(asdict(session.spec))
         values = (session.id, session.key_digest, session.opened_at, spec, session.state.value, _rewards(session))
         await self._write([(_OPENED, values)])
-        await self._take_over(session)
+        for part in await self._earlier(session):
+            session.unfinished.add(part)
 
     async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
         statements: list[_Statement] = [(_APPENDED, (session_id, pack(*turn))) for turn in turns]
@@ -168,10 +169,13 @@ class SqliteJournal:
             parts = await loop.run_in_executor(self._thread, read_unfinished, self._db, session.id)
         except sqlite3.Error as error:
             raise JournalFailed(f"{type(error).__name__}: {error}") from error
+        earlier = await self._earlier(session)  # once it is resident nobody waits for the rest
         for image in images:
             session.images.add(image)
         restore(session, bodies)
-        await self._take_over(session)
+        for part in earlier:
+            if not session.tree.has(part.answer):
+                session.unfinished.add(part)
         for part in parts:
             session.unfinished.add(part)
             self._unfinished.add((session.id, part.answer))
@@ -183,12 +187,10 @@ class SqliteJournal:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
 
-    async def _take_over(self, session: Session) -> None:
+    async def _earlier(self, session: Session) -> Sequence[UnfinishedPart]:
         if self.earlier is None:
-            return
-        for part in await asyncio.get_running_loop().run_in_executor(self._thread, self.earlier, session):
-            if not session.tree.has(part.answer):
-                session.unfinished.add(part)
+            return ()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.earlier, session)
 
     def _unusable(self, error: Exception) -> ConfigError:
         fix = "name another file, or mend this one (sqlite3 FILE .recover saves what can be read)"

@@ -42,6 +42,7 @@ class UnfinishedAnswers:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[UnfinishedPart, PartialGeneration]] = OrderedDict()
+        self._whole: set[str] = set()
         self._claimed: set[str] = set()
 
     @property
@@ -55,11 +56,11 @@ class UnfinishedAnswers:
             return
         partial.begin(part.tokens)
         self._known[part.answer] = first, partial
-        unfinished = [
-            name for name, (first, _) in self._known.items() if first.tokens.finish_reason is FinishReason.ABORTED
-        ]
-        if len(unfinished) > _MOST:
-            del self._known[next((name for name in unfinished if name not in self._claimed), part.answer)]
+        if part.tokens.finish_reason is not FinishReason.ABORTED:
+            self._whole.add(part.answer)
+        if len(self._known) - len(self._whole) > _MOST:
+            needed = self._claimed | self._whole
+            del self._known[next((answer for answer in self._known if answer not in needed), part.answer)]
 
     def more(self, answer: str, digest: bytes, prompt: bytes, tokens: Generation) -> UnfinishedPart:
         """The engine has more of an answer: as a part, to be written down."""
@@ -88,3 +89,4 @@ class UnfinishedAnswers:
         self._claimed.discard(answer)
         if is_over:
             self._known.pop(answer, None)
+            self._whole.discard(answer)

@@ -25,7 +25,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import index_select_tensor_dict
 
 from seamless_verl.run.restarts import RunBroken
-from seamless_verl.staleness.reissue import MOST_LOSSES, IssuedGroups
+from seamless_verl.staleness.reissue import MOST_LOSSES, SUCCESSOR, IssuedGroups
 
 _log = logging.getLogger(__name__)
 _GONE_S = 10.0
@@ -38,7 +38,7 @@ class ReplacingManager(AgentLoopManagerTQ):
     Attributes:
         say: told in a line of every worker that died.
         note_death: told which one, by the id of its actor.
-        floor_of: the oldest weights that may begin a prompt; None: all replicas have the same.
+        floor_of: the oldest weights that may begin a prompt, those of its reservation; None: prompts have none.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ class ReplacingManager(AgentLoopManagerTQ):
         """A worker as verl's `_init_agent_loop_workers` makes it."""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
         options = self.agent_loop_workers_class.options(
-            name=f"agent_loop_worker_{rank}_{uuid.uuid4().hex[:8]}",
+            name=f"agent_loop_worker_{rank}_{SUCCESSOR}{uuid.uuid4().hex[:8]}",
             scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=True),
         )
         return options.remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)

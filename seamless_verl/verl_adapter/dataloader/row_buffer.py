@@ -56,17 +56,15 @@ def row_buffer(
     )
 
 
-def follow_versions(rows: RowBuffer, manager: Any, router: Any, max_lag: int) -> None:
-    """Replicas take new weights one after the other: reserve by what they serve, and tell rollout workers the floors.
+def follow_versions(rows: RowBuffer, router: Any, max_lag: int) -> None:
+    """Replicas take new weights one after the other: reserve by what they serve.
 
     Args:
-        manager: our own, of the rollout workers.
         router: the actor of our own load balancer.
         max_lag: of ``seamless.weights``.
     """
     assert isinstance(rows, StreamingReplayBuffer)  # `run.check_weights`
     rows.follow_versions(lambda: ray.get(router.oldest_version.remote()), max_lag)
-    manager.floor_of = rows.floor_of
 
 
 def resumed_folder(trainer: DictConfig, step: int) -> Path:

@@ -20,7 +20,7 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import GIVEN_UP, UNWANTED, SessionEnded, SessionGivenUp
 from seamless_verl.places import error_in_words
 from seamless_verl.proxy.client import SessionResult
-from seamless_verl.proxy.session.sessions import TASK, SessionSpec
+from seamless_verl.proxy.session.sessions import RESERVED, TASK, SessionSpec
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log, task_name
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
@@ -116,7 +116,7 @@ class ProxyAgentLoop(AgentLoopBase):
             max_turns=seamless.agent.max_turns,
             max_tokens=self.rollout_config.response_length,
             sampling=decided,
-            metadata={TASK: task_name(kwargs)},
+            metadata={TASK: task_name(kwargs), RESERVED: request_log.floor("")},
         )
 
     def _output(

@@ -99,10 +99,10 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         group = request_log.group_of(request_id)
         if self._oldest_first:
             kwargs.setdefault("priority", request_log.began_ms(request_id))
-        if cut_groups.is_cut(group):
-            partial.cut_short()
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0, stop_reason="aborted")
         is_complete = begun is not None and partial.begin(begun)
+        if not is_complete and cut_groups.is_cut(group):
+            is_complete = partial.cut_short()
         request_log.generated(request_id, _told(partial.generation().version_spans))
         while not is_complete:
             num_kept = len(partial.token_ids)

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from seamless_verl.proxy.engine import Ability, Engine
 from seamless_verl.proxy.engines.remote_engine import EngineHost, RemoteEngine
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.journal.kept_sessions import KeepingJournal
-from seamless_verl.proxy.journal.left_sessions import LeftSessions, leave
+from seamless_verl.proxy.journal.left_sessions import LeftSessions, make_way
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.store import SessionStore
@@ -128,15 +127,13 @@ class ProxyActor:
         owner: address of the rollout worker's `EngineHost`.
         journal: file of the journal, on this node.
         keep_bytes: of sessions that are over and kept beside it; 0: none.
-        began: when the owner did (`time.time`).
     """
 
-    def __init__(self, settings: ShardSettings, owner: str, journal: Path, keep_bytes: int, began: float) -> None:
+    def __init__(self, settings: ShardSettings, owner: str, journal: Path, keep_bytes: int) -> None:
         self._settings = settings
         self._owner = owner
         self._journal = journal
         self._keep_bytes = keep_bytes
-        self._began = began
 
     async def serve(self) -> None:
         """Serve until the owner is gone.
@@ -151,7 +148,7 @@ class ProxyActor:
                 else SqliteJournal(self._journal)
             )
             sessions = SessionStore()
-            journal.earlier = LeftSessions(self._journal, before=self._began).of
+            journal.earlier = LeftSessions(self._journal).of
             journal.resume(sessions)
             engine, listener = await RemoteEngine.connect(self._owner)
             deps = replace(self._settings.deps(engine, *self._settings.text_side()), journal=journal, sessions=sessions)
@@ -171,28 +168,38 @@ class ActorProxy:
 
     Args:
         engine: belongs to this process, and is asked from the actor.
-        folder: of the journal, on this node's own disk; removed in the end where it is not the run's. What a dead
-            worker's agents were answered, whose place this one takes, is given to those that make their attempts again.
+        folder: of the journal, on this node's own disk; removed in the end where it is not the run's. An earlier
+            process's journal is removed first, since its sessions have nobody left who waits for them.
         keep_bytes: of sessions that are over and kept there, also those of an earlier process; 0: none.
+        is_successor: this worker is in the place of one that died, whose agents' answers go to those that make their
+            attempts again.
 
     Attributes:
         base_url: as agents reach it, also while it is down: they wait then.
     """
 
     def __init__(
-        self, settings: ShardSettings, engine: Engine, host: str, port: int, folder: Path, *, keep_bytes: int = 0
+        self,
+        settings: ShardSettings,
+        engine: Engine,
+        host: str,
+        port: int,
+        folder: Path,
+        *,
+        keep_bytes: int = 0,
+        is_successor: bool = False,
     ) -> None:
         self._listener = listen_on(host, port)
         self.base_url = base_url_of(self._listener, node_ip=ray.util.get_node_ip_address())
         self._engine = EngineHost(engine, self._listener)
         self._folder = folder
+        self._is_successor = is_successor
         folder.mkdir(parents=True, exist_ok=True)
-        leave(folder / _JOURNAL)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
         actor_class: Any = ray.remote(ProxyActor)
         self._actor: ActorHandle[ProxyActor] = actor_class.options(**options).remote(
-            settings, self._engine.address, folder / _JOURNAL, keep_bytes, time.time()
+            settings, self._engine.address, folder / _JOURNAL, keep_bytes
         )
         self._serving: asyncio.Future[None] | None = None
 
@@ -203,6 +210,7 @@ class ActorProxy:
             SeamlessError: it does not start.
         """
         self._engine.start()
+        await asyncio.to_thread(make_way, self._folder / _JOURNAL, is_successor=self._is_successor)
         self._serving = asyncio.ensure_future(_served(self._actor))
         self._serving.add_done_callback(self._gave_up)
         answering = asyncio.ensure_future(admin.stats())

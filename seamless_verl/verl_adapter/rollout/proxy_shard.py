@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from seamless_verl.agents.contract import AgentRunner, places_of
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.config import ProxyConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import journal_folder
 from seamless_verl.proxy.calls import OnUnsupported
@@ -34,6 +34,7 @@ from seamless_verl.proxy.text.steadiness import moving_note
 from seamless_verl.run.capacity import attempts_per_worker
 from seamless_verl.run.check_combinations import check_routing_replay
 from seamless_verl.run.supervisor import RUN_ID
+from seamless_verl.staleness.reissue import SUCCESSOR
 from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log
 from seamless_verl.verl_adapter.rollout.proxy_actor import ActorProxy, ShardSettings
 from seamless_verl.verl_adapter.rollout.request_log import at_worker_end
@@ -133,10 +134,9 @@ class ProxyShard:
         )
         host, port = seamless.proxy.host, seamless.proxy.port
         if seamless.proxy.journal and seamless.run_dir is not None:
-            run_dir = Path(seamless.run_dir)
-            journals = journal_folder(seamless.proxy.journal_dir, run_dir, os.environ.get(RUN_ID) or run_dir.name)
-            folder, keep_bytes = journals / _name_of_worker(), seamless.proxy.keep_mib << 20
-            actor = ActorProxy(settings, engine, host, port, folder, keep_bytes=keep_bytes)
+            folder, is_successor = _place_of_journal(seamless.proxy, Path(seamless.run_dir))
+            kept = seamless.proxy.keep_mib << 20
+            actor = ActorProxy(settings, engine, host, port, folder, keep_bytes=kept, is_successor=is_successor)
             admin = ProxyAdmin(actor.base_url, settings.admin_key)
             await actor.start(admin)
             return cls(seamless, actor, admin, runner)
@@ -174,10 +174,14 @@ def _runner(seamless: SeamlessConfig) -> AgentRunner:
     return runner
 
 
-def _name_of_worker() -> str:
-    """verl calls its workers ``agent_loop_worker_3_5f0c…``; the end differs from run to run."""
-    name = ray.get_runtime_context().get_actor_name()
-    return name.rpartition("_")[0] if name else f"process-{os.getpid()}"
+def _place_of_journal(proxy: ProxyConfig, run_dir: Path) -> tuple[Path, bool]:
+    """This worker's folder, the same in each life of a run, and whether it is in the place of one that died.
+
+    verl calls its workers ``agent_loop_worker_3_5f0c…``; the end is a new one for each.
+    """
+    journals = journal_folder(proxy.journal_dir, run_dir, os.environ.get(RUN_ID) or run_dir.name)
+    name, _, end = (ray.get_runtime_context().get_actor_name() or f"process-{os.getpid()}_").rpartition("_")
+    return journals / name, end.startswith(SUCCESSOR)
 
 
 def _stop_token_ids(config: Any, tokenizer: Any) -> list[int]:

@@ -153,7 +153,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.rows.listen(workers, getattr(agent_loop_manager, "replace", None), self.reporter.say)
         if self.seamless.weights.sync == "rolling":
             router, lag = self.standalone_server_manager.global_load_balancer, self.seamless.weights.max_lag
-            follow_versions(self.rows, agent_loop_manager, router, lag)
+            follow_versions(self.rows, router, lag)
         self.standing.tell_cache_sizes(self.standalone_server_manager, self.llm_server_manager)
         self.declare_slices(workers)
         with self.flight.whole_run(), closing(self.standalone_checkpoint_manager), closing(self.signals):

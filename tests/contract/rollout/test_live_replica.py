@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from seamless_verl.trajectory.generation import FinishReason
+from tests.fakes import scripted_generation
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 NUM_REQUESTS, NUM_TOKENS = 1500, 24  # an actor of Ray has 1,000 slots unless somebody asks for more
 LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": True}
@@ -263,6 +266,27 @@ async def test_a_long_answer_leaves_its_replica_in_parts_and_whoever_has_them_go
     known = [token for part in (begun, *more) for token in part.token_ids]
     assert known == later.token_ids[: len(known)]
     assert 0 < 900 - len(known) < 2 * every
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [(FinishReason.STOP, "completed"), (FinishReason.LENGTH, "length"), (FinishReason.ABORTED, "length")],
+)
+async def test_an_answer_that_is_whole_and_one_that_is_cut_short_are_what_their_holder_had(
+    replica: Any, finish: FinishReason, reason: str
+) -> None:
+    from seamless_verl.verl_adapter.rollout.request_log import cut_groups, request_log
+
+    begun = scripted_generation(range(20, 40), num_versions=2, finish=finish)
+    if finish is FinishReason.ABORTED:
+        cut_groups.cut(["held"])
+    with request_log.session("held", 0):
+        output = await replica.client.generate("held", prompt_ids=PROMPT, sampling_params=LONG, begun=begun)
+    cut_groups.forget("held")
+    assert (output.token_ids, output.log_probs) == (list(begun.token_ids), list(begun.log_probs))
+    assert output.stop_reason == reason
+    spans = [(span.version, span.num_tokens) for span in begun.version_spans]
+    assert output.extra_fields["version_spans"] == spans
 
 
 async def test_an_answer_in_parts_is_ended_and_cancelled_like_any_other(replica: Any) -> None:

@@ -127,27 +127,6 @@ async def test_a_killed_proxy_comes_back_at_its_address_and_sessions_go_on(
     await admin.close()
 
 
-async def test_the_next_workers_agents_are_given_what_those_of_the_dead_one_were(
-    cluster: None, engine: ScriptedEngine, tmp_path: Path
-) -> None:
-    spec = SessionSpec(group="prompt", index=1, max_tokens=1000)
-    for is_dead in (True, False):
-        proxy = ActorProxy(_settings(engine.tokenizer), engine, "127.0.0.1", 0, tmp_path / "worker_0")
-        admin = ProxyAdmin(proxy.base_url, "admin")
-        await proxy.start(admin)
-        session = await admin.open_session(spec)
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60) as agent:
-            await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-        if not is_dead:
-            assert (await admin.close_session(session.id, 1.0)).audit.is_clean
-        await admin.close()
-        await proxy.close()
-    first, again = engine.requests
-    assert first.begun is None
-    assert again.begun is not None
-    assert again.begun.finish_reason is FinishReason.STOP, "nothing is generated"
-
-
 async def test_a_proxy_that_cannot_start_says_why(cluster: None, engine: ScriptedEngine, tmp_path: Path) -> None:
     folder = tmp_path / "worker_0"
     proxy = ActorProxy(_settings(engine.tokenizer), engine, "127.0.0.1", 0, folder)
@@ -202,3 +181,25 @@ def test_the_proxys_own_bound_lets_all_attempts_of_a_large_fleet_through(engine:
     """32 replicas of 256 seats behind one rollout worker: 4,096 calls at a time were refused beyond that."""
     settings = replace(_settings(engine.tokenizer), attempts=8192)
     assert settings.deps(engine, *settings.text_side()).limits.max_in_flight >= 8192
+
+
+async def test_the_next_workers_agents_are_given_what_those_of_the_dead_one_were(
+    cluster: None, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    spec = SessionSpec(group="prompt", index=1, max_tokens=1000)
+    for is_dead in (True, False):
+        folder, which = tmp_path / "worker_0", {"is_successor": not is_dead}
+        proxy = ActorProxy(_settings(engine.tokenizer), engine, "127.0.0.1", 0, folder, **which)
+        admin = ProxyAdmin(proxy.base_url, "admin")
+        await proxy.start(admin)
+        session = await admin.open_session(spec)
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60) as agent:
+            await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        if not is_dead:
+            assert (await admin.close_session(session.id, 1.0)).audit.is_clean
+        await admin.close()
+        await proxy.close()
+    first, again = engine.requests
+    assert first.begun is None
+    assert again.begun is not None
+    assert again.begun.finish_reason is FinishReason.STOP, "nothing is generated"

@@ -241,6 +241,9 @@ def test_a_whole_answer_is_taken_over_as_it_was() -> None:
     cut = PartialGeneration({"max_tokens": 2}, _decode)
     assert cut.begin(whole)
     assert (cut.generation().token_ids, cut.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)
+    again = PartialGeneration({"max_tokens": 9}, _decode)
+    assert again.begin(cut.generation()), "its length ended it, and it stays as it was recorded"
+    assert (again.generation().token_ids, again.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)
 
 
 def test_who_goes_on_with_more_than_there_is_room_for_has_all() -> None:
