@@ -94,6 +94,9 @@ async def dead(tmp_path: Path) -> Dead:
         over = await proxy.open(**{**SPEC, "index": 1})
         await _asks(proxy, over, ["go", "on"])
         found.over = await _rows(proxy, over)
+        both = await proxy.open(**{**SPEC, "index": 4})
+        await _asks(proxy, both, ["do it"], n=2)
+        await _rows(proxy, both)
         given_up = await proxy.open(**{**SPEC, "index": found.given_up})
         await _asks(proxy, given_up, ["do it"])
         await proxy.admin.delete_session(given_up.id)
@@ -144,6 +147,18 @@ async def test_an_attempt_that_was_over_gets_the_same_row(dead: Dead) -> None:
         assert (list(row.token_ids), row.version_spans) == (list(was.token_ids), was.version_spans)
         assert list(row.log_probs) == list(was.log_probs)
         assert [why for _, why in _begun(proxy)] == ["stop", "stop"]
+
+
+async def test_each_sample_of_a_request_is_given_again_in_its_place(dead: Dead) -> None:
+    async with _worker(dead.folder) as proxy:
+        session = await proxy.open(**{**SPEC, "index": 4})
+        await _asks(proxy, session, ["do it"], n=2)
+        assert [why for _, why in _begun(proxy)] == ["stop", "stop"]
+        one, other = (request.request_id for request in proxy.engine.requests)
+        assert one != other
+        await _asks(proxy, session, ["do it"], n=2)  # delivered, so these are two further samples
+        assert [why for _, why in _begun(proxy)][2:] == ["", ""]
+        assert len(await _rows(proxy, session)) == 4
 
 
 async def test_an_agent_whose_tools_say_otherwise_goes_its_own_way(dead: Dead) -> None:
