@@ -67,7 +67,9 @@ def _records(folder: Path, wanted: int) -> list[Record]:
         event.state.value for event in events if isinstance(event, flight.SliceMoved) and event.slice == "trainers/0"
     )
     cycles = min(moves["waking"], moves["draining"])
-    requests = Counter(event.finish for event in events if isinstance(event, flight.RequestEnded))
+    (ended,) = (event.at for event in events if isinstance(event, flight.RunEnded))
+    # Prompts beyond the last step, of which some are always under way, are cancelled when the run has ended.
+    requests = Counter(e.finish for e in events if isinstance(e, flight.RequestEnded) and e.at <= ended)
     statuses = Counter(event.status for event in events if isinstance(event, flight.SessionEnded))
     failed = sum(count for finish, count in requests.items() if finish not in ("completed", "aborted", "abort"))
     wrong = sum(count for status, count in statuses.items() if status != "finished")
@@ -77,7 +79,6 @@ def _records(folder: Path, wanted: int) -> list[Record]:
         ledger.handle(event)
         if isinstance(event, flight.SliceAdded):
             added.setdefault(event.slice, event.at)
-    (ended,) = (event.at for event in events if isinstance(event, flight.RunEnded))
     off = max(abs(sum(b.seconds.values()) / (ended - added[b.slice]) - 1) for b in ledger.books(ended))
     loans = loans_of(events, "trainers/0")
     audited = summary["rows_audited"] / summary["rows"]
