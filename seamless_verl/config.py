@@ -265,7 +265,8 @@ class ProxyConfig:
             work on NFS, Lustre and the like). None: ``RUN/proxy`` where that is on the node's disk, else the node's
             temporary folder.
         keep_mib: MiB per rollout worker of attempts that are over, kept beside the journal with all their tokens
-            for ``seamless-verl watch`` (docs/watch.md); the oldest leave first. 0 keeps none.
+            for ``seamless-verl watch`` (docs/watch.md), and for the worker in the place of one that dies; the oldest
+            leave first. 0 keeps none.
     """
 
     host: str = "127.0.0.1"

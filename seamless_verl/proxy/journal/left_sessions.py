@@ -34,6 +34,8 @@ LEFT = "left.sqlite"
 _log = logging.getLogger(__name__)
 _BUSY_S = 5.0
 _UNREADABLE = (sqlite3.Error, ValueError, TypeError, KeyError)
+_ALL = "SELECT id, spec FROM sessions ORDER BY opened_at"
+_CLOSED = "SELECT id, spec FROM sessions WHERE state = 'closed' ORDER BY opened_at"  # the others were given up
 
 
 def make_way(journal: Path, *, is_successor: bool) -> None:
@@ -68,12 +70,12 @@ class LeftSessions:
         try:
             with closing(_open(left)) as db:
                 forgotten = {name for (name,) in db.execute("SELECT id FROM gone")}
-                were_open = dict(_attempts(db, left, "open"))
+                not_forgotten = dict(_attempts(db, left, _ALL))
             if kept.exists():
                 with closing(_open(kept)) as db:
-                    were_over = _attempts(db, kept, "closed")
+                    were_over = _attempts(db, kept, _CLOSED)
                     self._known.update(found for found in were_over if found[1][1] in forgotten)
-            self._known |= were_open
+            self._known |= not_forgotten
         except _UNREADABLE as error:
             _tell(left, error)
 
@@ -91,10 +93,9 @@ class LeftSessions:
             return []
 
 
-def _attempts(db: sqlite3.Connection, file: Path, state: str) -> Iterator[tuple[tuple[str, int], tuple[Path, str]]]:
-    """Sessions in this state; of an attempt the latest comes last."""
-    sessions = db.execute("SELECT id, spec FROM sessions WHERE state = ? ORDER BY opened_at", (state,))
-    for name, told in sessions:
+def _attempts(db: sqlite3.Connection, file: Path, which: str) -> Iterator[tuple[tuple[str, int], tuple[Path, str]]]:
+    """Of an attempt the latest session comes last."""
+    for name, told in db.execute(which):
         spec = json.loads(told)
         yield (spec["group"], spec["index"]), (file, name)
 

@@ -97,6 +97,9 @@ async def dead(tmp_path: Path) -> Dead:
         both = await proxy.open(**{**SPEC, "index": 4})
         await _asks(proxy, both, ["do it"], n=2)
         await _rows(proxy, both)
+        rows_not_taken = await proxy.open(**{**SPEC, "index": 3})
+        await _asks(proxy, rows_not_taken, ["go"])
+        await proxy.admin.close_session(rows_not_taken.id, 1.0)
         given_up = await proxy.open(**{**SPEC, "index": found.given_up})
         await _asks(proxy, given_up, ["do it"])
         await proxy.admin.delete_session(given_up.id)
@@ -108,7 +111,7 @@ async def dead(tmp_path: Path) -> Dead:
         proxy.engine.started.clear()
         asking = asyncio.create_task(_asks(proxy, session, ["tool says 2"], said))
         await proxy.engine.started.wait()
-        (left,) = proxy.deps.sessions
+        left = proxy.deps.sessions.by_id(session.id)
         await proxy.deps.journal.updated(left)  # written behind the part
         shutil.copytree(was, found.folder)  # what is on the disk at that moment
         asking.cancel()
@@ -147,6 +150,12 @@ async def test_an_attempt_that_was_over_gets_the_same_row(dead: Dead) -> None:
         assert (list(row.token_ids), row.version_spans) == (list(was.token_ids), was.version_spans)
         assert list(row.log_probs) == list(was.log_probs)
         assert [why for _, why in _begun(proxy)] == ["stop", "stop"]
+
+
+async def test_an_attempt_whose_rows_nobody_had_taken_yet_is_found_too(dead: Dead) -> None:
+    async with _worker(dead.folder) as proxy:
+        await _asks(proxy, await proxy.open(**{**SPEC, "index": 3}), ["go"])
+        assert [why for _, why in _begun(proxy)] == ["stop"]
 
 
 async def test_each_sample_of_a_request_is_given_again_in_its_place(dead: Dead) -> None:
