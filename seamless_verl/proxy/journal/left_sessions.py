@@ -73,8 +73,7 @@ class LeftSessions:
                 not_forgotten = dict(_attempts(db, left, _ALL))
             if kept.exists():
                 with closing(_open(kept)) as db:
-                    were_over = _attempts(db, kept, _CLOSED)
-                    self._known.update(found for found in were_over if found[1][1] in forgotten)
+                    self._known.update(one for one in _attempts(db, kept, _CLOSED) if one[1][1] in forgotten)
             self._known |= not_forgotten
         except _UNREADABLE as error:
             _tell(left, error)
