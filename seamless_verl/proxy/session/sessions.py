@@ -31,7 +31,7 @@ from seamless_verl.trajectory.tree import SessionTree
 TASK = "task"
 """Where the trainer notes in `SessionSpec.metadata` what the data calls the task."""
 RESERVED = "reserved"
-"""The same of the weight version of the prompt's reservation."""
+"""Where it notes there for which weight version the prompt's place is reserved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ class ReplacingManager(AgentLoopManagerTQ):
             if rows:
                 tq.kv_clear(keys=rows, partition_id=partition)
         worker = self.agent_loop_workers[rank] = self._start(rank)
-        self.say(f"{story}; {len(loss.again)} prompt groups begin again, and agents get the answers that were recorded")
+        self.say(f"{story}; {len(loss.again)} prompt groups begin again")
         chunks: dict[int, tuple[TensorDict, list[int]]] = {}
         for group in loss.again:
             chunk, row = self._prompts[group]

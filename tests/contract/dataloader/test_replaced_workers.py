@@ -173,7 +173,7 @@ def test_the_groups_of_a_dead_worker_that_have_not_ended_go_to_the_one_in_its_pl
     assert fleet.killed == [first]
     assert fleet.router.told == [("worker_died", first._actor_id.hex())]
     assert "rollout worker 0 died (ActorDiedError" in fleet.said[0]
-    assert fleet.said[0].endswith("; 1 prompt groups begin again, and agents get the answers that were recorded")
+    assert fleet.said[0].endswith("; 1 prompt groups begin again")
 
 
 def test_floors_go_with_their_prompts_also_to_the_worker_in_the_place_of_a_dead_one(fleet, monkeypatch):
