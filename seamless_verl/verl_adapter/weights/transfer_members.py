@@ -7,7 +7,7 @@ Ray's own key-value store): which replicas are gone, and whether to abort.
     gone     the members of that replica stop waiting for their engine, and walk through the rest of the weights, so
              that the others' collectives end as usual
     abort    the communicator is aborted (``ncclCommAbort``): that ends the wait of whoever lost a peer in a broadcast
-    over     the thread ends
+    nothing  it is over: the thread ends
 
 The last hop, from a worker into its vLLM engine, is verl 0.9.1's with three changes, made in every process that
 imports it. Remove each when verl has its like.
@@ -48,7 +48,7 @@ class TransferState:
     def __init__(self) -> None:
         self.engine_gone = threading.Event()  # the engine that this process sends to
         self.aborted = threading.Event()
-        self.over = threading.Event()
+        self.over = threading.Event()  # the next transfer has begun
 
     def give_up(self) -> None:
         """Called by the listening thread; the main thread may be blocked in the calls that this ends."""
@@ -63,11 +63,11 @@ def key_of(transfer: str) -> bytes:
     return f"{_NAMESPACE}:{transfer}".encode()
 
 
-def say(transfer: str, *, gone: list[int], abort: bool, over: bool) -> None:
+def say(transfer: str, *, gone: list[int], abort: bool) -> None:
     """Tell the members of a transfer how it stands; called in the trainer's process."""
     import ray.experimental.internal_kv as internal_kv
 
-    said = json.dumps({"gone": gone, "abort": abort, "over": over}).encode()
+    said = json.dumps({"gone": gone, "abort": abort}).encode()
     internal_kv._internal_kv_put(key_of(transfer), said, overwrite=True)
 
 
@@ -93,10 +93,6 @@ def begin(worker: Any, transfer: str, in_group: bool, replica: int) -> None:
     engines = list(_checkpoint_engines(worker)) if in_group else []
     arguments = (state, engines, transfer, replica)
     threading.Thread(target=_listen, args=arguments, name="transfer watch", daemon=True).start()
-
-
-def end(_: Any) -> None:
-    current.over.set()
 
 
 def greet(worker: Any, last: bool) -> None:
@@ -158,15 +154,15 @@ def _listen(state: TransferState, engines: list[Any], transfer: str, replica: in
 
     while not state.over.wait(_LISTEN_S):
         said = internal_kv._internal_kv_get(key_of(transfer))
-        news: dict[str, Any] = json.loads(said) if said else {"gone": [], "abort": False, "over": True}
+        if not said:
+            return
+        news: dict[str, Any] = json.loads(said)
         if replica in news["gone"]:
             state.engine_gone.set()
         if news["abort"] and not state.aborted.is_set():
             state.give_up()
             for engine in engines:
                 _abort(engine)
-        if news["over"]:
-            return
 
 
 def _abort(engine: Any) -> None:

@@ -89,17 +89,17 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         if not self.replicas:
             return {}
         health = ReplicaHealth(self.replicas)
-        dead = health.deaths(_LOOK_S)
-        if dead:
-            raise TransferBroken(global_steps, dead, "")
         in_group = self.backend != "naive"
         with _Transfer(self.actor_wg.workers, self.replicas, health, global_steps) as transfer:
-            if not in_group:
-                transfer.all(members.begin, transfer.id, in_group)
-                transfer.finish(transfer.calls_of(_send(self.actor_wg, global_steps=global_steps, mode="naive")))
-                transfer.all(members.end)
-                return {}
-            return self._send_through_group(transfer, global_steps)
+            begun = transfer.sent(members.begin, transfer.id, in_group)
+            dead = health.deaths(_LOOK_S)  # answered beside it: a slice that wakes waits for one round of calls
+            if dead:
+                raise TransferBroken(global_steps, dead, "")
+            transfer.finish(begun)
+            if in_group:
+                return self._send_through_group(transfer, global_steps)
+            transfer.finish(transfer.calls_of(_send(self.actor_wg, global_steps=global_steps, mode="naive")))
+            return {}
 
     def _send_through_group(self, transfer: _Transfer, version: int | None) -> dict[str, Any]:
         transfer.control(self._pause())
@@ -110,7 +110,6 @@ class GuardedCheckpointManager(CheckpointEngineManager):
             if self._groups:
                 transfer.all(members.renew_group, self._groups)
             self._groups += 1
-        transfer.all(members.begin, transfer.id, True)
         everybody = (self.actor_wg, rollout)
         metadata = transfer.finish(transfer.each(everybody, "prepare"))
         trainers = self.actor_wg.world_size
@@ -120,7 +119,6 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         sending = _send(self.actor_wg, global_steps=version, mode=self.backend)
         results = transfer.finish(transfer.calls_of(sending + _send(rollout, global_steps=version)))
         transfer.finish(transfer.each(everybody, "finalize"))
-        transfer.all(members.end)
         transfer.control(self._resume())
         self._group = transfer.workers
         return {key: value for told in results[:trainers] if isinstance(told, dict) for key, value in told.items()}
@@ -171,7 +169,7 @@ class _Transfer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        members.forget(self.id)  # whoever listens still takes it for the end
+        members.forget(self.id)  # by which those who listen know that it is over
 
     @property
     def workers(self) -> list[Any]:
@@ -190,9 +188,13 @@ class _Transfer:
         return self.calls_of(references)
 
     def all(self, function: Any, *arguments: Any) -> None:
-        """A function in every member's process; `members.begin` is told whose engine the member sends to."""
+        """A function in every member's process."""
+        self.finish(self.sent(function, *arguments))
+
+    def sent(self, function: Any, *arguments: Any) -> Calls:
+        """The calls of it; `members.begin` is told whose engine the member sends to."""
         told = {w: (owner,) if function is members.begin else () for w, owner in self._owners.items()}
-        self.finish({w.__ray_call__.remote(function, *arguments, *told[w]): w for w in self.workers})
+        return {w.__ray_call__.remote(function, *arguments, *told[w]): w for w in self.workers}
 
     def meet(self) -> None:
         """Until everybody hears what the trainer says of its buckets: ZeroMQ drops what comes before a subscription.
@@ -292,4 +294,4 @@ class _Transfer:
 
     def _say(self) -> None:
         gone = [number for number, replica in enumerate(self._replicas) if replica in self._dead]
-        members.say(self.id, gone=gone, abort=self._aborted, over=False)
+        members.say(self.id, gone=gone, abort=self._aborted)
