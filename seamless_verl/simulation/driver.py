@@ -197,6 +197,7 @@ class Driver:
     def _pulled(self, name: str, command: int) -> None:
         if self._pulling.get(name) == command:
             del self._pulling[name]
+            self._fleet.emptied(name)
         self._ready(name, command, self._cluster.published or 0)
         self.pull()
 

@@ -198,6 +198,10 @@ class Fleet:
         """A slice serves from now on, with an empty cache; those of the others are valid."""
         self._newcomers.joined([name])
 
+    def emptied(self, name: str) -> None:
+        """A slice took new weights by itself."""
+        self._newcomers.emptied([name])
+
     def caches_lost(self) -> None:
         """New weights empty the cache of every slice."""
         self._newcomers.caches_lost()

@@ -84,6 +84,10 @@ class Newcomers:
         self._seen = {name: place for name, place in self._seen.items() if place not in gone} if self._joined else {}
         self._on = Counter(self._seen.values())
 
+    def emptied(self, replicas: Iterable[str]) -> None:
+        """These took new weights by themselves, and all others do: nobody among them is a newcomer any more."""
+        self.left(self._joined.intersection(replicas))
+
     def caches_lost(self) -> None:
         """Of all replicas: nobody has anything to lose by moving, so there are no newcomers."""
         self._joined.clear()

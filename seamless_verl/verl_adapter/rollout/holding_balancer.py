@@ -233,6 +233,10 @@ class CacheAwareBalancer(HoldingBalancer):
         self._residents.left(server_ids)
         super().remove_servers(server_ids)
 
+    def _displace(self, conversation: str) -> None:
+        super()._displace(conversation)
+        self._residents.displaced(conversation)
+
     def _make_room(self, conversation: str, tokens: int) -> None:
         home = self._request_id_to_server.get(conversation)
         if home is None:

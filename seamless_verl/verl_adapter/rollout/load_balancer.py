@@ -2,7 +2,7 @@
 
 `MeteredLoadBalancer` routes by least requests, as verl's; `holding_balancer` puts StaleFlow's rule on top of it. verl
 forgets where conversations are whenever replicas join; each then prefills its context somewhere else. Here they stay
-until new weights have emptied every cache, or their replica leaves, or moving pays (`staleness.affinity`): between
+until new weights empty all caches together, or their replica leaves, or moving pays (`staleness.affinity`): between
 turns, and for requests that run or queue as soon as the newcomer is awake (`even_out`). It also knows how long each
 replica had something to do.
 
@@ -26,7 +26,7 @@ from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import EnginePace
 from seamless_verl.observe.time_ledger import SliceSeconds
 from seamless_verl.staleness.affinity import Newcomers, queued_to_move, requests_to_move
-from seamless_verl.staleness.floors import ServingVersions
+from seamless_verl.staleness.floors import UNTOLD, ServingVersions
 from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import LeastRequests, PendingRequest, ReplicaLoad, Route
 from seamless_verl.verl_adapter.rollout.replica_seconds import ReplicaSeconds
@@ -94,6 +94,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     def set_version(self, server_ids: list[str], version: int) -> None:
         """These replicas generate with ``version`` from now on; told before their gates open, and of one that joins
         before it does."""
+        self._newcomers.emptied(name for name in server_ids if self._versions.of(name) not in (UNTOLD, version))
         self._versions.tell(server_ids, version)
         self._wake()
 
@@ -241,7 +242,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             chosen = [here[self.max_running + index] for index in queued] if queued else here[-count:]
             for conversation in chosen:
                 if self._interrupt(server_id, conversation):
-                    self._request_id_to_server.pop(conversation, None)
+                    self._displace(conversation)
+
+    def _displace(self, conversation: str) -> None:
+        """It has no place any more, and gets one when it asks."""
+        self._request_id_to_server.pop(conversation, None)
 
     def _interrupt(self, server_id: str, conversation: str) -> bool:
         """False where the replica's name for one of its requests is unknown: nothing happens."""

@@ -2,6 +2,7 @@
 
     lend     on the router (requests queue there), weights in, awake                  hybrid replicas, chosen ones
     sync     weights published: interrupts and resumes every standing replica         verl's checkpoint engine
+             the same, while each goes on until it pulls in its turn                  `RollingWeights`
     drain    off the router; interrupt with tokens kept; memory back to the trainer   hybrid replicas, chosen ones
 
 verl's transfer into hybrid replicas is collective over the trainer's workers, so lending a part of them loads the
@@ -82,8 +83,14 @@ class ReplicaSlices:
             self.forget_routes()
 
     def forget_routes(self) -> None:
-        """Have the router spread conversations anew: new weights are about to empty every cache."""
+        """Have the router spread conversations anew."""
         ray.get(self._router.clear_sticky_cache.remote())
+
+    def forget_caches(self) -> None:
+        """New weights are about to empty every cache; those of replicas that pull are valid until their turn has come,
+        and conversations stay with them."""
+        if self._store is None:
+            self.forget_routes()
 
     def even_out(self) -> None:
         """Slices that are on the router and have no requests are awake: let them have some that run elsewhere."""
@@ -161,7 +168,8 @@ class ReplicaSlices:
         return failed
 
     def sync(self, version: int) -> None:
-        """New weights into all standing replicas; their requests are interrupted, and go on."""
+        """New weights for all standing replicas. verl's engine loads them together: requests are interrupted, and go
+        on. `RollingWeights` publishes them, to be pulled in turn, and waits only for replicas that have none."""
         if self._standing_weights.replicas:
             with self._published_weights(), self._noting_deaths():
                 self.sync_metrics = dict(self._standing_weights.update_weights(version) or {})

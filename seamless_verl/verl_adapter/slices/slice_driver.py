@@ -214,9 +214,10 @@ class SliceDriver:
         return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
 
     def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:
-        """Standing replicas take weights together, as verl's checkpoint engine does it; then the trainer's own.
+        """Standing replicas first: verl's checkpoint engine loads them together, or the weights are published and each
+        pulls in its turn (`ReplicaSlices.sync`). Then the trainer's own.
 
-        Lent ones are on the router first: what the transfer interrupts is then spread over them, too. Replicas that
+        Lent ones are on the router first: what a transfer interrupts is then spread over them, too. Replicas that
         have their weights generate while others wake: what ended meanwhile is told before the end of the waking is, or
         it would seem to have ended with it.
         """
@@ -237,7 +238,7 @@ class SliceDriver:
             told += self._failures(hybrid, error)
             hybrid = {}
         if syncs:
-            self._replicas.forget_routes()
+            self._replicas.forget_caches()
         if standing:
             self._replicas.take_in(returned)
             failed = self._sync(standing, version)

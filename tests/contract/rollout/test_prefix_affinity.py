@@ -109,13 +109,33 @@ def test_new_weights_spread_everybody_anew(monkeypatch):
     edge, agents = slices_of(made, monkeypatch), Agents(made, 99, busy=1.0)
     agents.round()
     edge.register(["c"])
-    edge.forget_routes()
+    edge._store = None
+    edge.forget_caches()
     for place, name in agents.running:
         made.release_server(place, name)
     agents.running.clear()
     for name in agents.contexts:
         agents.turn(name)
     assert set(Counter(place for place, _ in agents.running).values()) == {33}
+
+
+def test_conversations_stay_with_replicas_that_take_new_weights_in_turn(monkeypatch):
+    """Their caches are valid until each one's turn has come; what joined before it is a newcomer until then."""
+    made = balancer()
+    made.set_version(["a", "b"], 1)
+    edge = slices_of(made, monkeypatch)
+    edge._store = object()
+    old = [made.acquire_server(f"old{n}", context_tokens=100)[0] for n in range(20)]
+    made.set_version(["c"], 2)
+    edge.register(["c"])
+    made.set_version(["c"], 2)  # as it wakes with them: this is no new version
+    edge.forget_caches()
+    made.set_version(["a"], 2)
+    again = [made.acquire_server(f"old{n}", context_tokens=100)[0] for n in range(20)]
+    assert 0 < again.count("c") < 20
+    assert all(place in (before, "c") for place, before in zip(again, old, strict=True))
+    made.set_version(["c"], 3)
+    assert [made.acquire_server(f"old{n}", context_tokens=100)[0] for n in range(20)] == again
 
 
 def test_a_replica_that_comes_back_under_its_name_has_nothing_cached(monkeypatch):

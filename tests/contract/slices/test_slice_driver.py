@@ -39,8 +39,8 @@ class Replicas:
         self._maybe_die("register")
         self.on_router.update(slices)
 
-    def forget_routes(self):
-        self.told.append("forget_routes")
+    def forget_caches(self):
+        self.told.append("forget_caches")
 
     def even_out(self):
         self.told.append("even_out")

@@ -138,7 +138,7 @@ def test_a_replica_that_left_and_joined_again_is_empty() -> None:
 
 
 class AnyFleet(RuleBasedStateMachine):
-    """Replicas join and leave, weights are published, conversations ask: where do they go?"""
+    """Replicas join, leave and pull, weights are published, conversations ask: where do they go?"""
 
     @initialize(short=st.booleans())
     def start(self, short: bool) -> None:
@@ -175,6 +175,12 @@ class AnyFleet(RuleBasedStateMachine):
         self.joined.clear()
         for conversation in self.homes:
             self.anew(conversation)
+
+    @rule(data=st.data())
+    def pull(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.serving)))
+        self.newcomers.emptied([name])
+        self.joined.discard(name)
 
     @rule(conversation=st.integers(0, 8), generating=st.sampled_from([0.0, 1.0]))
     def ask(self, conversation: int, generating: float) -> None:
