@@ -1,7 +1,8 @@
 """kill -9 of every kind of process of a real run, at random instants: does it go on, is each prompt trained once?
 
-One run, which goes on after a kill or starts again from its last checkpoint. At the end the prompts that were trained
-are held against the data, in order: with eta 1 a run of N steps trains the first N batches of prompts, each once.
+One run of agents behind the proxy, with a trainer slice that is lent. It goes on after a kill, or starts again from its
+last checkpoint. At the end the prompts that were trained are held against the data: with eta 1 a run of N steps trains
+the first N batches of prompts, each once. Every row was audited before it was trained.
 
 * again    prompts that were trained twice
 * holes    prompts among the first N batches that were not
@@ -49,7 +50,21 @@ _KINDS = {  # what the command line of a process begins with, or has in it
     "trainer worker": "ray::WorkerDict",
     "reward worker": "ray::RewardLoopWorker",
     "trainer": "seamless_verl.verl_adapter.job",
+    "proxy": "ray::ProxyActor",
+    "agents' process": "seamless_verl.agents.function_runner",
+    "engine of a replica": "VLLM::EngineCore",
 }
+_LENDING = (
+    "seamless.resources=[{name: trainer, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
+    "{name: rollout, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]",
+    "seamless.scheduler.policy=greedy",
+)
+_AGENT = (
+    "seamless.agent.runner=seamless_verl.agents.function_runner.FunctionRunner",
+    "seamless.agent.kwargs={agent: benchmarks.sum_agent.attempt, reward: benchmarks.sum_agent.score}",
+    "seamless.agent.max_turns=1",
+    "seamless.agent.max_tokens_per_turn=8",
+)
 
 
 def kinds_of(sync: str) -> list[str]:
@@ -65,9 +80,13 @@ def write_prompts(file: Path, count: int) -> list[str]:
         {
             "data_source": "arithmetic",
             "prompt": [{"role": "user", "content": f"{a:>2}+{b:>2}"}],
-            "agent_name": "single_turn_agent",
+            "agent_name": "seamless_agent",
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"index": index, "split": "train"},
+            "extra_info": {
+                "index": index,
+                "split": "train",
+                "task": json.dumps({"question": f"{a:>2}+{b:>2}", "answer": str(a + b)}),
+            },
         }
         for index, (a, b) in enumerate(sums)
     ]
@@ -139,6 +158,8 @@ def run(kills: int, steps: int, sync: str) -> dict[str, Any]:
             *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=2"),
             *(f"trainer.total_training_steps={steps}", "seamless.supervise.restarts=1000"),
             *("seamless.staleness.eta=1", f"seamless.weights.sync={sync}", "+trainer.max_actor_ckpt_to_keep=2"),
+            *_AGENT,
+            *_LENDING,
         ]
         killer = Killer(mark, folder, kinds_of(sync), kills)
         killer.start()
@@ -160,6 +181,7 @@ def run(kills: int, steps: int, sync: str) -> dict[str, Any]:
             "again": sum(times - 1 for times in counts.values()),
             "unwritten": unwritten,
             "holes": missing - _BATCH * unwritten,
+            "unaudited": figures["rows"] - figures["rows_audited"],
             "violations": figures["audit_violations"],
             "left": sum(killer._find(kind) is not None for kind in _KINDS),
         }
@@ -190,6 +212,7 @@ def main() -> int:
                 for name, key in (
                     ("prompts trained again", "again"),
                     ("prompts left out", "holes"),
+                    ("rows that were not audited", "unaudited"),
                     ("rows that are not what the engine said", "violations"),
                     ("processes left", "left"),
                 )

@@ -86,7 +86,7 @@ def _pid(server: Any) -> int:
 
 def _state(server: Any, since: float) -> tuple[int, int]:
     """Tokens that its engine made since then, and its requests."""
-    made = sum(count for at, count in server.frames if at >= since)
+    made = sum(frame.tokens for frame in server.frames if frame.at >= since)
     return made, len(server.engine.output_processor.request_states)
 
 

@@ -3,11 +3,15 @@
 Two real replicas (verl's server and worker, vLLM's engine) with so many requests between them; a new one begins when
 one ends. Both ways get the same weights from the same shared memory and take turns on the same replicas; what stands
 for the trainer holds weights on the host. Clients send an interrupted request again at once (verl's own client sleeps
-for a second). Between them come turns without an update, which show what the pace does by itself.
+for a second, with which an update can only cost it more). Between them come turns without an update, which show what
+the pace does by itself.
+
+Each request has a prompt of its own, and goes to the replica with the fewest requests. As the GPU recipes have it:
+``--siblings 8 --router cache_aware``, prompts that eight requests share and that stay together.
 
 * wait      of whoever publishes
 * lost      tokens that were not generated in the seconds around an update, against the pace before it
-* silence   the longest time without a token of one replica, and of both
+* silence   the longest time without a token, of one request (the median of all), of one replica, and of both
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -38,6 +42,15 @@ PROMPT, _SHORTEST, _LONGEST = 128, 150, 400
 _SEATS, VOCABULARY = 64, 512
 _BEFORE_S, _AFTER_S = 2.0, 2.5  # in which the pace is taken, and in which what is missing is counted
 WAYS = ("nothing", "together", "refill", "keep")
+_NAME = 32  # characters of a request's name, by which it is known again when it is sent once more
+
+
+class Frame(NamedTuple):
+    """What an engine tells at once: when, how many tokens, and of which requests."""
+
+    at: float
+    tokens: int
+    requests: tuple[str, ...]
 
 
 class Publisher:
@@ -73,9 +86,9 @@ class Trainer:
 
 
 class Replicas:
-    """Two of them, their router, and both ways to give them weights."""
+    """Some of them, their router, and both ways to give them weights."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, count: int = 2, router: str = "least_requests") -> None:
         from omegaconf import OmegaConf
         from verl.checkpoint_engine import CheckpointEngineManager
         from verl.workers.rollout.router import get_router_handle
@@ -102,12 +115,13 @@ class Replicas:
         rollout = config.actor_rollout_ref.rollout
         self.replicas = [
             PullingReplica(rank, config=rollout, model_config=config.actor_rollout_ref.model, gpus_per_node=1)
-            for rank in range(2)
+            for rank in range(count)
         ]
         for replica in self.replicas:
             asyncio.run(replica.init_standalone())
         servers = {replica.server_address: replica.server_handle for replica in self.replicas}
-        self.router = get_router_handle(servers, load_balancer_cls=balancer_class(RouterConfig(), _SEATS))
+        settings = RouterConfig(policy=router)
+        self.router = get_router_handle(servers, load_balancer_cls=balancer_class(settings, _SEATS))
         self.client = VersionedLLMClient(config, self.router)
         trainer = Trainer(ray.remote(num_cpus=0)(Publisher).remote(str(model), str(folder)))
         plain = SimpleNamespace(**OmegaConf.to_container(rollout.checkpoint_engine))
@@ -140,8 +154,8 @@ class Replicas:
         calls = [replica.server_handle.__ray_call__.remote(_version) for replica in self.replicas]
         return set(ray.get(calls)) == {self._version}
 
-    def tokens(self, since: float) -> list[list[tuple[float, int]]]:
-        """Of each replica: when its engine's frames came, and how many tokens were in them."""
+    def tokens(self, since: float) -> list[list[Frame]]:
+        """Frames of each replica's engine."""
         return ray.get([replica.server_handle.__ray_call__.remote(_frames, since) for replica in self.replicas])
 
     def close(self) -> None:
@@ -159,27 +173,36 @@ def count_frames(server: Any) -> None:
     process = server.engine.output_processor.process_outputs
 
     def counted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        server.frames.append((time.time(), sum(len(each.new_token_ids) for each in outputs)))
+        given = [each for each in outputs if each.new_token_ids]
+        if given:
+            requests = tuple(each.request_id[:_NAME] for each in given)
+            server.frames.append(Frame(time.time(), sum(len(each.new_token_ids) for each in given), requests))
         return process(outputs, *args, **kwargs)
 
     server.engine.output_processor.process_outputs = counted
 
 
-def _frames(server: Any, since: float) -> list[tuple[float, int]]:
-    return [frame for frame in server.frames if frame[0] >= since and frame[1]]
+def _frames(server: Any, since: float) -> list[Frame]:
+    return [frame for frame in server.frames if frame.at >= since]
 
 
 @contextmanager
-def load(replicas: Replicas, running: int) -> Iterator[None]:
-    """Within, so many requests are out, in a thread of their own."""
+def load(replicas: Replicas, running: int, siblings: int = 1) -> Iterator[None]:
+    """Within, so many requests are out, in a thread of their own; so many have the same prompt."""
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+
     rng, over = random.Random(running), threading.Event()
+    drawn = ((uuid.uuid4().hex, [rng.randrange(5, VOCABULARY) for _ in range(PROMPT)]) for _ in itertools.count())
+    members = ((group, prompt, member) for group, prompt in drawn for member in range(siblings))
+    request_log.over = replicas.client.conversations_over
 
     async def agent() -> None:
         while not over.is_set():
-            prompt = [rng.randrange(5, VOCABULARY) for _ in range(PROMPT)]
             length = rng.randrange(_SHORTEST, _LONGEST)
             params = {"max_tokens": length, "ignore_eos": True, "logprobs": True}
-            await replicas.client.generate(uuid.uuid4().hex, prompt_ids=prompt, sampling_params=params)
+            group, prompt, member = next(members)
+            with request_log.session(group, member):
+                await replicas.client.generate(uuid.uuid4().hex, prompt_ids=prompt, sampling_params=params)
 
     async def all_of_them() -> None:
         await asyncio.gather(*(agent() for _ in range(running)))
@@ -205,57 +228,64 @@ def measured(replicas: Replicas, way: str) -> dict[str, float]:
     time.sleep(max(0.0, at + _AFTER_S - time.time()))
     frames = replicas.tokens(began)
     end = at + _AFTER_S
-    pace = sum(count for each in frames for when, count in each if when < at) / _BEFORE_S
-    made = sum(count for each in frames for when, count in each if at <= when < end)
+    merged = sorted(frame for each in frames for frame in each)
+    pace = sum(frame.tokens for frame in merged if frame.at < at) / _BEFORE_S
+    made = sum(frame.tokens for frame in merged if at <= frame.at < end)
     return {
         "wait_s": wait_s,
         "all_new_s": all_new_s,
         "lost": pace * _AFTER_S - made,
+        "silence_of_request_s": _silence_of_request(merged, at),
         "silence_s": max(_silence(each, at, end) for each in frames),
-        "silence_of_both_s": _silence(sorted(frame for each in frames for frame in each), at, end),
+        "silence_of_both_s": _silence(merged, at, end),
     }
 
 
-def _silence(frames: list[tuple[float, int]], start: float, end: float) -> float:
-    times = [start, *(when for when, _ in frames if start <= when < end), end]
+def _silence(frames: list[Frame], start: float, end: float) -> float:
+    times = [start, *(frame.at for frame in frames if start <= frame.at < end), end]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def _silence_of_request(frames: list[Frame], at: float) -> float:
+    """The longest time that a request waited for its next token from ``at`` on: the median of those with tokens before
+    and after it."""
+    times: dict[str, list[float]] = {}
+    for frame in frames:
+        for request in frame.requests:
+            times.setdefault(request, []).append(frame.at)
+    waits = [
+        max(later - earlier for earlier, later in itertools.pairwise(seen) if later >= at)
+        for seen in times.values()
+        if seen[0] < at <= seen[-1]
+    ]
+    return statistics.median(waits)
 
 
 def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Record]:
     def median(way: str, figure: str) -> float:
         return statistics.median(one[figure] for one in found[way])
 
-    records = []
-    lost = median("nothing", "lost")
-    records.append(Record(name=f"{running} requests, no update: tokens lost", value=lost, unit=""))
-    for way in WAYS[1:]:
-        name = {"together": "verl's stop", "refill": "rolling, refill", "keep": "rolling, keep"}[way]
-        wait, verls = median(way, "wait_s"), median("together", "wait_s")
-        ours = way != "together"
-        records.append(
-            Record(
-                name=f"{running} requests, {name}: the trainer waits",
-                value=wait,
-                unit="s",
-                bar="<= 1/4 of verl's" if ours else "",
-                holds=wait <= verls / 4 if ours else None,
-            )
-        )
-        records.append(Record(name="  until both are new", value=median(way, "all_new_s"), unit="s"))
-        lost, theirs = median(way, "lost"), median("together", "lost")
-        most = {"keep": 0.25, "refill": 0.5 if running == max(_RUNNING) else 1.0}.get(way)
-        records.append(
-            Record(
-                name="  tokens lost",
-                value=lost,
-                unit="",
-                bar=f"<= {most:g} of verl's" if most else "",
-                holds=lost <= most * theirs if most else None,
-            )
-        )
-        records.append(Record(name="  longest silence of one replica", value=median(way, "silence_s"), unit="s"))
-        both = median(way, "silence_of_both_s")
-        records.append(Record(name="  longest silence of both", value=both, unit="s"))
+    def compared(name: str, way: str, figure: str, unit: str, most: float | None) -> Record:
+        value, theirs = median(way, figure), median("together", figure)
+        if most is None or way == "together":
+            return Record(name=name, value=value, unit=unit)
+        return Record(name=name, value=value, unit=unit, bar=f"<= {most:g} of verl's", holds=value <= most * theirs)
+
+    quiet, beside = "silence_of_request_s", f"{running} requests"
+    records = [
+        Record(name=f"{beside}, no update: tokens lost", value=median("nothing", "lost"), unit=""),
+        Record(name="  a request without a token", value=median("nothing", quiet), unit="s"),
+    ]
+    for way, name in (("together", "verl's stop"), ("refill", "rolling, refill"), ("keep", "rolling, keep")):
+        most = 0.25 if way == "keep" else 0.5 if running == max(_RUNNING) else 1.0
+        records += [
+            compared(f"{beside}, {name}: the trainer waits", way, "wait_s", "s", 0.25),
+            compared("  until all are new", way, "all_new_s", "s", None),
+            compared("  tokens lost", way, "lost", "", most),
+            compared("  a request without a token", way, quiet, "s", most),
+            compared("  longest silence of one replica", way, "silence_s", "s", None),
+            compared("  longest silence of all", way, "silence_of_both_s", "s", None),
+        ]
     return records
 
 
@@ -274,37 +304,50 @@ def small_model(folder: Path, **shape: int) -> Path:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=int, default=20, help="of each way and number of requests")
     parser.add_argument("--running", type=int, nargs="+", default=_RUNNING, metavar="N", help="requests under way")
+    parser.add_argument("--siblings", type=int, default=1, metavar="N", help="requests with the same prompt")
+    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="how many there are")
+    parser.add_argument("--router", default="least_requests", metavar="POLICY", help="seamless.router.policy")
 
 
-def main() -> int:
-    options = arguments(__doc__ or "", _options)
+@contextmanager
+def started(count: int = 2, router: str = "least_requests") -> Iterator[Replicas]:
+    """Replicas with weights, whose engines note what they tell; within, Ray runs."""
     from seamless_verl.run.environment import CPU_ENVIRONMENT
 
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
     os.environ.update({key: value for key, value in of_workers.items() if value is not None})
     import verl  # noqa: F401  (its plug-ins: the CPU platform, vLLM's CPU build)
+    from verl.workers.rollout.llm_server import LLMServerClient
 
-    found: dict[int, dict[str, list[dict[str, float]]]] = {}
+    # By which the engine's tokens are those of a request that was sent again, too.
+    LLMServerClient._vllm_request_id = lambda _, request_id: f"{request_id}-{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
-        environment = {"env_vars": of_workers}
-        ray.init("local", num_cpus=8, num_gpus=2, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+        actors = {"num_cpus": 4 + 2 * count, "num_gpus": count, "runtime_env": {"env_vars": of_workers}}
+        ray.init("local", include_dashboard=False, log_to_driver=False, **actors)
         try:
-            replicas = Replicas(small_model(Path(scratch)), Path(shared) / "weights")
+            replicas = Replicas(small_model(Path(scratch)), Path(shared) / "weights", count, router)
             for way in ("refill", "keep"):
                 replicas.update(way)
             for replica in replicas.replicas:
                 ray.get(replica.server_handle.__ray_call__.remote(count_frames))
-            for running in options.running:
-                taken = found[running] = {way: [] for way in WAYS}
-                with load(replicas, running):
-                    time.sleep(_BEFORE_S)
-                    for turn in range(2 if options.quick else options.updates):
-                        for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
-                            taken[way].append(measured(replicas, way))
-                print(f"{running} requests: {len(taken['keep'])} updates of each way", flush=True)
+            yield replicas
             replicas.close()
         finally:
             ray.shutdown()
+
+
+def main() -> int:
+    options = arguments(__doc__ or "", _options)
+    found: dict[int, dict[str, list[dict[str, float]]]] = {}
+    with started(options.replicas, options.router) as replicas:
+        for running in options.running:
+            taken = found[running] = {way: [] for way in WAYS}
+            with load(replicas, running, options.siblings):
+                time.sleep(_BEFORE_S)
+                for turn in range(2 if options.quick else options.updates):
+                    for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
+                        taken[way].append(measured(replicas, way))
+            print(f"{running} requests: {len(taken['keep'])} updates of each way", flush=True)
     return report([record for running, taken in found.items() for record in judged(running, taken)], options.json)
 
 
