@@ -92,7 +92,7 @@ class RouterConfig:
         oldest_first: requests that wait for an engine are served in the order in which their sessions began, also after
             they were interrupted (vLLM; sets ``rollout.scheduling_policy=priority``). Off: the last to come waits last.
         cost: published coefficients of the model of the decode step (H20): 7b-tp1, 14b-tp1, 32b-tp2 or 30b-a3b-tp1.
-            Used until a replica's own steps have told (``marginal_gain``; vLLM).
+            Used until a replica's own steps have told (``marginal_gain``, ``cache_aware``; vLLM).
     """
 
     policy: str = "least_requests"

@@ -5,8 +5,9 @@
                 └─ its worker dies ─► lost ─► issue (to the worker that takes its place)
 
 Invariant: a group is handed out again only after the worker that had it is gone, and never once it has ended, so it is
-trained once. A lost group keeps its reservation: it starts with newer weights than it was reserved for, which the bound
-allows (`StalenessProtocol.occupy`). Liveness: every group that is lost is issued again, or the run is given up.
+trained once. A lost group keeps its reservation. What it begins with is no older than that: weights that are newer by
+now, which the bound allows (`StalenessProtocol.occupy`), or recorded answers of its first attempt, which began no
+earlier. Liveness: every group that is lost is issued again, or the run is given up.
 """
 
 from __future__ import annotations

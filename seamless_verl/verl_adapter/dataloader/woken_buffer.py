@@ -26,7 +26,8 @@ _SIGNALS_S = 1.0
 
 
 Replace = Callable[[Any, RayActorError], Any]
-"""Starts another rollout worker in place of one that died, has its groups generated again, and returns it."""
+"""Starts another rollout worker in place of one that died, has its groups begin again, and returns it: their agents are
+given the answers that were recorded, as far as they ask for them."""
 Say = Callable[[str], None]
 """Prints a line."""
 
