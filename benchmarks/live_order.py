@@ -36,6 +36,7 @@ SYSTEMS = {
     "ours predictive": "predictive",
 }
 _BAR = 0.10
+_MEDIAN_BAR = 0.05  # of the errors of all runs
 _LEVEL = 0.05  # measured step times closer than this have no order: rounds differ by more
 _STEPS = 24
 
@@ -62,7 +63,8 @@ def replayed(runs: Mapping[str, Recorded]) -> list[Record]:
         ]
     value = median(errors)
     told = "replay: error, median over the runs"
-    records.append(Record(name=told, value=100 * value, unit="%", bar=f"<= {_BAR:.0%}", holds=value <= _BAR))
+    held = value <= _MEDIAN_BAR
+    records.append(Record(name=told, value=100 * value, unit="%", bar=f"<= {_MEDIAN_BAR:.0%}", holds=held))
     return records
 
 

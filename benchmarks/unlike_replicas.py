@@ -14,12 +14,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from seamless_verl.config import WeightsConfig
+from seamless_verl.staleness.cache_aware import Residents
 from seamless_verl.staleness.floors import ServingVersions, reserve_between
 from seamless_verl.staleness.protocol import ProtocolError, StalenessProtocol
 from seamless_verl.staleness.routing import PendingRequest, ReplicaLoad, Route, RoutingPolicy
 from seamless_verl.staleness.synchronisation import ReplicaWeights, synchronisation_of
 
 _SEATS = 8
+_TOKENS = 100  # of any session's context
+_ENDLESS = 1 << 30
 
 
 @dataclass(slots=True)
@@ -49,6 +52,7 @@ class World:
     Args:
         rollouts: sessions of a group.
         turns: of a session.
+        cache_tokens: that a replica's cache holds.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class World:
         rollouts: int = 2,
         turns: int = 2,
         in_flight: float | None = None,
+        cache_tokens: int = _ENDLESS,
     ) -> None:
         self.protocol = StalenessProtocol(eta=eta, batch_size=batch, in_flight=in_flight)
         self.published = 0
@@ -76,6 +81,7 @@ class World:
         self._batch, self._taken, self._eta = batch, 0, eta
         self._weights, self._sync = weights, synchronisation_of(weights)
         self._router, self._versions = router, ServingVersions()
+        self._residents, self._cache_tokens = Residents(), cache_tokens
         self._rollouts, self._turns = rollouts, turns
         self._numbers = 0
 
@@ -122,6 +128,7 @@ class World:
         """It failed, or was filtered."""
         self.given_up += 1
         self.protocol.abort(group)
+        self._residents.over(self.members[group])
         for number in self.members.pop(group):
             self._stop(number)
             del self.sessions[number]
@@ -171,9 +178,15 @@ class World:
         return self.floors[session.group] if session.first is None else session.first
 
     def route(self) -> int:
-        """Place what waits; returns how many found a place."""
+        """Place what waits; returns how many found a place. A session keeps its room between turns."""
         pending = [
-            PendingRequest(request=str(number), version=self.floor(number), tokens=100, begun=(number,))
+            PendingRequest(
+                request=str(number),
+                version=self.floor(number),
+                tokens=_TOKENS,
+                begun=(number,),
+                near=self._residents.near(number, self.sessions[number].group),
+            )
             for number in self._waiting()
         ]
         placed = 0
@@ -184,6 +197,7 @@ class World:
                 self.broken["placed below its floor"] += version is None or version < self.floor(number)
                 self.sessions[number].on = decision.replica
                 self.replicas[decision.replica].running.add(number)
+                self._residents.placed(number, self.sessions[number].group, decision.replica, _TOKENS)
                 placed += 1
         return placed
 
@@ -201,12 +215,14 @@ class World:
         self._stop(number)
         session = self.sessions[number]
         session.turns -= 1
+        if not session.turns:
+            self._residents.over([number])
         members = self.members[session.group]
         if any(self.sessions[member].turns for member in members):
             return
         oldest = min(self.sessions[member].first or 0 for member in members)
         try:
-            self.protocol.occupy(session.group, oldest, tokens=100)
+            self.protocol.occupy(session.group, oldest, tokens=_TOKENS)
         except ProtocolError:
             self.broken["occupy refused a version"] += 1
         self.began[session.group] = oldest
@@ -230,6 +246,10 @@ class World:
         where = Counter(number for each in self.replicas.values() for number in each.running)
         wrong = [n for n, session in self.sessions.items() if where[n] != (session.on is not None)]
         self.broken["request lost or doubled"] += len(wrong) + len(where.keys() - self.sessions.keys())
+        kept = {name: self._residents.kept(name) for name in self.replicas}
+        self.broken["room kept on who is gone"] += sum(kept.values()) != sum(kept[name] for name in self.serving())
+        unfinished = sum(session.turns > 0 for session in self.sessions.values())
+        self.broken["room kept for who ended"] += sum(kept.values()) > _TOKENS * unfinished
         limit = (self._eta + 1) * self._batch
         self.broken["too many in flight"] += self.protocol.num_in_flight + self._taken > limit
 
@@ -271,6 +291,7 @@ class World:
             self.sessions[number].on = None
         replica.running.clear()
         replica.version = None
+        self._residents.left([name])
         self._versions.forget([name])
 
     def _stop(self, number: int) -> None:
@@ -292,12 +313,14 @@ class World:
 
     def _load(self, name: str) -> ReplicaLoad:
         each = self.replicas[name]
+        held = _TOKENS * len(each.running)
         return ReplicaLoad(
             replica=name,
             version=each.version or 0,
             running=len(each.running),
             waiting=0,
-            kv_tokens=100 * len(each.running),
-            kv_room=1 << 30,
+            kv_tokens=held,
+            kv_room=max(0, self._cache_tokens - held),
             max_running=_SEATS,
+            kept=self._residents.kept(name),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,16 @@ def of_summary(done: Run, steps: int, most_off: float) -> list[Record]:
             bar=f"<= {most_off:g}",
             holds=held,
         ),
+        training_price(done),
     ]
+
+
+def training_price(done: Run) -> Record:
+    """The median step's seconds of training per token, prompts included, on the one device; without old log-probs."""
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    price = statistics.median(step["timing_s/update_actor"] / step["perf/total_num_tokens"] for step in steps)
+    said = f"--set train.gpu_s_per_token={price:.3g}"
+    return Record(name="price of training", value=1e6 * price, unit="us/token", bar=said)
 
 
 def of_weights(lines: Iterable[Line]) -> list[Record]:

@@ -160,6 +160,28 @@ async def test_who_waits_is_served_when_a_replica_joins():
     assert await seated(waits) == ["b"]
 
 
+async def test_a_session_that_moves_to_a_newcomer_keeps_no_room_where_it_was():
+    server, aborted = Server(replace(DEAR, prefill_s_per_token=1e-6)), []
+    server.abort_request = SimpleNamespace(remote=lambda name, **_: aborted.append(name))
+    made = await learned(a=server)
+
+    def kept():
+        return {load.replica: load.kept for load in made._loads()}
+
+    for number in range(8):
+        await made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+    made.add_servers({"b": Server()})
+    made.set_cache_tokens({"b": 1000})
+    assert kept() == {"a": 800, "b": 0}
+    made.even_out()
+    assert aborted == ["a4", "a5", "a6", "a7"]
+    assert kept() == {"a": 400, "b": 0}, "at once: they are still on their way"
+    for name in ("r4", "r5", "r6", "r7"):
+        made.release_server("a", name)
+        assert await seated(ask(made, name, 120)) == ["b"]
+    assert kept() == {"a": 400, "b": 480}
+
+
 async def test_a_client_tells_which_group_it_asks_for_and_when_its_session_is_over():
     from omegaconf import OmegaConf
 

@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 PROMPT = list(range(5, 37))
+SEATS = 8  # requests that the engine decodes at a time
 LONG = {"max_tokens": 600, "ignore_eos": True, "logprobs": True}
 
 
@@ -21,8 +22,9 @@ def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from tests.live_replica import live_replica, tiny_model  # bring vLLM in, which warns at import
 
     model = tiny_model(tmp_path_factory.mktemp("model"))
-    length = "actor_rollout_ref.rollout.max_model_len=1024"
-    with live_replica(model, length, replica_class=PullingReplica) as started:
+    rollout = "actor_rollout_ref.rollout"
+    settings = (f"{rollout}.max_model_len=1024", f"{rollout}.max_num_seqs={SEATS}")
+    with live_replica(model, *settings, replica_class=PullingReplica) as started:
         yield SimpleNamespace(live=started, model=model, folder=tmp_path_factory.mktemp("published"))
 
 
@@ -39,12 +41,17 @@ def weights(model: Path, version: int) -> dict[str, Any]:
     }
 
 
-def publish(replica: Any, version: int, *, leave_out: str = "") -> None:
+def publish(replica: Any, version: int, *, leave_out: str = "", instead: dict[str, Any] | None = None) -> Any:
     from seamless_verl.verl_adapter.weights import weight_store
 
-    tensors = weights(replica.model, version)
+    tensors = weights(replica.model, version) | (instead or {})
     tensors.pop(leave_out, None)
-    weight_store.publish(replica.folder, version, tensors.items())
+    return weight_store.publish(replica.folder, version, tensors.items())
+
+
+def cut_off(manifest: Any) -> None:
+    file = Path(manifest.file)
+    file.write_bytes(file.read_bytes()[:-1])
 
 
 async def pull(replica: Any, version: int, *, keep: bool = False) -> Any:
@@ -119,21 +126,50 @@ def test_each_token_is_of_the_version_that_made_it(replica: Any) -> None:
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
 
 
-def test_keep_goes_on_with_the_cache_and_gives_it_to_nobody_else(replica: Any) -> None:
+def test_so_is_each_of_many_requests_that_run_and_queue_across_two_seams(replica: Any) -> None:
     async def run() -> Any:
         publish(replica, 5)
-        await pull(replica, 5, keep=True)
-        asked = ask(replica, "kept")
+        await pull(replica, 5)
+        asked = [ask(replica, f"first {number}") for number in range(SEATS + 4)]
         await until_it_runs(replica)
         publish(replica, 6)
-        await pull(replica, 6, keep=True)
+        first = await pull(replica, 6)
+        asked += [ask(replica, f"second {number}") for number in range(4)]
+        publish(replica, 7)
+        await pull(replica, 7)
+        return first, await asyncio.gather(*asked)
+
+    first, outputs = asyncio.run(run())
+    assert first.running
+    seen = set()
+    for output in outputs:
+        spans = output.extra_fields["version_spans"]
+        assert sum(count for _, count in spans) == 600
+        seen.add(tuple(version for version, _ in spans))
+        start, expected = 0, []
+        for version, count in spans:
+            expected += log_probs(replica.model, version, output.token_ids)[start : start + count]
+            start += count
+        assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
+    assert (5, 6, 7) in seen, "two seams in one answer"
+    assert (7,) in seen, "what queued began with the newest"
+
+
+def test_keep_goes_on_with_the_cache_and_gives_it_to_nobody_else(replica: Any) -> None:
+    async def run() -> Any:
+        publish(replica, 8)
+        await pull(replica, 8, keep=True)
+        asked = ask(replica, "kept")
+        await until_it_runs(replica)
+        publish(replica, 9)
+        await pull(replica, 9, keep=True)
         return await asked, await ask(replica, "fresh")
 
     kept, fresh = asyncio.run(run())
-    assert [version for version, _ in kept.extra_fields["version_spans"]] == [5, 6]
-    assert fresh.extra_fields["version_spans"] == [(6, 600)]
-    assert not fresh.extra_fields["num_cached_tokens"]  # the same prompt lies there, of version 5
-    expected = log_probs(replica.model, 6, fresh.token_ids)
+    assert [version for version, _ in kept.extra_fields["version_spans"]] == [8, 9]
+    assert fresh.extra_fields["version_spans"] == [(9, 600)]
+    assert not fresh.extra_fields["num_cached_tokens"]  # the same prompt lies there, of version 8
+    expected = log_probs(replica.model, 9, fresh.token_ids)
     assert max(abs(a - b) for a, b in zip(fresh.log_probs, expected, strict=True)) <= 1e-4
 
 
@@ -141,16 +177,27 @@ def test_what_is_refused_leaves_the_replica_as_it_was(replica: Any) -> None:
     from ray.exceptions import RayTaskError
 
     async def run() -> Any:
-        publish(replica, 7)
-        await pull(replica, 7)
-        publish(replica, 8, leave_out="lm_head.weight")
-        with pytest.raises(RayTaskError, match="lacks 1 tensors"):
-            await pull(replica, 8)
+        import torch
+
+        publish(replica, 10)
+        await pull(replica, 10)
+        wrong = {
+            "lacks 1 tensors": {"leave_out": "lm_head.weight"},
+            "has unknown 1 tensors": {"instead": {"model.norm.bias": torch.zeros(3)}},
+            "another shape or type of 1 tensors": {"instead": {"model.norm.weight": torch.zeros(3)}},
+        }
+        for version, (story, change) in enumerate(wrong.items(), 11):
+            publish(replica, version, **change)
+            with pytest.raises(RayTaskError, match=story):
+                await pull(replica, version)
+        cut_off(publish(replica, 14))
+        with pytest.raises(RayTaskError, match="bytes"):
+            await pull(replica, 14)
         return await ask(replica, "after")
 
     output = asyncio.run(run())
-    assert output.extra_fields["version_spans"] == [(7, 600)]
-    expected = log_probs(replica.model, 7, output.token_ids)
+    assert output.extra_fields["version_spans"] == [(10, 600)]
+    expected = log_probs(replica.model, 10, output.token_ids)
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
 
 
@@ -162,21 +209,21 @@ def test_a_lent_replica_wakes_with_what_is_published_and_serves_when_it_is_told_
     live, folder = replica.live, str(replica.folder)
 
     async def run() -> Any:
-        publish(replica, 11)
+        publish(replica, 15)
         with pytest.raises(RayTaskError, match="here serves"):
-            await live.server.wake_with.remote(folder, 11, False, live.router, "here")
+            await live.server.wake_with.remote(folder, 15, False, live.router, "here")
         await asyncio.to_thread(live.slices.interrupt, [SLICE])
         await asyncio.to_thread(live.slices.hold, [SLICE])
         asked = ask(replica, "lent")
-        with pytest.raises(RayTaskError, match="has version 11, not version 12"):
-            await live.server.wake_with.remote(folder, 12, False, live.router, "here")
-        await live.server.wake_with.remote(folder, 11, False, live.router, "here")
+        with pytest.raises(RayTaskError, match="has version 15, not version 16"):
+            await live.server.wake_with.remote(folder, 16, False, live.router, "here")
+        await live.server.wake_with.remote(folder, 15, False, live.router, "here")
         assert not asked.done()
         assert (await live.server.requests.remote()) == (0, 0), "its gate is closed until somebody opens it"
         await live.server.resume_generation.remote()
         return await asked
 
     output = asyncio.run(run())
-    assert output.extra_fields["version_spans"] == [(11, 600)]
-    expected = log_probs(replica.model, 11, output.token_ids)
+    assert output.extra_fields["version_spans"] == [(15, 600)]
+    expected = log_probs(replica.model, 15, output.token_ids)
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4

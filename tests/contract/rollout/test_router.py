@@ -393,7 +393,7 @@ def test_requests_stay_that_nobody_can_name_or_whose_places_are_fixed(why):
     assert not full.aborted
 
 
-@pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
+@pytest.mark.parametrize("policy", ["least_requests", "marginal_gain", "cache_aware"])
 async def test_what_moves_to_a_replica_that_joined_goes_on_with_its_tokens(policy):
     full, awake = Replica(), Replica()
     balancer = balancer_of({"full": Remote(full)}, policy=policy)

@@ -8,7 +8,8 @@ import pytest
 from tests.contract.rollout.test_router import Awaitable, Remote, Replica, balancer_of, turn
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
-POLICIES = pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
+POLICIES = pytest.mark.parametrize("policy", ["least_requests", "marginal_gain", "cache_aware"])
+HOLDING = pytest.mark.parametrize("policy", ["marginal_gain", "cache_aware"])
 
 
 def two(policy, **settings):
@@ -77,7 +78,7 @@ async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_
     request_log.release("g")
 
 
-@POLICIES
+@pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
 async def test_whom_nobody_may_serve_waits_outside_and_goes_as_soon_as_somebody_has_the_weights(policy):
     balancer = two(policy)
     client = client_of(Awaitable(balancer))
@@ -107,11 +108,12 @@ async def _in_session(client, group, index):
         return (await client._acquire_server(f"{group}{index}", prompt_ids=[1]))[0]
 
 
-async def test_where_no_more_are_held_who_is_refused_does_not_ask_again_at_once(monkeypatch):
+@HOLDING
+async def test_where_no_more_are_held_who_is_refused_does_not_ask_again_at_once(policy, monkeypatch):
     from seamless_verl.verl_adapter.rollout import holding_balancer
 
     monkeypatch.setattr(holding_balancer, "_MOST_HELD", 0)
-    balancer = two("marginal_gain")
+    balancer = two(policy)
     assert await acquire(balancer, "first", floor=4) == "new"
     with pytest.raises(RuntimeError, match="No replica takes requests for version 4"):
         await acquire(balancer, "second", floor=4)  # of two requests the new one has its share
@@ -124,8 +126,9 @@ async def test_where_no_more_are_held_who_is_refused_does_not_ask_again_at_once(
     assert await acquire(balancer, "second", floor=4) == "old"
 
 
-async def test_a_request_that_is_held_back_is_told_of_newer_weights():
-    balancer = two("marginal_gain", max_running=1)
+@HOLDING
+async def test_a_request_that_is_held_back_is_told_of_newer_weights(policy):
+    balancer = two(policy, max_running=1)
     assert await acquire(balancer, "first", floor=4) == "new"
     held = asyncio.ensure_future(acquire(balancer, "held", floor=4))
     await turn()
@@ -145,11 +148,12 @@ async def test_where_nobody_tells_versions_floors_change_nothing(policy):
     assert (balancer.wanted(), balancer.oldest_version()) == (None, None)
 
 
-def test_nobody_moves_to_a_replica_that_joined_with_older_weights():
-    balancer = balancer_of({"full": Remote(Replica())}, policy="least_requests")
+@POLICIES
+async def test_nobody_moves_to_a_replica_that_joined_with_older_weights(policy):
+    balancer = balancer_of({"full": Remote(Replica())}, policy=policy)
     balancer.set_version(["full"], 4)
     for number in range(8):
-        balancer.acquire_server(f"r{number}", 100, f"a{number}")
+        await acquire(balancer, f"r{number}", attempt=f"a{number}")
     balancer.add_servers({"joined": Remote(Replica())})
     balancer.set_version(["joined"], 3)
     balancer.even_out()

@@ -9,14 +9,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from benchmarks.unlike_replicas import World
 from seamless_verl.config import WeightsConfig
-from seamless_verl.decode_cost import PUBLISHED
+from seamless_verl.decode_cost import PUBLISHED, EnginePace
+from seamless_verl.staleness.affinity import MovePrice
+from seamless_verl.staleness.cache_aware import CacheAware
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, RoutingPolicy
 
 PICK = st.integers(0, 1 << 16)
 
 
-def router(name: str) -> RoutingPolicy:
-    return LeastRequests() if name == "least_requests" else MarginalGain(cost=PUBLISHED["7b-tp1"])
+COST = PUBLISHED["7b-tp1"]
+# Prefilling is so dear that sessions wait for room rather than compute their contexts again.
+ROUTERS: dict[str, RoutingPolicy] = {
+    "least_requests": LeastRequests(),
+    "marginal_gain": MarginalGain(cost=COST),
+    "cache_aware": CacheAware(pace=EnginePace(decode=COST, prefill_s_per_token=1.0), price=MovePrice()),
+}
 
 
 class Replicas(RuleBasedStateMachine):
@@ -27,12 +34,20 @@ class Replicas(RuleBasedStateMachine):
         max_lag=st.integers(1, 4),
         sync=st.sampled_from(["rolling", "rolling", "together"]),
         fewer=st.booleans(),
-        name=st.sampled_from(["least_requests", "marginal_gain"]),
+        router=st.sampled_from(sorted(ROUTERS)),
+        cache_tokens=st.sampled_from([150, 350, 1000, 1 << 30]),  # a context has 100
     )
-    def begin(self, eta: int, batch: int, at_once: int, max_lag: int, sync: str, fewer: bool, name: str) -> None:
-        weights = WeightsConfig(sync=sync, at_once=at_once, max_lag=max_lag)
-        in_flight = max(1, eta) if fewer else None
-        self.world = World(eta=eta, batch=batch, weights=weights, router=router(name), in_flight=in_flight)
+    def begin(
+        self, eta: int, batch: int, at_once: int, max_lag: int, sync: str, fewer: bool, router: str, cache_tokens: int
+    ) -> None:
+        self.world = World(
+            eta=eta,
+            batch=batch,
+            weights=WeightsConfig(sync=sync, at_once=at_once, max_lag=max_lag),
+            router=ROUTERS[router],
+            in_flight=max(1, eta) if fewer else None,
+            cache_tokens=cache_tokens,
+        )
 
     @rule()
     def admit(self) -> None:
