@@ -2,8 +2,8 @@
 
     python -m benchmarks.simulator --part NAME [--quick] [--json FILE] [--resume FILE --minutes N]
 
-Parts: ``limit``, ``table``, ``ages``, ``idle``, ``scale``, ``large``, ``shards``. The table takes what is known when
-time is up.
+Parts: ``limit``, ``table``, ``ages``, ``rolling``, ``idle``, ``scale``, ``large``, ``shards``. The table takes what is
+known when time is up.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.intervals import interval
 from benchmarks.records import Record, arguments, report
 from benchmarks.settings import WORKLOADS, cell
 from benchmarks.simulator_table import SIZES, SPLITS, table
+from seamless_verl.config import WeightsConfig
 from seamless_verl.simulation.fluid import fluid_limit
 from seamless_verl.simulation.presets import CALIBRATED, RUNS, scenario
 from seamless_verl.simulation.run import simulate
@@ -84,6 +85,29 @@ def ages(options: argparse.Namespace) -> Iterator[Record]:
                     unit="s",
                     bar=f"age {age:.2f}/{oldest}",
                 )
+
+
+def rolling(options: argparse.Namespace) -> Iterator[Record]:
+    """Weights that ours take in turn, beside ours that stop together, verl's modes and StaleFlow (loads of 8 s)."""
+    for name in ("separate_async", "no_switch"):
+        base = scenario(RUNS[name], CALIBRATED, steps=10 if options.quick else 16)
+        base = replace(base, train=replace(base.train, old_log_prob=0.0), warm=4)
+        ways: dict[str, Scenario] = {
+            system: replace(base, system=system)
+            for system in ("disaggregated", "predictive", "verl_separate_async", "verl_enable_switch", "staleflow")
+        }
+        for system in ("disaggregated", "predictive"):
+            for pull_s in (8.0, 2.0):
+                for cache in ("refill", "keep"):
+                    turns = WeightsConfig(sync="rolling", cache=cache)
+                    costs = replace(base.costs, pull=pull_s)
+                    told = f"{system}, in turn, {pull_s:g} s, {cache}"
+                    ways[told] = replace(base, system=system, weights=turns, costs=costs)
+        for way, wanted in ways.items():
+            runs = [simulate(replace(wanted, seed=seed)) for seed in range(1 if options.quick else options.seeds)]
+            age = mean(run.mean_staleness for run in runs)
+            value = mean(run.step_s for run in runs)
+            yield Record(name=f"rolling, {name} set-up: {way}", value=value, unit="s", bar=f"age {age:.2f}")
 
 
 def idle(options: argparse.Namespace) -> Iterator[Record]:
@@ -185,7 +209,16 @@ def _waits(agents: int, count: int, turn_s: float, cost_s: float, seconds: float
     return waits
 
 
-_PARTS = {"limit": limit, "table": table, "ages": ages, "idle": idle, "scale": scale, "large": large, "shards": shards}
+_PARTS = {
+    "limit": limit,
+    "table": table,
+    "ages": ages,
+    "rolling": rolling,
+    "idle": idle,
+    "scale": scale,
+    "large": large,
+    "shards": shards,
+}
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:

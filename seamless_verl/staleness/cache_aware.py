@@ -45,13 +45,14 @@ class CacheAware:
         loads = {load.replica: load for load in replicas}
         decisions: list[Route | Hold] = []
         full = ""
-        for request in sorted(requests, key=lambda request: (request.version, request.begun)):
+        asked = sorted(requests, key=lambda request: (request.version, request.begun))
+        for place, request in enumerate(asked, 1):
             if full:  # nobody overtakes: it would take the room that the older one waits for
                 decisions.append(Hold(request=request.request, reason=full))
                 continue
             roomy = [load for load in loads.values() if self._admits(load, request.tokens)]
             if roomy:
-                decision = self._place(request, roomy)
+                decision = self._place(request, roomy, len(asked) - place)
             else:
                 full = f"no cache has room for {request.tokens} tokens more"
                 decision = Hold(request=request.request, reason=full)
@@ -76,8 +77,8 @@ class CacheAware:
         now = pace.decode.throughput(load.running, load.kv_tokens)
         return (load.running + 1) * pace.turn_tokens > now * turn_s
 
-    def _place(self, request: PendingRequest, roomy: Sequence[ReplicaLoad]) -> Route | Hold:
-        (decision,) = LeastRequests().route([request], roomy)
+    def _place(self, request: PendingRequest, roomy: Sequence[ReplicaLoad], behind: int) -> Route | Hold:
+        (decision,) = LeastRequests(behind).route([request], roomy)
         near = next((load for load in roomy if load.replica == request.near and load.version >= request.version), None)
         if near is None or not isinstance(decision, Route):
             return decision

@@ -48,6 +48,29 @@ def assert_loans_are_whole(recording: Recording, slice_id: str) -> Loans:
     return loans
 
 
+def gone_on(recording: Recording, lent: str, other: str) -> list[Counter[str]]:
+    """Of each loan of ``lent``, on which slices those requests went on that its wake interrupted on ``other``."""
+    places = {event.address: event.slice for event in recording.events if isinstance(event, flight.SliceAdded)}
+    out = dict[str, flight.RequestStarted]()
+    interrupted = set[str]()  # sessions, while it wakes
+    is_waking, found = False, list[Counter[str]]()
+    for event in recording.events:
+        if isinstance(event, flight.SliceMoved) and event.slice == lent:
+            is_waking = event.state is flight.SliceState.WAKING
+            found += [Counter()] if is_waking else []
+            interrupted.clear()
+        elif isinstance(event, flight.RequestStarted):
+            out[event.request] = event
+            if event.session in interrupted:
+                interrupted.remove(event.session)
+                found[-1][places.get(event.slice, event.slice)] += 1
+        elif isinstance(event, flight.RequestEnded) and event.request in out:
+            started = out.pop(event.request)
+            if is_waking and event.finish == "aborted" and places.get(started.slice) == other:
+                interrupted.add(started.session)
+    return found
+
+
 def decisions(recording: Recording) -> Counter[str]:
     return Counter(event.action for event in recording.events if isinstance(event, flight.DecisionMade))
 

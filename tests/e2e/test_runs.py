@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -29,7 +29,7 @@ import pytest
 from benchmarks.loans import loans_of
 from seamless_verl.cli import main
 from seamless_verl.machine import WEIGHTS
-from seamless_verl.observe.flight import Phase, PullEnded
+from seamless_verl.observe.flight import Phase, PullEnded, SliceAdded
 from seamless_verl.observe.recording import read_recording
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.observe.time_ledger import Category
@@ -314,6 +314,18 @@ MIXED = (
 )
 
 
+def assert_rows_of_the_tool_agent_are_whole(folder: Path, *, prompts: int, rollouts: int) -> None:
+    """Each prompt was trained once with all of its rollouts, each row has the score of its own answer."""
+    rows = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
+    called = [row for row in rows if "</tool_call>\ntool\n" in row["output"]]
+    assert len(called) > len(rows) / 2
+    assert len({row["uid"] for row in rows}) == len(rows) == prompts * rollouts
+    groups = Counter((row["uid"].split("_")[0], row["input"]) for row in rows)
+    assert len(groups) == len({row["input"] for row in rows}) == prompts
+    assert {*groups.values()} == {rollouts}
+    assert all((row["score"] == 1) == row["output"].strip().endswith(row["gts"]) for row in rows)
+
+
 def test_two_points_of_a_sweep_train_verls_tool_agent_with_grpo_and_ppo_and_so_does_verls_own_entry_point(machine):
     code, output = machine.run(
         *(*tool_task(machine.folder / "task"), *QUIET, MIXED, "seamless.scheduler.policy=greedy"),
@@ -330,15 +342,18 @@ def test_two_points_of_a_sweep_train_verls_tool_agent_with_grpo_and_ppo_and_so_d
     for point in points:
         recording = read_recording(point / "flight")
         assert assert_loans_are_whole(recording, "lent/0").wakes > 0
-        assert {"waking", "rollout"}.isdisjoint(moves(recording, "trainers/0")[1:])
+        story = {name: " ".join(moves(recording, f"{name}/0")) for name in ("lent", "trainers", "rollouts")}
+        assert story == {
+            "lent": "| draining training waking rollout | draining training idle",
+            "trainers": "| training idle | training idle",
+            "rollouts": "| syncing rollout | syncing rollout",
+        }
         assert_books_balance(recording)
         figures = summary(point)
         assert (figures["steps"], figures["rows"], figures["attempts_failed"]) == (2, 256, 0)
-        assert figures["audit_violations"] == 0
+        assert figures["rows_audited"] == 0, "so what is asked of the rows themselves says whether they are right"
         assert figures["max_logprob_diff"] < 1e-3  # of both answers; the tool's is not trained
-        rows = [json.loads(line) for path in (point / "rows").iterdir() for line in path.read_text().splitlines()]
-        called = [row for row in rows if "</tool_call>\ntool\n" in row["output"]]
-        assert len(called) > len(rows) / 2
+        assert_rows_of_the_tool_agent_are_whole(point / "rows", prompts=32, rollouts=8)
     machine.assert_nothing_left()
     code, output = machine.run(
         f"--config-path={points[0]}",
@@ -373,7 +388,12 @@ def test_ctrl_c_ends_one_run_and_a_dead_replica_the_other_each_without_harm_to_i
         assert "nothing is left running" in output
         assert other.processes() == []
         (folder,) = other.runs()
-        assert not {*decisions(read_recording(folder / "flight"))} - {"hold"}, "nothing is lent under this policy"
+        recording = read_recording(folder / "flight")
+        apart = [(one.slice, one.capabilities) for one in recording.events if isinstance(one, SliceAdded)]
+        assert apart == [("trainer/0", ("train",)), ("rollout/0", ("rollout",))]
+        assert {*moves(recording, "trainer/0")} == {"|"}, "it trains, whatever happens: nobody is there to decide"
+        assert {"|", "syncing"} <= {*moves(recording, "rollout/0")} <= {"|", "syncing", "rollout"}
+        assert not decisions(recording)
         (folder,) = machine.runs()
         read_until(steady, f"{steps_done(folder) + 2}/1000")
         (server,) = machine.servers()
@@ -426,6 +446,20 @@ def trained_sums(folder: Path, step: int) -> list[str]:
     return sorted("".join(words) for words in groups.values())
 
 
+def assert_the_curriculum_went_on(folder: Path, output: str) -> None:
+    """Steps 1 and 2 were the epoch of the first stage: what it solved is not drawn again, nor anything drawn twice."""
+    low = [f"{a}+{b}" for a in range(4) for b in range(8)]
+    first = trained_sums(folder, 1)  # verl writes a step's rows in the background; those of step 2 may die with it
+    assert len(set(first)) == len(first) == 16
+    assert set(first) <= set(low)
+    later = trained_sums(folder, 3) + trained_sums(folder, 4)
+    assert len(set(later)) == len(later) == 32
+    assert not {prompt for prompt in later if prompt in low and eval(prompt) % 2 == 0}
+    assert "both: pool 48 (16 left)" in output
+    assert summary(folder)["curriculum"] == {"stage": "both", "epochs_ended": 1, "pool": 48, "left": 16}
+    assert json.loads((folder / "curriculum.jsonl").read_text().splitlines()[0])["removed"]
+
+
 def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_command_continues(machine):
     arguments = [*FAST, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.resume_mode=auto"]
     arguments += ["seamless.supervise.restarts=1"]
@@ -464,20 +498,14 @@ def test_after_kill_9_a_run_goes_on_by_itself_then_leaves_nothing_and_the_same_c
     assert figures["max_logprob_diff_steps"] == 4
     assert_signals_fit_the_rows(folder, 4, ratios=True)
     assert figures["max_logprob_diff"] <= 1e-4
-    loans = loans_of(read_recording(folder / "flight").events, "trainer/0")  # of all three lives
+    recording = read_recording(folder / "flight")  # of all three lives: steps 1 and 2, step 3, steps 3 and 4
+    loans = loans_of(recording.events, "trainer/0")
     assert loans.matching == loans.checked >= 4
+    story, step = " ".join(moves(recording, "trainer/0")), "| draining training waking rollout"
+    assert story.startswith(f"{step} {step}"), story
+    assert story.endswith(f"{step} | draining training idle"), story
     machine.assert_nothing_left()
-    # Steps 1 and 2 were the epoch of the first stage; what it solved is not drawn again, nor is anything drawn twice.
-    low = [f"{a}+{b}" for a in range(4) for b in range(8)]
-    first = trained_sums(folder, 1)  # verl writes a step's rows in the background; those of step 2 may die with it
-    assert len(set(first)) == len(first) == 16
-    assert set(first) <= set(low)
-    later = trained_sums(folder, 3) + trained_sums(folder, 4)
-    assert len(set(later)) == len(later) == 32
-    assert not {prompt for prompt in later if prompt in low and eval(prompt) % 2 == 0}
-    assert "both: pool 48 (16 left)" in output
-    assert figures["curriculum"] == {"stage": "both", "epochs_ended": 1, "pool": 48, "left": 16}
-    assert json.loads((folder / "curriculum.jsonl").read_text().splitlines()[0])["removed"]
+    assert_the_curriculum_went_on(folder, output)
 
 
 def wait_until_gone(machine: Machine) -> None:

@@ -52,11 +52,12 @@ async def test_a_floor_leaves_out_who_is_too_old_also_where_the_prefix_lies(poli
     assert balancer.wanted() is None
 
 
-async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_theirs():
+@pytest.mark.parametrize("policy", ["least_requests", "cache_aware"])
+async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_theirs(policy):
     """Six prompts need version 4, which one of two replicas has; the other one has as many requests to begin with."""
     from seamless_verl.verl_adapter.rollout.request_log import request_log
 
-    balancer = two("least_requests")
+    balancer = two(policy)
     places = {name: await acquire(balancer, name, floor=3) for name in "abcd"}
     client = client_of(Awaitable(balancer))
     request_log.reserve({"g": 4})
@@ -78,21 +79,24 @@ async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_
     request_log.release("g")
 
 
-@pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
-async def test_whom_nobody_may_serve_waits_outside_and_goes_as_soon_as_somebody_has_the_weights(policy):
+# Where sessions keep their caches, whoever waits outside is not counted: a second one would wait for its share.
+@pytest.mark.parametrize(
+    ("policy", "groups"), [("least_requests", "ghg"), ("marginal_gain", "ghg"), ("cache_aware", "gh")]
+)
+async def test_whom_nobody_may_serve_waits_outside_and_goes_as_soon_as_somebody_has_the_weights(policy, groups):
     balancer = two(policy)
     client = client_of(Awaitable(balancer))
     from seamless_verl.verl_adapter.rollout.request_log import request_log
 
     request_log.reserve({"g": 5, "h": 6})
-    calls = [asyncio.ensure_future(_in_session(client, group, index)) for index, group in enumerate("ghg")]
+    calls = [asyncio.ensure_future(_in_session(client, group, index)) for index, group in enumerate(groups)]
     while balancer.wanted() != 6:
         await turn()
     assert balancer.get_total_inflight() == 0
     assert not getattr(balancer, "_held", {}), "it would hold one of the places of Ray's actor"
     balancer.set_version(["old"], 5)
-    done = await asyncio.wait_for(asyncio.gather(calls[0], calls[2]), 10)
-    assert done == ["old", "old"]
+    done = await asyncio.wait_for(asyncio.gather(*calls[::2]), 10)
+    assert done == ["old"] * groups.count("g")
     assert (balancer.wanted(), calls[1].done()) == (6, False)
     balancer.add_servers({"newest": Remote(Replica())})
     balancer.set_version(["newest"], 6)

@@ -81,6 +81,12 @@ def test_a_group_stays_together_until_its_replica_has_too_many_more_requests() -
     ), "too old"
 
 
+def test_whoever_is_first_to_have_a_version_gets_its_share_of_all_that_need_it() -> None:
+    requests = [ask(f"q{n}", tokens=1, begun=n, version=4) for n in range(6)]
+    decisions = POLICY.route(requests, [load("old", running=2, version=3), load("new", running=2, version=4)])
+    assert sum(isinstance(each, Route) for each in decisions) == 3, "of ten requests both have five then"
+
+
 def test_the_youngest_lose_their_places_when_contexts_grow_but_not_while_they_run() -> None:
     residents = Residents()
     for name in ("first", "second", "third", "fourth"):
