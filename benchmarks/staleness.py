@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from benchmarks.records import Record, arguments, report
 from benchmarks.unlike_replicas import World
 from seamless_verl.config import WeightsConfig
-from seamless_verl.decode_cost import PUBLISHED
+from seamless_verl.decode_cost import PUBLISHED, EnginePace
+from seamless_verl.staleness.affinity import MovePrice
+from seamless_verl.staleness.cache_aware import CacheAware
 from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain
@@ -141,8 +143,16 @@ def unlike_storm(operations: int, seed: int, done: Counter[str]) -> World:
     rng = random.Random(seed)
     eta = rng.randint(0, 3)
     weights = WeightsConfig(sync="rolling", at_once=rng.choice((1, 1, 2)), max_lag=rng.randint(1, max(1, eta)))
-    router = rng.choice((LeastRequests(), MarginalGain(cost=PUBLISHED["7b-tp1"])))
-    world = World(eta=eta, batch=rng.choice((1, 2, 4)), weights=weights, router=router, replicas=rng.randint(2, 5))
+    cost = PUBLISHED["7b-tp1"]
+    by_cache = CacheAware(pace=EnginePace(decode=cost, prefill_s_per_token=1e-4), price=MovePrice())
+    world = World(
+        eta=eta,
+        batch=rng.choice((1, 2, 4)),
+        weights=weights,
+        router=rng.choice((LeastRequests(), MarginalGain(cost=cost), by_cache)),
+        replicas=rng.randint(2, 5),
+        cache_tokens=rng.choice((150, 350, 1000, 1 << 30)),  # a context has 100
+    )
     for number in range(operations):
         found = moves(world, rng)
         (move,) = rng.choices(found, weights=[weight for weight, _, _ in found])
@@ -169,7 +179,7 @@ def unlike_replicas(operations: int) -> list[Record]:
     return [
         Record(name="operations on replicas of unlike versions", value=done.total(), unit="ops"),
         *(Record(name=f"  of them: {name}", value=count, unit="ops") for name, count in done.most_common()),
-        Record(name="groups trained meanwhile, every reservation answered", value=trained, unit="groups"),
+        Record(name="groups trained meanwhile", value=trained, unit="groups"),
         *(
             Record(name=f"unlike versions: {name}", value=count, unit="times", bar="0", holds=count == 0)
             for name, count in broken.items()
