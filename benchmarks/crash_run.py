@@ -61,7 +61,7 @@ _LENDING = (
 )
 _AGENT = (
     "seamless.agent.runner=seamless_verl.agents.function_runner.FunctionRunner",
-    "seamless.agent.kwargs={agent: benchmarks.sum_agent.attempt, reward: benchmarks.sum_agent.score}",
+    "++seamless.agent.kwargs={agent: benchmarks.sum_agent.attempt, reward: benchmarks.sum_agent.score}",
     "seamless.agent.max_turns=1",
     "seamless.agent.max_tokens_per_turn=8",
 )

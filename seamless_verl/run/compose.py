@@ -164,14 +164,14 @@ def explain(error: Exception, keys: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _explain_missing(error)
     text = str(error).strip()
-    match = re.search(r"Could not override '([^']+)'", text)
-    if match is None:
+    if (match := re.search(r"Could not override '([^']+)'", text)) is None:
         return text
     wrong = match.group(1).lstrip("+~")
+    if wrong in keys:
+        return f"{wrong}: what it is given has keys that it does not have. Fix: ++{wrong}=VALUE adds them."
     near = difflib.get_close_matches(wrong, keys, n=1, cutoff=0.75)  # below, what they share is mostly the section
-    adding = f"+{wrong}=VALUE adds a key that the configuration does not have"
-    fix = f"did you mean {near[0]}? {adding}" if near else adding
-    return f"{wrong}: no such key. Fix: {fix}."
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{wrong}: no such key. Fix: {meant}+{wrong}=VALUE adds a key that the configuration does not have."
 
 
 def _explain_missing(error: MissingConfigException) -> str:
