@@ -51,7 +51,6 @@ _KINDS = {  # what the command line of a process begins with, or has in it
     "reward worker": "ray::RewardLoopWorker",
     "trainer": "seamless_verl.verl_adapter.job",
     "proxy": "ray::ProxyActor",
-    "engine of a replica": "VLLM::EngineCore",
 }
 _LENDING = (
     "seamless.resources=[{name: trainer, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
