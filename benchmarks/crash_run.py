@@ -31,6 +31,7 @@ from typing import Any
 import pandas as pd
 import psutil
 
+from benchmarks.lend_cycles import RESOURCES
 from benchmarks.records import Record, arguments, report
 
 _ROOT = Path(__file__).parents[1]
@@ -52,11 +53,7 @@ _KINDS = {  # what the command line of a process begins with, or has in it
     "trainer": "seamless_verl.verl_adapter.job",
     "proxy": "ray::ProxyActor",
 }
-_LENDING = (
-    "seamless.resources=[{name: trainer, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
-    "{name: rollout, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]",
-    "seamless.scheduler.policy=greedy",
-)
+_LENDING = (RESOURCES, "seamless.scheduler.policy=greedy")
 _AGENT = (
     "seamless.agent.runner=seamless_verl.agents.function_runner.FunctionRunner",
     "++seamless.agent.kwargs={agent: benchmarks.sum_agent.attempt, reward: benchmarks.sum_agent.score}",

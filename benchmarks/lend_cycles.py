@@ -27,7 +27,7 @@ from seamless_verl.observe.time_ledger import Ledger
 
 _ROOT = Path(__file__).parents[1]
 _PER_STEP = 12  # greedy does not lend each time that it could: when little is left to generate, it keeps the slice
-_RESOURCES = (
+RESOURCES = (
     "seamless.resources=[{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
     "{name: rollouts, nodes: 1, gpus_per_node: 1, capabilities: [rollout]}]"
 )
@@ -39,7 +39,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="cycles-") as temporary:
         folder = (parsed.keep or Path(temporary)).absolute() / "run"
         command = [
-            *(sys.executable, "-m", "seamless_verl.main", "+recipe=swe", _RESOURCES),
+            *(sys.executable, "-m", "seamless_verl.main", "+recipe=swe", RESOURCES),
             *("seamless.scheduler.policy=greedy", f"trainer.total_training_steps={steps}"),
             *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"),
             *("data.train_batch_size=8", "actor_rollout_ref.rollout.n=4", f"hydra.run.dir={folder}"),
