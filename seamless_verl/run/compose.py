@@ -168,7 +168,8 @@ def explain(error: Exception, keys: Sequence[str]) -> str:
         return text
     wrong = match.group(1).lstrip("+~")
     if wrong in keys:
-        return f"{wrong}: what it is given has keys that it does not have. Fix: ++{wrong}=VALUE adds them."
+        given = text.partition("use +")[2] or f"{wrong}=VALUE"
+        return f"{given}: has keys that {wrong} does not have. Fix: write ++{given} to add them."
     near = difflib.get_close_matches(wrong, keys, n=1, cutoff=0.75)  # below, what they share is mostly the section
     meant = f"did you mean {near[0]}? " if near else ""
     return f"{wrong}: no such key. Fix: {meant}+{wrong}=VALUE adds a key that the configuration does not have."

@@ -153,8 +153,7 @@ def _listen(state: TransferState, engines: list[Any], transfer: str, replica: in
     import ray.experimental.internal_kv as internal_kv
 
     while not state.over.wait(_LISTEN_S):
-        said = internal_kv._internal_kv_get(key_of(transfer))
-        if not said:
+        if not (said := internal_kv._internal_kv_get(key_of(transfer))):
             return
         news: dict[str, Any] = json.loads(said)
         if replica in news["gone"]:

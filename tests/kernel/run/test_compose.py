@@ -109,8 +109,10 @@ def test_a_typo_is_explained_with_the_nearest_key():
 
 
 def test_a_key_near_no_other_is_told_how_keys_are_added():
-    text = compose.explain(ValueError("Could not override 'seamless.agent.kwargs'."), ["seamless.agent.kwargs"])
-    assert text.endswith("Fix: ++seamless.agent.kwargs=VALUE adds them.")
+    said = "Could not override 'seamless.agent.kwargs'.\nTo append to your config use +seamless.agent.kwargs={a: b}"
+    text = compose.explain(ValueError(said), ["seamless.agent.kwargs"])
+    assert text.startswith("seamless.agent.kwargs={a: b}: has keys that")
+    assert text.endswith("Fix: write ++seamless.agent.kwargs={a: b} to add them.")
     text = compose.explain(ValueError("Could not override 'trainer.foo'."), ["trainer.nnodes", "data.train_files"])
     assert text == "trainer.foo: no such key. Fix: +trainer.foo=VALUE adds a key that the configuration does not have."
 
