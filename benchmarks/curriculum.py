@@ -3,7 +3,10 @@
 ``readmitting`` is History Resampling whose solved prompts come back after an epoch: what it is ahead of ``history`` is
 what the model forgets of prompts that have left. How each does on those prompts at the end is told, too.
 
-    python -m benchmarks.curriculum [--quick] [--json FILE] [--resume FILE --minutes N]
+    python -m benchmarks.curriculum [--quick] [--json FILE] [--resume FILE --minutes N] [--seeds N]
+
+Beyond three seeds only History Resampling and plain GRPO are run, for how far they are apart from seed to seed.
+``--more N`` adds N prompts per source to the recipe's: what History Resampling loses by meeting few prompts often.
 
 The curriculum is the kernel that runs under verl; sampling and the GRPO step are done in this process, synchronously,
 because a run of verl per schedule and seed would take hours and change nothing that is compared: who is drawn, what
@@ -12,6 +15,7 @@ it costs, what is learnt. One stage over both sources, so that only the schedule
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -37,6 +41,7 @@ BATCH, ROLLOUTS, LONGEST, LEARNING_RATE = 16, 8, 48, 5e-4
 SEEDS = 3
 EPOCHS = 4  # of rollouts that plain GRPO needs for so many; every schedule gets as many rollouts
 BOUNDARIES = 3
+PER_SOURCE = 136  # problems in the recipe's data, to train and held out
 HELD_OUT_ROLLOUTS = 16
 RESAMPLING: Mapping[str, Resampling | None] = {
     "plain": None,
@@ -86,11 +91,14 @@ class Learner:
     def read(self, file: Path) -> list[Prompt]:
         import pandas as pd
 
-        prompts = []
-        for row in pd.read_parquet(file).to_dict("records"):
-            ids, mask = assets.conversation(self.tokenizer, row["prompt"][0]["content"], "0")
-            prompts.append(Prompt(ids[: mask.index(1)], row["data_source"], row["reward_model"]["ground_truth"]))
-        return prompts
+        return [
+            self.prompt(row["prompt"][0]["content"], row["data_source"], row["reward_model"]["ground_truth"])
+            for row in pd.read_parquet(file).to_dict("records")
+        ]
+
+    def prompt(self, question: str, source: str, answer: str) -> Prompt:
+        ids, mask = assets.conversation(self.tokenizer, question, "0")
+        return Prompt(ids[: mask.index(1)], source, answer)
 
     def roll_out(self, prompts: Sequence[Prompt], rollouts: int = ROLLOUTS) -> list[Group]:
         rows = [prompt for prompt in prompts for _ in range(rollouts)]
@@ -166,11 +174,20 @@ class Result:
         return statistics.fmean(self.after)
 
 
-def run(schedule: str, folder: Path, seed: int, epochs: int) -> Result:
-    """Spend the same rollouts under a schedule; ``dapo`` filters groups and refills until it has a batch."""
+def run(schedule: str, folder: Path, seed: int, epochs: int, more: int = 0) -> Result:
+    """Spend the same rollouts under a schedule; ``dapo`` filters groups and refills until it has a batch.
+
+    Args:
+        more: prompts per source beside those of the recipe, which the model was warm-started with as well.
+    """
     torch.manual_seed(seed)
     learner = Learner(folder, seed)
     train, held_out = learner.read(folder / "train.parquet"), learner.read(folder / "val.parquet")
+    train += [
+        learner.prompt(problem.question, source, str(problem.answer))
+        for source in sorted({prompt.source for prompt in train})
+        for problem in assets.problems(source, seed=0)[PER_SOURCE:][:more]
+    ]
     sources = [prompt.source for prompt in train]
     curriculum = Curriculum(sources=sources, resampling=RESAMPLING[schedule], seed=seed)
     before = learner.accuracies(held_out)
@@ -267,6 +284,18 @@ def _against(runs: Mapping[str, Sequence[Result]], name: str, rival: str) -> lis
     ]
 
 
+def _from_seed_to_seed(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
+    """The same difference with whole trainings as its sample, not the prompts that a few of them are tried on."""
+    history, plain = ({str(n): one.accuracy for n, one in enumerate(runs[name])} for name in ("history", "plain"))
+    gain = paired_difference(plain, history)
+    name = f"held-out accuracy, history - plain, {len(plain)} seeds"
+    return [
+        Record(name=name, value=gain.mean, unit=""),
+        Record(name="  lower end of the 95 % interval", value=gain.low, unit=""),
+        Record(name="  upper end", value=gain.high, unit="", bar=">= 0: not worse", holds=gain.high >= 0),
+    ]
+
+
 def _on_trained_prompts(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
     """Where History Resampling's accuracy goes: at the end, on the prompts that it took out, and on the others."""
     records = []
@@ -282,23 +311,31 @@ def _on_trained_prompts(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
     return records
 
 
+def _options(parser: argparse.ArgumentParser) -> None:
+    plots.extend(parser)
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="%(default)s at least")
+    parser.add_argument("--more", type=int, default=0, metavar="N", help="prompts per source beside the recipe's")
+
+
 def main() -> int:
-    options = arguments("History Resampling, plain GRPO and DAPO's filter on the SRPO recipe.", plots.extend)
+    options = arguments("History Resampling, plain GRPO and DAPO's filter on the SRPO recipe.", _options)
     folder = assets.build()
-    seeds = range(1 if options.quick else SEEDS)
     found = Parts(options)
-    for seed in seeds:
+    for seed in range(1 if options.quick else options.seeds):
         for name in random.Random(seed).sample(SCHEDULES, len(SCHEDULES)):
+            if seed >= SEEDS and name not in ("plain", "history"):
+                continue
             if len(found.of(name)) > seed:
                 continue
             if found.out_of_time:
                 return found.pause()
-            found.add(name, asdict(run(name, folder, seed, EPOCHS)))
+            found.add(name, asdict(run(name, folder, seed, EPOCHS, options.more)))
             print(f"seed {seed}, {name}: done", flush=True)
-    runs = {name: [Result(**taken) for taken in found.of(name)] for name in SCHEDULES}
+    all_runs = {name: [Result(**taken) for taken in found.of(name)] for name in SCHEDULES}
+    runs = {name: results[:SEEDS] for name, results in all_runs.items()}
     if options.svg is not None:
         plot(options.svg, runs)
-    return report(figures(runs), options.json)
+    return report(figures(runs) + _from_seed_to_seed(all_runs), options.json)
 
 
 if __name__ == "__main__":

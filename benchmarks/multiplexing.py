@@ -30,6 +30,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from benchmarks import parts
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
@@ -53,6 +55,14 @@ _SEPARATE = [*_VERL, "actor_rollout_ref.hybrid_engine=false"]
 _SWITCHING = [*_VERL, "actor_rollout_ref.hybrid_engine=true", _SWITCH]
 # A trajectory may span two versions, so its first token is one version old at most.
 _BOUND = ["trainer.v1.sampler.max_off_policy_threshold=2", "trainer.v1.sampler.max_off_policy_strategy=wait"]
+
+
+def _of_recipe(recipe: str) -> list[str]:
+    """Its policy and its router, for another workload."""
+    values = OmegaConf.load(_ROOT / f"hydra_configs/recipe/{recipe}.yaml").seamless
+    return [f"seamless.scheduler.policy={values.scheduler.policy}", f"seamless.router.policy={values.router.policy}"]
+
+
 SYSTEMS: Mapping[str, list[str]] = {
     "verl separate_async": _SEPARATE,
     "verl enable_switch": _SWITCHING,
@@ -61,7 +71,9 @@ SYSTEMS: Mapping[str, list[str]] = {
     "ours apart": [],
     "ours greedy": ["seamless.scheduler.policy=greedy"],
     "ours predictive": ["seamless.scheduler.policy=predictive"],
+    "ours as recipe swe": _of_recipe("swe"),
 }
+_LENDING = ("ours greedy", "ours predictive", "ours as recipe swe")
 _APART = ("verl separate_async", f"verl separate_async{_WAITING}", "ours apart")  # nothing is lent
 
 
@@ -294,7 +306,7 @@ def _by_system(found: Mapping[str, list[Measured]], medians: Mapping[str, float]
     records = []
     for system, runs in found.items():
         idle = statistics.median([one.idle for one in runs])
-        bar = system in ("ours greedy", "ours predictive") and not negative
+        bar = system in _LENDING and not negative
         records += [
             Record(name=f"{system}: wall time per step", value=medians[system], unit="s"),
             Record(
@@ -328,7 +340,7 @@ def _by_system(found: Mapping[str, list[Measured]], medians: Mapping[str, float]
 def _beside(found: Mapping[str, list[Measured]], theirs: list[str], which: str) -> list[Record]:
     """Ours against the best of some of verl's, round by round."""
     records = []
-    for system in ("ours greedy", "ours predictive"):
+    for system in _LENDING:
         if system in found and theirs:
             rounds = zip(*(found[other] for other in (system, *theirs)), strict=True)
             ratios = [min(other.mean_s for other in others) / own.mean_s for own, *others in rounds]
@@ -346,7 +358,7 @@ def _records(found: Mapping[str, list[Measured]], *, negative: bool, dear: bool)
     verls = [system for system in found if system.startswith("verl")]
     records += _beside(found, [system for system in verls if not system.endswith(_WAITING)], "")
     records += _beside(found, [system for system in verls if system.endswith(_WAITING)], " at the same bound")
-    for system in ("ours greedy", "ours predictive"):
+    for system in _LENDING:
         if "ours apart" in medians and system in medians:
             loss = medians[system] / medians["ours apart"] - 1
             records.append(

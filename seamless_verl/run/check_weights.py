@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from seamless_verl.checked import value_of
+from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.run.check_combinations import MANAGER
+from seamless_verl.run.check_combinations import MANAGER, replica_size
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _KEY = "seamless.weights.sync"
@@ -47,7 +47,6 @@ def check_weights(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
 def _check_replicas(config: Mapping[str, Any]) -> None:
     """What the replicas must be like to take weights by themselves, under the requests that they run."""
     engine_kwargs = f"{_ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
-    one_node = "weights are published in the shared memory of the trainer's node, and other nodes cannot read them"
     needed = (
         (f"{_ROLLOUT}.name", ("vllm",), "only our vLLM server changes weights under its requests"),
         (f"{_ROLLOUT}.disaggregation.enabled", (None, False), "verl starts servers of its own for such replicas"),
@@ -55,14 +54,19 @@ def _check_replicas(config: Mapping[str, Any]) -> None:
         (engine_kwargs, (None, 1), "replicas of several engine cores are untried"),
         (f"{_ROLLOUT}.quantization", (None,), "what a quantised engine has cannot be compared with what is published"),
         (f"{_ROLLOUT}.mtp.enable_rollout", (None, False), "speculative drafters are untried"),
-        (f"{_ROLLOUT}.nnodes", (1,), f"it takes one node of standing replicas: {one_node}"),
-        ("trainer.nnodes", (1,), one_node),
         (f"{_ROLLOUT}.checkpoint_engine.backend", (None, "naive", "seamless_shared"), "rolling brings one of its own"),
     )
     for key, able, problem in needed:
         value = value_of(config, key, None)
         if value not in able:
             raise ConfigError(key, value, problem, f"write {_told(able)}, {_FIX}")
+    if not value_of(config, f"{_ROLLOUT}.nnodes", 0):
+        problem = "there are no standing replicas, which take new weights in turn"
+        raise ConfigError(f"{_ROLLOUT}.nnodes", 0, problem, f"write 1 or more, {_FIX}")
+    size, room = replica_size(config), whole_number(config, f"{_ROLLOUT}.n_gpus_per_node")
+    if size > room:
+        problem = f"a replica of {size} workers lies on several nodes of {room}, and its server takes weights on one"
+        raise ConfigError(f"{_ROLLOUT}.tensor_model_parallel_size", size, problem, f"write {room} or less, {_FIX}")
 
 
 def _told(able: tuple[Any, ...]) -> str:

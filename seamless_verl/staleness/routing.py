@@ -17,6 +17,46 @@ from typing import Protocol
 from seamless_verl.decode_cost import DecodeCost, EnginePace
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine says that it has to do.
+
+    Attributes:
+        running, waiting: requests that it computes, and those in its queue.
+        kv_tokens: of its cache that the former hold; what several share counts once.
+    """
+
+    running: int
+    waiting: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reckoned:
+    """What a router counts on a replica, and what its engine said when that was ``then``.
+
+    The router knows at once who comes and who goes, the engine how far contexts have grown and who waits for room.
+    """
+
+    requests: int
+    kv_tokens: int
+    said: EngineLoad | None = None
+    then: Reckoned | None = None
+
+    def waiting(self, max_running: int) -> int:
+        """Requests in the engine's queue: it may be full before it computes ``max_running``."""
+        beyond = max(0, self.requests - max_running)
+        if self.said is None or self.then is None or not self.said.waiting:
+            return beyond
+        return min(self.requests, max(beyond, self.said.waiting + self.requests - self.then.requests))
+
+    def cached(self) -> int:
+        """Tokens that requests hold in the cache."""
+        if self.said is None or self.then is None or not self.requests:
+            return self.kv_tokens
+        return max(0, self.said.kv_tokens + self.kv_tokens - self.then.kv_tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """What a replica carries.

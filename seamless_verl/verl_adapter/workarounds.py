@@ -376,6 +376,12 @@ VLLM = (
         "that does not compile ends the engine",
         until="a request can say which end of its prompt the grammar has taken",
     ),
+    Workaround(
+        module="vllm.v1.engine.core",
+        install=f"{_ROOM}.vllm.engine_cache:install",
+        mends="an engine keeps contexts of sessions that have ended longer than those needed next (verl #5442)",
+        until="vLLM has calls for both",
+    ),
 )
 
 VLLM_ON_CPU = (

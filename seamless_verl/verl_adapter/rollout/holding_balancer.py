@@ -25,7 +25,7 @@ from seamless_verl.config import RouterConfig
 from seamless_verl.staleness.cache_aware import CacheAware, Residents
 from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
-from seamless_verl.verl_adapter.rollout.load_balancer import UNBOUNDED, Attempt, MeteredLoadBalancer
+from seamless_verl.verl_adapter.rollout.load_balancer import LOOK_EVERY_S, UNBOUNDED, Attempt, MeteredLoadBalancer
 
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
 # no release could come through. Beyond this many, requests go where they are served soonest.
@@ -73,6 +73,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             held = _Held(request_id, context_tokens or 0, worker, floor, asyncio.get_running_loop().create_future())
             self._held[number] = held
             self._route()
+            self._look_later()
             try:
                 await held.place
             finally:
@@ -111,6 +112,16 @@ class HoldingBalancer(MeteredLoadBalancer):
 
     def wanted(self) -> int | None:
         return self._versions.wanted(self._inflight_requests, (held.floor for held in self._held.values()))
+
+    async def _ask(self, asked: Mapping[str, Any]) -> None:
+        await super()._ask(asked)
+        self._route()
+        if any(not held.place.done() for held in self._held.values()):
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """Somebody waits: an engine's queue may go while no request ends."""
+        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._learn)
 
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
@@ -178,6 +189,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             for server_id, conversation in list(reversed(here))[: command.count]:
                 if self._interrupt(server_id, conversation):
                     self._leaving.add((server_id, conversation))
+                    self._let_go([conversation])
                     self._request_id_to_server[conversation] = starving.replica
 
     def _loads(self) -> list[ReplicaLoad]:
@@ -217,6 +229,7 @@ class CacheAwareBalancer(HoldingBalancer):
 
     def conversations_over(self, request_ids: list[str]) -> None:
         """Their sessions have ended: others may have their room."""
+        super().conversations_over(request_ids)
         self._residents.over(request_ids)
         self._over.update(dict.fromkeys(request_ids, True))
         self._route()
@@ -243,7 +256,7 @@ class CacheAwareBalancer(HoldingBalancer):
             return
         cache = self._cache_tokens.get(home, UNBOUNDED)
         for other in self._residents.grown(conversation, tokens, cache, self._runs_on(home)):
-            self._request_id_to_server.pop(other, None)
+            self._displace(str(other))
 
     def _runs_on(self, replica: str) -> Callable[[Hashable], bool]:
         return lambda conversation: (replica, conversation) in self._running

@@ -31,6 +31,7 @@ from seamless_verl.verl_adapter.rollout.request_log import (
     request_log,
     this_worker,
 )
+from seamless_verl.verl_adapter.vllm.engine_cache import name_of_turn
 
 OnKept = Callable[[Generation], None]
 _INTERRUPTED = ("aborted", "abort")
@@ -172,7 +173,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         extra["context_tokens"] = len(extra.get("prompt_ids", ()))  # a number travels, where the tokens need not
         call = ReplicaCall.current()
         if call is not None:  # named before it is placed, so that a balancer may name it, too
-            call.engine_name = super()._vllm_request_id(request_id)
+            turn = super()._vllm_request_id(request_id)  # under full_determinism it is what it was given
+            call.engine_name = turn if turn == request_id else name_of_turn(request_id, turn)
             extra["attempt"] = call.engine_name
             extra["worker"] = this_worker()
         floor = request_log.floor(request_id) if self._versions_differ else 0
@@ -212,7 +214,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             self._release_server(server_id, request_id=request_id)
 
     def conversations_over(self, request_ids: list[str]) -> None:
-        """Their session has ended: a router that keeps room for their contexts may give it to others."""
+        """Their session has ended: their replicas, and a router that keeps room for contexts, may forget them."""
         told = getattr(self._load_balancer, "conversations_over", None)
         if told is not None and request_ids:
             told.remote(request_ids)

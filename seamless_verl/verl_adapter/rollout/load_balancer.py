@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from seamless_verl.observe.time_ledger import SliceSeconds
 from seamless_verl.staleness.affinity import Newcomers, queued_to_move, requests_to_move
 from seamless_verl.staleness.floors import UNTOLD, ServingVersions
 from seamless_verl.staleness.router import router_of
-from seamless_verl.staleness.routing import LeastRequests, PendingRequest, ReplicaLoad, Route
+from seamless_verl.staleness.routing import EngineLoad, LeastRequests, PendingRequest, Reckoned, ReplicaLoad, Route
 from seamless_verl.verl_adapter.rollout.replica_seconds import ReplicaSeconds
 
 NONE_NEW_ENOUGH = "No replica takes requests for version"
@@ -36,7 +37,8 @@ NONE_NEW_ENOUGH = "No replica takes requests for version"
 `someone_serves` and ask again."""
 
 UNBOUNDED = 1 << 30
-_LEARN_EVERY_S = 10.0
+LOOK_EVERY_S = 1.0
+_ASKED = {"engine_load": LOOK_EVERY_S, "pace": 10.0}  # what of a replica, and every how many seconds
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._running: dict[tuple[str, str], list[Attempt]] = {}  # (replica, conversation), in order of arrival
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
         self._cache_tokens: dict[str, int] = {}  # by replica, for as long as the run lasts; it may leave and come back
+        self._prompts: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # first ones, tokens
         self._dead: set[str] = set()  # rollout workers
         self._lent: set[str] = set()
         self._outlasting: frozenset[str] = frozenset()
@@ -79,7 +82,9 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._seconds.joined(self._inflight_requests)
         self._more = asyncio.Event()  # somebody joined, or has newer weights
         self._paces: dict[str, EnginePace] = {}
-        self._learned = -math.inf
+        self._said: dict[str, tuple[EngineLoad, Reckoned]] = {}
+        self._asked_at: dict[str, float] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
 
     async def someone_serves(self, floor: int = 0) -> None:
         """Returns when there is a replica to ask: all may be with the trainer, dead, older than ``floor``, or of that
@@ -160,6 +165,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         home = self._request_id_to_server.get(request_id)
         if home is not None and home in able:
             place = self._newcomers.place_of(home, context_tokens, able, self._pace(home))
+            if place != home:
+                self._let_go([request_id])
             self._request_id_to_server[request_id] = place
         elif (self._lent or len(able) < len(self._inflight_requests)) and not self._full_determinism:
             request = PendingRequest(request=request_id, version=floor, tokens=0, long=request_id in self._outlasting)
@@ -180,6 +187,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         server_id, handle = super().acquire_server(request_id)
         self._refused.pop(request_id, None)
         self._newcomers.placed(request_id, server_id)
+        self._prompts.setdefault(request_id, attempt.tokens)
         self._running.setdefault((server_id, request_id), []).append(attempt)
         self._kv[server_id] = self._kv.get(server_id, 0) + attempt.tokens
         if self._inflight_requests[server_id] == 1:
@@ -202,22 +210,39 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._learn()
 
     def _learn(self) -> None:
-        """Ask every replica now and then what its steps take; moves and waits are reckoned with that."""
-        if time.monotonic() <= self._learned + _LEARN_EVERY_S:
-            return
-        self._learned = time.monotonic()
-        asked = {name: server.pace for name, server in self._servers.items() if hasattr(server, "pace")}
-        if asked:
-            self._learning = asyncio.get_running_loop().create_task(self._ask(asked))
+        """Ask every replica now and then what it has to do and what its steps take; no request waits for that."""
+        for method, every_s in _ASKED.items():
+            if time.monotonic() > self._asked_at.get(method, -math.inf) + every_s:
+                self._asked_at[method] = time.monotonic()
+                asked = {name: getattr(each, method) for name, each in self._servers.items() if hasattr(each, method)}
+                if asked:
+                    self._asking[method] = asyncio.get_running_loop().create_task(self._ask(asked))
 
     async def _ask(self, asked: Mapping[str, Any]) -> None:
-        told = await asyncio.gather(*(pace.remote() for pace in asked.values()), return_exceptions=True)
-        # One that is dying tells nothing.
-        self._paces |= {name: pace for name, pace in zip(asked, told, strict=True) if isinstance(pace, EnginePace)}
+        then = {name: Reckoned(self._inflight_requests[name], self._kv[name]) for name in asked}
+        told = await asyncio.gather(*(method.remote() for method in asked.values()), return_exceptions=True)
+        for name, answer in zip(asked, told, strict=True):  # one that is dying tells nothing
+            if isinstance(answer, EnginePace):
+                self._paces[name] = answer
+            elif isinstance(answer, EngineLoad):
+                self._said[name] = (answer, then[name])
 
     def _pace(self, server_id: str) -> EnginePace | None:
         """One that has not been measured yet is like another that was: they run the same model."""
         return self._paces.get(server_id) or next(iter(self._paces.values()), None)
+
+    def conversations_over(self, request_ids: list[str]) -> None:
+        """Their sessions have ended."""
+        self._let_go(request_ids)
+
+    def _let_go(self, conversations: Iterable[str]) -> None:
+        """They will not be gone on with where they are: of these caches, what is needed next is taken of theirs."""
+        homes: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+        for name in conversations:
+            homes[self._request_id_to_server.get(name, "")].append((name, self._prompts.get(name, 0)))
+        for home, left in homes.items():
+            if hasattr(self._servers.get(home), "let_go"):
+                self._servers[home].let_go.remote(left)
 
     def worker_died(self, worker: str) -> None:
         """Nobody waits for the requests of this rollout worker any more: they end, and give their places back."""
@@ -246,6 +271,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     def _displace(self, conversation: str) -> None:
         """It has no place any more, and gets one when it asks."""
+        self._let_go([conversation])
         self._request_id_to_server.pop(conversation, None)
 
     def _interrupt(self, server_id: str, conversation: str) -> bool:
@@ -262,12 +288,14 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         return [self._load(server_id, requests, 0) for server_id, requests in self._inflight_requests.items()]
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
-        held = self._kv.get(server_id, 0) + coming_tokens
+        said, then = self._said.get(server_id, (None, None))
+        reckoned = Reckoned(requests, self._kv.get(server_id, 0) + coming_tokens, said, then)
+        held, waiting = reckoned.cached(), reckoned.waiting(self.max_running)
         return ReplicaLoad(
             replica=server_id,
             version=self._versions.of(server_id),
-            running=min(requests, self.max_running),
-            waiting=max(0, requests - self.max_running),
+            running=requests - waiting,
+            waiting=waiting,
             kv_tokens=held,
             kv_room=max(0, self._cache_tokens.get(server_id, UNBOUNDED) - held),
             max_running=self.max_running,
@@ -298,6 +326,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             del self._request_id_to_server[conversation]
         for server_id in server_ids:
             self._kv.pop(server_id, None)
+            self._said.pop(server_id, None)
         self._running = {key: attempts for key, attempts in self._running.items() if key[0] in self._kv}
         self._newcomers.left(server_ids)
         self._lent.difference_update(server_ids)

@@ -27,6 +27,7 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.trajectory.seams import Seams
 from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
 from seamless_verl.verl_adapter.weights import weight_store
+from seamless_verl.verl_adapter.weights.weight_carrier import Carrier
 from seamless_verl.verl_adapter.weights.weight_store import Manifest, TensorSpec, WeightsRefused
 
 _ON_THEIR_WAY_S = 10.0  # for requests to get into the engine, past a gate that has closed
@@ -73,6 +74,7 @@ class PullingServer(InterruptibleServer):
         self._tensors: tuple[TensorSpec, ...] | None = None  # of the whole version that the engine has
         self._is_broken = False
         self._keeps_cache = False
+        self._carrier: Carrier | None = None  # None: what is published is on this node
         super().__init__(*args, **kwargs)
 
     async def run_server(self, args: Any) -> None:
@@ -128,12 +130,15 @@ class PullingServer(InterruptibleServer):
 
     # ---------------------------------------------------------------- a pull
 
-    async def pull(self, folder: str, at_least: int, keep: bool, router: Any, address: str) -> Pulled:
+    async def pull(
+        self, folder: str, at_least: int, keep: bool, router: Any, address: str, carrier: Carrier | None = None
+    ) -> Pulled:
         """Take the newest version that is published in ``folder``.
 
         Args:
             keep: requests go on with their cache; else their context is computed again.
             router: told the new version of ``address`` before requests may come in again; None: nobody is.
+            carrier: takes it here from another node.
 
         Raises:
             WeightsRefused: the replica goes on with what it has.
@@ -142,7 +147,7 @@ class PullingServer(InterruptibleServer):
         async with self._changing:
             if self._submission_paused and not self._is_broken:
                 raise WeightsRefused(f"{address} is interrupted: whoever did that gives it weights")
-            stages = _Stages()
+            stages, self._carrier = _Stages(), carrier
             before = self._version if self._tensors is not None else None
             manifest = await self._opened(Path(folder), at_least, before)
             if manifest is None:
@@ -161,7 +166,9 @@ class PullingServer(InterruptibleServer):
             seconds = {name: round(spent, 6) for name, spent in stages.seconds.items()}
             return Pulled(before=before, version=manifest.version, seconds=seconds, running=running, waiting=waiting)
 
-    async def wake_with(self, folder: str, version: int, keep: bool, router: Any, address: str) -> None:
+    async def wake_with(
+        self, folder: str, version: int, keep: bool, router: Any, address: str, carrier: Carrier | None = None
+    ) -> None:
         """A replica of the trainer's GPUs, which sleeps behind a closed gate, wakes with a published version.
 
         Args:
@@ -174,6 +181,7 @@ class PullingServer(InterruptibleServer):
         async with self._changing:
             if not self._submission_paused:
                 raise WeightsRefused(f"{address} serves: whoever does so pulls")
+            self._carrier = carrier
             manifest = await self._opened(Path(folder), version, None)
             assert manifest is not None  # whatever the engine had, it lost when it went to sleep
             if self.config.free_cache_engine:
@@ -197,13 +205,10 @@ class PullingServer(InterruptibleServer):
 
     def _checked(self, folder: Path, at_least: int, before: int | None) -> Manifest | None:
         """The newest version, whole and of the shapes that the engine has; None: it has it already."""
-        manifest = weight_store.newest(folder)
+        manifest = weight_store.newest(folder) if self._carrier is None else self._carrier.newest(folder)
         if manifest is None or manifest.version < at_least:
             found = "nothing" if manifest is None else f"version {manifest.version}"
-            raise WeightsRefused(
-                f"{folder} on {ray.util.get_node_ip_address()} has {found}, not version {at_least}: "
-                "seamless.weights.sync=rolling needs every rollout replica on the node of the trainer's first rank"
-            )
+            raise WeightsRefused(f"{folder} on {ray.util.get_node_ip_address()} has {found}, not version {at_least}")
         if manifest.version == before:
             return None
         try:

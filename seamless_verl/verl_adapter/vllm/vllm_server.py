@@ -24,8 +24,10 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from seamless_verl.decode_cost import EnginePace, measured_pace
+from seamless_verl.staleness.routing import EngineLoad
 from seamless_verl.verl_adapter.cpu.cpu_device import name_device
 from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN, PART, VERSION_SPANS
+from seamless_verl.verl_adapter.vllm import engine_cache
 from seamless_verl.verl_adapter.vllm.engine_death import EngineNotStarted
 from seamless_verl.verl_adapter.vllm.engine_steps import EngineSteps
 
@@ -102,6 +104,17 @@ class InterruptibleServer(vLLMHttpServer):
     async def pace(self) -> EnginePace | None:
         """What the engine takes, by its latest steps; None: nobody knows yet."""
         return measured_pace(list(self._steps.latest)) if self._steps else None
+
+    async def engine_load(self) -> EngineLoad | None:
+        """What the engine has to do now; None: it has several cores, each with a queue of its own."""
+        return None if self._has_cores else EngineLoad(*await self._call(engine_cache.LOAD))
+
+    async def let_go(self, conversations: list[tuple[str, int]]) -> None:
+        """These will not be gone on with here, but for their first so many tokens: their cache is taken first."""
+        await self._call(engine_cache.LET_GO, conversations)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self.engine.engine_core.call_utility_async(method, *args)
 
     @property
     def _admitting(self) -> int:

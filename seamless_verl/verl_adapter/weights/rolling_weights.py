@@ -33,6 +33,7 @@ from seamless_verl.staleness.synchronisation import Pull, ReplicaWeights, synchr
 from seamless_verl.verl_adapter.rollout.llm_client import replica_died
 from seamless_verl.verl_adapter.weights import weight_store
 from seamless_verl.verl_adapter.weights.shared_engine import make_room
+from seamless_verl.verl_adapter.weights.weight_carrier import Carrier, carrier_of
 from seamless_verl.verl_adapter.weights.weight_store import SHARED
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
@@ -71,6 +72,7 @@ class RollingWeights:
     Args:
         actor_wg: the trainer's workers, whose checkpoint engine is ``seamless_shared``.
         folder: where they publish.
+        carrier: takes what is published to replicas on other nodes; None: there are none.
         router: ours; told versions by the servers, and asked what requests wait for.
         record: into the flight recorder.
         clock: of the recorder.
@@ -82,6 +84,7 @@ class RollingWeights:
         replicas: Sequence[RolloutReplica],
         *,
         folder: Path,
+        carrier: Carrier | None = None,
         config: WeightsConfig,
         router: Any,
         record: Callable[[FlightEvent], None],
@@ -90,6 +93,7 @@ class RollingWeights:
     ) -> None:
         self._actor_wg = actor_wg
         self._folder = folder
+        self._carrier = carrier
         self._keep = config.cache == "keep"
         self._sync = synchronisation_of(config)
         self._router = router
@@ -144,7 +148,7 @@ class RollingWeights:
         """
         ray.get([worker.__ray_call__.remote(make_room) for worker in self._actor_wg.workers], timeout=_WAKE_S)
         told = str(self._folder), version, self._keep, self._router
-        calls = {each: each.servers[0].wake_with.remote(*told, each.server_address) for each in replicas}
+        calls = {each: each.servers[0].wake_with.remote(*told, each.server_address, self._carrier) for each in replicas}
         failed: dict[RolloutReplica, RayError] = {}
         for replica, call in calls.items():
             try:
@@ -244,7 +248,8 @@ class RollingWeights:
         self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
         server = replica.servers[0]
         state.since = time.monotonic()
-        state.call = server.pull.remote(str(self._folder), pull.at_least, self._keep, self._router, address)
+        told = str(self._folder), pull.at_least, self._keep, self._router, address, self._carrier
+        state.call = server.pull.remote(*told)
 
     def _finish(self) -> None:
         for replica, state in self._living().items():
@@ -308,10 +313,12 @@ def standing_weights(
     engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
     if config.sync == "together":
         return GuardedCheckpointManager(config=engine, actor_wg=actor_wg, replicas=servers.get_replicas())
+    folder = Path(engine.engine_kwargs[SHARED]["folder"])
     return RollingWeights(
         actor_wg,
         servers.get_replicas(),
-        folder=Path(engine.engine_kwargs[SHARED]["folder"]),
+        folder=folder,
+        carrier=carrier_of(actor_wg.workers[0], folder),
         config=config,
         router=servers.global_load_balancer,
         record=recorder.record,

@@ -169,30 +169,53 @@ def publish(folder: Path, version: int, weights: Iterable[tuple[str, torch.Tenso
     file = folder / f"{version}.weights"
     specs: list[TensorSpec] = []
     offset = 0
+    with _part(file) as stream:
+        for name, value in weights:
+            value = value.detach().cpu().contiguous()
+            dtype = str(value.dtype).removeprefix("torch.")
+            values: Any = value.view(-1).view(torch.uint8).numpy()
+            found = checksum_of(values)
+            specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(value.shape), offset=offset, checksum=found))
+            for part in (memoryview(values), memoryview(bytes(-len(values) % _ALIGNED))):
+                offset += _write(stream, part)
+    manifest = Manifest(version=version, file=str(file), nbytes=offset, tensors=tuple(specs))
+    _list(manifest)
+    return manifest
+
+
+def copy(manifest: Manifest, content: Iterable[bytes]) -> None:
+    """The same for a version that was published on another node; ``manifest`` names the file that it gets here.
+
+    Raises:
+        OSError: the shared memory is full; what was there before stands.
+    """
+    with _part(Path(manifest.file)) as stream:
+        for part in content:
+            _write(stream, memoryview(part))
+    _list(manifest)
+
+
+@contextlib.contextmanager
+def _part(file: Path) -> Iterator[Any]:
+    """What is written gets its name when all of it is there."""
     try:
         with open(f"{file}{_PART}", "wb", buffering=0) as stream:
-            for name, value in weights:
-                value = value.detach().cpu().contiguous()
-                dtype = str(value.dtype).removeprefix("torch.")
-                values: Any = value.view(-1).view(torch.uint8).numpy()
-                found = checksum_of(values)
-                specs.append(
-                    TensorSpec(name=name, dtype=dtype, shape=tuple(value.shape), offset=offset, checksum=found)
-                )
-                for part in (memoryview(values), memoryview(bytes(-len(values) % _ALIGNED))):
-                    offset += _write(stream, part)
+            yield stream
+        os.replace(f"{file}{_PART}", file)
     except BaseException:
         Path(f"{file}{_PART}").unlink(missing_ok=True)
         raise
-    manifest = Manifest(version=version, file=str(file), nbytes=offset, tensors=tuple(specs))
-    os.replace(f"{file}{_PART}", file)
-    listed = folder / f"{version}.json"
+
+
+def _list(manifest: Manifest) -> None:
+    """From here on it is the newest; older ones go."""
+    folder = Path(manifest.file).parent
+    listed = folder / f"{manifest.version}.json"
     Path(f"{listed}{_PART}").write_text(encode(manifest))
     os.replace(f"{listed}{_PART}", listed)
     for old in sorted(folder.iterdir(), key=lambda path: path.suffix != ".json"):  # manifests first
-        if old.stem != str(version):
+        if old.stem != str(manifest.version):
             old.unlink(missing_ok=True)
-    return manifest
 
 
 def _write(stream: Any, part: memoryview) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import DecodeCost, EnginePace
+from seamless_verl.staleness.routing import EngineLoad
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -18,12 +19,23 @@ DEAR = EnginePace(
 
 
 class Server:
-    """A replica that tells what its engine takes."""
+    """A replica that tells what its engine takes, and what it has to do if ``load`` is set.
+
+    Attributes:
+        forgotten: conversations whose cache it may take first, with the tokens of their first prompts.
+    """
 
     def __init__(self, pace: EnginePace | None = DEAR) -> None:
         self.asked = asyncio.Event()
         self.pace = SimpleNamespace(remote=self._told)
+        self.load: EngineLoad | None = None
+        self.engine_load = SimpleNamespace(remote=self._told_load)
+        self.forgotten: list[tuple[str, int]] = []
+        self.let_go = SimpleNamespace(remote=self.forgotten.extend)
         self._pace = pace
+
+    async def _told_load(self) -> EngineLoad | None:
+        return self.load
 
     async def _told(self) -> EnginePace | None:
         self.asked.set()
@@ -148,6 +160,78 @@ async def test_groups_come_together_and_sessions_leave_with_their_replica():
     assert await seated(ask(made, "x0", 2100, "x")) == [places[1]]
     made.clear_sticky_cache()
     assert await seated(ask(made, "x0", 2100, "x")) == [places[1]]
+
+
+async def asked_again(made):
+    """As if the time had passed after which replicas are asked what they have to do."""
+    made._asked_at.clear()
+    made._learn()
+    await asyncio.gather(*made._asking.values())
+
+
+async def test_a_replica_whose_engine_has_a_queue_gets_nobody_until_that_is_gone():
+    server = Server(EnginePace(decode=DEAR.decode, prefill_s_per_token=0.0))  # its cache would not hold anybody back
+    made = await learned(cache=100_000, a=server, b=Server())
+    made.remove_servers(["b"])
+    await seated(ask(made, "old", 10), ask(made, "older", 10))
+    server.load = EngineLoad(running=1, waiting=1, kv_tokens=20)
+    await asked_again(made)
+    waits = ask(made, "new", 10)
+    await asyncio.sleep(0.01)
+    assert not waits.done(), "by the number of its requests it would have seats"
+    server.load = EngineLoad(running=2, waiting=0, kv_tokens=20)
+    assert await seated(waits) == ["a"], "while somebody waits engines are asked every second, whoever ends"
+
+
+async def test_what_an_engine_said_ends_with_its_requests_and_with_its_leaving():
+    server = Server()
+    made = await learned(a=server)
+    await seated(ask(made, "old", 100))
+    server.load = EngineLoad(running=0, waiting=1, kv_tokens=640)
+    await asked_again(made)
+    (load,) = made._loads()
+    assert (load.running, load.waiting, load.kv_tokens, load.kv_room) == (0, 1, 640, 360)
+    made.release_server("a", "old")
+    (load,) = made._loads()
+    assert (load.running, load.waiting, load.kv_tokens) == (0, 0, 0)
+    await seated(ask(made, "old", 100))
+    made.remove_servers(["a"])
+    made.add_servers({"a": server})
+    await seated(ask(made, "new", 50))
+    (load,) = made._loads()
+    assert (load.running, load.waiting, load.kv_tokens) == (1, 0, 50)
+
+
+async def test_a_replica_is_told_whose_cache_it_may_take_first():
+    server = Server()
+    made = await learned(a=server)
+    await seated(ask(made, "over", 100), ask(made, "old", 300), ask(made, "young", 300))
+    made.release_server("a", "over")
+    await seated(ask(made, "over", 150))
+    made.conversations_over(["over", "never placed"])
+    assert server.forgotten == [("first", 1), ("over", 100)], "with the prompt that its group shares"
+    made.release_server("a", "young")
+    made.release_server("a", "old")
+    await seated(ask(made, "old", 800))
+    assert server.forgotten[2:] == [("young", 300)], "it has lost its place"
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "cache_aware"])
+async def test_a_conversation_that_moves_leaves_no_cache_behind(policy):
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
+
+    server = Server(replace(DEAR, prefill_s_per_token=1e-6))
+    server.abort_request = SimpleNamespace(remote=lambda name, **_: None)
+    made = balancer_class(RouterConfig(policy=policy), 64)(servers={"a": server}, max_cache_size=100)
+    for number in range(4):
+        asked = made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+        if asyncio.iscoroutine(asked):
+            await asked
+    made._learn()
+    await asyncio.gather(*made._asking.values())
+    made.add_servers({"b": Server()})
+    made.even_out()
+    assert server.forgotten == [("r2", 100), ("r3", 100)]
 
 
 async def test_who_waits_is_served_when_a_replica_joins():

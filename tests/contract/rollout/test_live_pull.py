@@ -227,3 +227,28 @@ def test_a_lent_replica_wakes_with_what_is_published_and_serves_when_it_is_told_
     assert output.extra_fields["version_spans"] == [(15, 600)]
     expected = log_probs(replica.model, 15, output.token_ids)
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
+
+
+def test_a_replica_on_another_node_takes_a_copy_of_what_is_published(replica: Any, tmp_path: Path) -> None:
+    """The node is another one by its name only; the copy goes through Ray, into a folder of the replica's own."""
+    import ray
+
+    from seamless_verl.verl_adapter.weights.weight_carrier import Carrier, Holder
+
+    make: Any = ray.remote(num_cpus=0, max_concurrency=4)(Holder)
+    carrier = Carrier(node="another", holder=make.remote(str(replica.folder)))
+
+    async def run() -> Any:
+        publish(replica, 17)
+        live = replica.live
+        done = await live.server.pull.remote(str(tmp_path / "there"), 17, False, live.router, "here", carrier)
+        assert done.version == 17
+        again = await live.server.pull.remote(str(tmp_path / "there"), 17, False, live.router, "here", carrier)
+        assert (again.before, again.version) == (17, 17)
+        return await ask(replica, "far")
+
+    output = asyncio.run(run())
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["17.json", "17.weights"]
+    assert output.extra_fields["version_spans"] == [(17, 600)]
+    expected = log_probs(replica.model, 17, output.token_ids)
+    assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4

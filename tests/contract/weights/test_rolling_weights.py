@@ -84,7 +84,7 @@ class Replica:
         self.wakes: Future[Any] = Future()
         self.woken: list[tuple[int, str]] = []
 
-    def _pull(self, folder: str, at_least: int, keep: bool, router: Any, address: str) -> Future[Any]:
+    def _pull(self, folder: str, at_least: int, keep: bool, router: Any, address: str, carrier: Any) -> Future[Any]:
         self.pulls.append(at_least)
         if not self.answers:
             self.open = Future()
@@ -98,7 +98,7 @@ class Replica:
             future.set_result(self.pulled(at_least))
         return future
 
-    def _wake(self, folder: str, version: int, keep: bool, router: Any, address: str) -> Future[Any]:
+    def _wake(self, folder: str, version: int, keep: bool, router: Any, address: str, carrier: Any) -> Future[Any]:
         self.woken.append((version, address))
         return self.wakes
 

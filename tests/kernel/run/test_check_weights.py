@@ -53,18 +53,19 @@ def test_what_does_not_know_floors_is_refused(rollout: dict[str, Any], seamless:
         ({"disaggregation": {"enabled": True}}, "disaggregation.enabled"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"quantization": "fp8"}, "quantization"),
-        ({"nnodes": 2}, "nnodes"),
         ({"nnodes": 0}, "nnodes"),
+        ({"tensor_model_parallel_size": 4, "n_gpus_per_node": 2}, "tensor_model_parallel_size"),
         ({"checkpoint_engine": {"backend": "nccl"}}, "checkpoint_engine.backend"),
     ],
 )
 def test_replicas_that_cannot_pull_are_refused(rollout: dict[str, Any], key: str) -> None:
-    error = refusal({"name": "vllm", "nnodes": 1, **rollout})
+    error = refusal({"name": "vllm", "nnodes": 1, "n_gpus_per_node": 8, "tensor_model_parallel_size": 1, **rollout})
     assert error.key == f"actor_rollout_ref.rollout.{key}"
     assert "seamless.weights.sync=together" in str(error)
 
 
-def test_one_node_of_vllm_replicas_may_roll() -> None:
-    rollout = {"name": "vllm", "nnodes": 1, "agent": {"agent_loop_manager_class": MANAGER}}
-    config = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"nnodes": 1}}
+def test_vllm_replicas_on_any_number_of_nodes_may_roll() -> None:
+    rollout = {"name": "vllm", "nnodes": 3, "agent": {"agent_loop_manager_class": MANAGER}}
+    rollout |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "n_gpus_per_node": 8}
+    config = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"nnodes": 2}}
     check_weights(config, SeamlessConfig.from_mapping({"weights": {"sync": "rolling"}}))

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from seamless_verl.decode_cost import PUBLISHED, DecodeCost, EnginePace
 from seamless_verl.staleness.routing import (
+    EngineLoad,
     Hold,
     LeastRequests,
     MarginalGain,
     Migrate,
     MigrationRule,
     PendingRequest,
+    Reckoned,
     ReplicaLoad,
     Route,
 )
@@ -253,3 +255,33 @@ def test_a_migration_by_hand() -> None:
     assert MigrationRule(phi_throughput=7.5).migrations([full, idle], cost) == [], "67.7 / 9.1 = 7.45"
     busy = replace(idle, waiting=1)
     assert MigrationRule().migrations([full, busy], cost) == [], "whoever has a queue starves of nothing"
+
+
+@pytest.mark.parametrize(
+    ("requests", "said", "then", "waiting"),
+    [
+        (10, None, None, 2),  # an engine that said nothing computes as many as it may
+        (6, (4, 2, 0), 6, 2),  # its cache is full before that
+        (7, (4, 2, 0), 6, 3),  # who came since waits behind them
+        (4, (4, 2, 0), 6, 0),  # two have ended since
+        (3, (4, 2, 0), 6, 0),
+        (9, (6, 0, 0), 6, 1),  # there was no queue, and now more than it computes
+        (1, (2, 6, 0), 3, 1),  # never more than there are
+    ],
+)
+def test_the_engines_queue_counts_and_whoever_came_and_went_since(
+    requests: int, said: tuple[int, int, int] | None, then: int | None, waiting: int
+) -> None:
+    told = (EngineLoad(*said), Reckoned(then or 0, 0)) if said else (None, None)
+    assert Reckoned(requests, 0, *told).waiting(max_running=8) == waiting
+
+
+def test_contexts_have_grown_since_they_were_placed_and_some_share_their_beginning() -> None:
+    grown, shared = EngineLoad(3, 0, 5000), EngineLoad(3, 0, 1200)
+    then = Reckoned(3, 3000)
+    assert Reckoned(3, 3000).cached() == 3000
+    assert Reckoned(3, 3000, grown, then).cached() == 5000
+    assert Reckoned(4, 4500, grown, then).cached() == 6500
+    assert Reckoned(2, 2000, shared, then).cached() == 200
+    assert Reckoned(1, 1000, shared, then).cached() == 0, "the last one has what they shared; a second later it is told"
+    assert Reckoned(0, 700, grown, then).cached() == 700, "whoever is about to come finds nobody"
