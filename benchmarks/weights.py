@@ -2,9 +2,10 @@
 
 Two real replicas (verl's server and worker, vLLM's engine) with so many requests between them; a new one begins when
 one ends. Both ways get the same weights from the same shared memory and take turns on the same replicas; what stands
-for the trainer holds weights on the host. Clients send an interrupted request again at once (verl's own client sleeps
-for a second, with which an update can only cost it more). Between them come turns without an update, which show what
-the pace does by itself.
+for the trainer holds weights on the host. Our client sends an interrupted request again at once; verl's own sleeps for
+a second before it does. With ``--verls-client`` all requests go through verl's: there is one more way, in which it
+sleeps, and in the others it is spared that. Between them come turns without an update, which show what the pace does by
+itself.
 
 Each request has a prompt of its own, and goes to the replica with the fewest requests. As the GPU recipes have it:
 ``--siblings 8 --router cache_aware``, prompts that eight requests share and that stay together.
@@ -42,6 +43,7 @@ PROMPT, _SHORTEST, _LONGEST = 128, 150, 400
 _SEATS, VOCABULARY = 64, 512
 _BEFORE_S, _AFTER_S = 2.0, 2.5  # in which the pace is taken, and in which what is missing is counted
 WAYS = ("nothing", "together", "refill", "keep")
+_SLEPT = "together, then a sleep"
 _NAME = 32  # characters of a request's name, by which it is known again when it is sent once more
 
 
@@ -85,10 +87,37 @@ class Trainer:
         return [ray.put(None)]
 
 
+class VerlsAsyncio:
+    """In the place of ``asyncio`` in the module of verl's client, which sleeps only while it ``is_slow``."""
+
+    is_slow = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s if self.is_slow else 0.0)
+
+
+def verls_client(*made_of: Any) -> tuple[Any, VerlsAsyncio]:
+    """verl's client, which tells our router what ours tells it, and what decides whether it sleeps."""
+    from verl.workers.rollout import llm_server
+
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
+
+    class VerlsClient(VersionedLLMClient):
+        generate = llm_server.FullyAsyncLLMServerClient.generate
+
+    llm_server.asyncio = sleeper = VerlsAsyncio()
+    return VerlsClient(*made_of), sleeper
+
+
 class Replicas:
     """Some of them, their router, and both ways to give them weights."""
 
-    def __init__(self, model: Path, folder: Path, count: int = 2, router: str = "least_requests") -> None:
+    def __init__(
+        self, model: Path, folder: Path, count: int = 2, router: str = "least_requests", with_verls_client: bool = False
+    ) -> None:
         from omegaconf import OmegaConf
         from verl.checkpoint_engine import CheckpointEngineManager
         from verl.workers.rollout.router import get_router_handle
@@ -123,6 +152,9 @@ class Replicas:
         settings = RouterConfig(policy=router)
         self.router = get_router_handle(servers, load_balancer_cls=balancer_class(settings, _SEATS))
         self.client = VersionedLLMClient(config, self.router)
+        self._sleeper = VerlsAsyncio()  # of nobody
+        if with_verls_client:
+            self.client, self._sleeper = verls_client(config, self.router)
         trainer = Trainer(ray.remote(num_cpus=0)(Publisher).remote(str(model), str(folder)))
         plain = SimpleNamespace(**OmegaConf.to_container(rollout.checkpoint_engine))
         self._verls = CheckpointEngineManager(plain, trainer, self.replicas)
@@ -145,8 +177,9 @@ class Replicas:
         if way == "nothing":
             return 0.0
         self._version += 1
+        self._sleeper.is_slow = way == _SLEPT
         began = time.perf_counter()
-        manager = self._verls if way == "together" else self._ours[way]
+        manager = self._ours.get(way, self._verls)
         manager.update_weights(self._version)
         return time.perf_counter() - began
 
@@ -267,7 +300,7 @@ def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Recor
 
     def compared(name: str, way: str, figure: str, unit: str, most: float | None) -> Record:
         value, theirs = median(way, figure), median("together", figure)
-        if most is None or way == "together":
+        if most is None or way in ("together", _SLEPT):
             return Record(name=name, value=value, unit=unit)
         return Record(name=name, value=value, unit=unit, bar=f"<= {most:g} of verl's", holds=value <= most * theirs)
 
@@ -276,7 +309,10 @@ def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Recor
         Record(name=f"{beside}, no update: tokens lost", value=median("nothing", "lost"), unit=""),
         Record(name="  a request without a token", value=median("nothing", quiet), unit="s"),
     ]
-    for way, name in (("together", "verl's stop"), ("refill", "rolling, refill"), ("keep", "rolling, keep")):
+    names = {"together": "verl's stop", _SLEPT: "verl's stop, its own client", "refill": "rolling, refill"}
+    for way, name in {**names, "keep": "rolling, keep"}.items():
+        if way not in found:
+            continue
         most = 0.25 if way == "keep" else 0.5 if running == max(_RUNNING) else 1.0
         records += [
             compared(f"{beside}, {name}: the trainer waits", way, "wait_s", "s", 0.25),
@@ -307,10 +343,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--siblings", type=int, default=1, metavar="N", help="requests with the same prompt")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="how many there are")
     parser.add_argument("--router", default="least_requests", metavar="POLICY", help="seamless.router.policy")
+    parser.add_argument("--verls-client", action="store_true", help="requests go through verl's own client")
 
 
 @contextmanager
-def started(count: int = 2, router: str = "least_requests") -> Iterator[Replicas]:
+def started(count: int = 2, router: str = "least_requests", with_verls_client: bool = False) -> Iterator[Replicas]:
     """Replicas with weights, whose engines note what they tell; within, Ray runs."""
     from seamless_verl.run.environment import CPU_ENVIRONMENT
 
@@ -325,7 +362,8 @@ def started(count: int = 2, router: str = "least_requests") -> Iterator[Replicas
         actors = {"num_cpus": 4 + 2 * count, "num_gpus": count, "runtime_env": {"env_vars": of_workers}}
         ray.init("local", include_dashboard=False, log_to_driver=False, **actors)
         try:
-            replicas = Replicas(small_model(Path(scratch)), Path(shared) / "weights", count, router)
+            model, folder = small_model(Path(scratch)), Path(shared) / "weights"
+            replicas = Replicas(model, folder, count, router, with_verls_client)
             for way in ("refill", "keep"):
                 replicas.update(way)
             for replica in replicas.replicas:
@@ -339,13 +377,14 @@ def started(count: int = 2, router: str = "least_requests") -> Iterator[Replicas
 def main() -> int:
     options = arguments(__doc__ or "", _options)
     found: dict[int, dict[str, list[dict[str, float]]]] = {}
-    with started(options.replicas, options.router) as replicas:
+    ways = (*WAYS, _SLEPT) if options.verls_client else WAYS
+    with started(options.replicas, options.router, options.verls_client) as replicas:
         for running in options.running:
-            taken = found[running] = {way: [] for way in WAYS}
+            taken = found[running] = {way: [] for way in ways}
             with load(replicas, running, options.siblings):
                 time.sleep(_BEFORE_S)
                 for turn in range(2 if options.quick else options.updates):
-                    for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
+                    for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
                         taken[way].append(measured(replicas, way))
             print(f"{running} requests: {len(taken['keep'])} updates of each way", flush=True)
     return report([record for running, taken in found.items() for record in judged(running, taken)], options.json)

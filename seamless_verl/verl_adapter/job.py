@@ -148,7 +148,6 @@ def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str]
             trainer.flight.blame, trainer.before_checkpoint = watchdog.cause_of, watchdog.confirm
             if hasattr(manager, "replace"):
                 manager.say, manager.note_death = trainer.reporter.say, trainer.flight.worker_died
-                manager.floor_of = getattr(trainer.rows, "floor_of", None)
         try:
             trainer.fit(manager)
         except BaseException as error:

@@ -54,10 +54,9 @@ def arguments(machine: Machine, *overrides: str) -> list[str]:  # noqa: F811
 
 def test_a_slice_of_the_trainer_is_lent_between_steps_and_taken_back_for_each(machine):  # noqa: F811
     """Greedy lends it until it knows what switches take, and then where idling takes longer: on a busy machine less
-    often."""
-    code, output = machine.run(
-        *arguments(machine, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=4"), **AT_HOME
-    )
+    often. Weights are published, to be taken by the replica that stands when its turn comes, and by each loan."""
+    rolling = ("seamless.weights.sync=rolling", "trainer.total_training_steps=4")
+    code, output = machine.run(*arguments(machine, "seamless.scheduler.policy=greedy", *rolling), **AT_HOME)
     assert code == 0, output
     (folder,) = machine.runs()
     figures = summary(folder)
@@ -93,6 +92,8 @@ def test_a_slice_of_the_trainer_is_lent_between_steps_and_taken_back_for_each(ma
     assert (loans.wakes, loans.reclaims) == (lent, lent + 1)
     assert loans.versions[0] == 0
     assert loans.distinct == len(loans.versions) == lent + 1  # each step makes other weights
+    pulls = [(event.before, event.version) for event in recording.events if isinstance(event, flight.PullEnded)]
+    assert pulls[:4] == [(None, 0), (0, 1), (1, 2), (2, 3)]  # the run may end before the last one does
     trainer = {event.what for event in recording.events if isinstance(event, flight.MemoryHeld) and event.nbytes}
     assert trainer == {"parameters", "gradients", "optimizer", "weights", "kv_cache"}
     machine.assert_nothing_left()

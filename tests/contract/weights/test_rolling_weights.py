@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ class FakeRay:
     def wait(self, calls: list[Future[Any]], num_returns: int = 1, timeout: float | None = None) -> Any:
         ready = [call for call in calls if call.done()]
         if len(ready) < num_returns and timeout:
-            wait(calls, timeout, FIRST_COMPLETED)
+            wait(calls, timeout, FIRST_COMPLETED if num_returns == 1 else ALL_COMPLETED)
             ready = [call for call in calls if call.done()]
         return ready, [call for call in calls if not call.done()]
 
