@@ -6,6 +6,7 @@ same fact: in `scheduling.events` with what a scheduler decides by, in `flight` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -88,7 +89,7 @@ class RecordedScheduler:
                 action=decision.verb.value,
                 reason=decision.reason,
                 slices=decision.slices,
-                predicted_s=decision.predicted_benefit_s,
+                predicted_s=_plain(decision.predicted_benefit_s),
             )
         if isinstance(command, cmd.RecordOutcome):
             outcome = command.outcome
@@ -132,4 +133,6 @@ def _plain(value: Any) -> Any:
         return sorted(_plain(item) for item in value)
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # a batch that would never get ready; JSON has no word for it
     return value

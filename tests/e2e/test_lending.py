@@ -107,7 +107,7 @@ def server_on(machine: Machine, core: int) -> psutil.Process:  # noqa: F811
 
 def test_replicas_and_rollout_workers_that_are_killed_are_started_again_and_lose_no_answer(machine):  # noqa: F811
     process = machine.start(
-        *arguments(machine, *NCCL, "seamless.scheduler.policy=greedy", "trainer.total_training_steps=40"),
+        *arguments(machine, *NCCL, "seamless.scheduler.policy=predictive", "trainer.total_training_steps=40"),
         **AT_HOME,
     )
     read_until(process, "step  2/40")

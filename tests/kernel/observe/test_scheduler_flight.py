@@ -1,5 +1,8 @@
 """A recorded scheduler says what it was told, what it wants and why; the slices' moves make a ledger that adds up."""
 
+import math
+from dataclasses import replace
+
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import decode_event, encode_event
 from seamless_verl.observe.scheduler_flight import RecordedScheduler, plain_fields
@@ -92,3 +95,21 @@ def test_a_slice_that_returns_is_declared_anew_with_its_new_address():
 def test_fields_are_plain_data():
     failed = ev.SliceFailed(at=1.0, slice=A, reason="gone", lost=frozenset({Tag.TRAIN, Tag.ROLLOUT}))
     assert plain_fields(failed) == {"slice": "a", "reason": "gone", "lost": ["rollout", "train"], "restartable": True}
+
+
+def test_a_benefit_without_an_end_is_written_too():
+    """A forecast in which the batch never gets ready without the loan."""
+
+    class Hopeful(Greedy):
+        def decide(self, cluster):
+            return [replace(decision, predicted_benefit_s=math.inf) for decision in super().decide(cluster)]
+
+    written: list[flight.FlightEvent] = []
+    scheduler = RecordedScheduler(Scheduler(Hopeful()), written.append, policy="hopeful")
+    scheduler.handle(ev.WeightsPublished(at=0.0, version=0))
+    scheduler.handle(ev.SliceAdded(at=0.0, slice=make_slice("a", BOTH)))
+    scheduler.handle(ev.GroupsSubmitted(at=5.0, groups=("g",), sessions=1))
+    made = [event for event in written if isinstance(event, flight.DecisionMade)]
+    assert made
+    assert [decode_event(encode_event(event)) for event in made] == made
+    assert {event.predicted_s for event in made} == {None}
