@@ -32,6 +32,7 @@ import pandas as pd
 import psutil
 
 from benchmarks.lend_cycles import RESOURCES
+from benchmarks.mishap import MARK
 from benchmarks.records import Record, arguments, report
 
 _ROOT = Path(__file__).parents[1]
@@ -39,7 +40,6 @@ _BATCH = 16
 _KILLS = 20
 _NOTICED_S = 8.0  # the watchdog looks every 5 s; a kill before that would hide the last one
 _SETTLED_S = 120.0  # a kill follows the one before at the latest then, also if no step has ended since
-_MARK = "BENCHMARK_MARK"
 _KINDS = {  # what the command line of a process begins with, or has in it
     "rollout worker": "ray::NotifyingWorker",
     "rollout replica": "ray::InterruptibleServer",
@@ -60,6 +60,23 @@ _AGENT = (
     "seamless.agent.max_turns=1",
     "seamless.agent.max_tokens_per_turn=8",
 )
+
+
+def find(mark: str, kind: str) -> psutil.Process | None:
+    """A process of this kind that carries the mark."""
+    for process in psutil.process_iter():
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if f"{MARK}={mark}".encode() in environment and _KINDS[kind] in " ".join(process.cmdline()):
+                return process
+        except (OSError, psutil.Error):  # ended meanwhile, or not ours
+            continue
+    return None
+
+
+def left(mark: str) -> int:
+    """Kinds of process of which one is alive."""
+    return sum(find(mark, kind) is not None for kind in _KINDS)
 
 
 def kinds_of(sync: str) -> list[str]:
@@ -107,7 +124,7 @@ class Killer(threading.Thread):
     def __init__(self, mark: str, folder: Path, kinds: list[str], count: int) -> None:
         super().__init__(daemon=True)
         self.kills: list[dict[str, Any]] = []
-        self._mark, self._folder, self._count = f"{_MARK}={mark}".encode(), folder, count
+        self._mark, self._folder, self._count = mark, folder, count
         self._kinds, self._rng = kinds, random.Random(count)
         self.over = threading.Event()
 
@@ -119,7 +136,7 @@ class Killer(threading.Thread):
                 pass
             if self.over.wait(self._rng.uniform(0, 6.0)):
                 return
-            while (process := self._find(kind)) is None and not self.over.wait(0.1):
+            while (process := find(self._mark, kind)) is None and not self.over.wait(0.1):
                 pass  # the run is starting
             if process is not None:
                 process.send_signal(signal.SIGKILL)
@@ -131,55 +148,66 @@ class Killer(threading.Thread):
         file = self._folder / "steps.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def _find(self, kind: str) -> psutil.Process | None:
-        for process in psutil.process_iter():
-            try:
-                environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-                if self._mark in environment and _KINDS[kind] in " ".join(process.cmdline()):
-                    return process
-            except (OSError, psutil.Error):  # ended meanwhile, or not ours
-                continue
-        return None
+
+def command(scratch: Path, steps: int, sync: str, *more: str) -> tuple[list[str], list[str]]:
+    """The run in ``scratch/run``, with ``more`` overrides; and its prompts in order."""
+    prompts = write_prompts(scratch / "sums.parquet", _BATCH * (steps + 4))
+    words = [
+        *(sys.executable, "-m", "seamless_verl.main", "+recipe=arithmetic", f"hydra.run.dir={scratch}/run"),
+        *(f"data.train_files={scratch}/sums.parquet", "data.shuffle=false", f"data.train_batch_size={_BATCH}"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=2"),
+        *(f"trainer.total_training_steps={steps}", "seamless.supervise.restarts=1000"),
+        *("seamless.staleness.eta=1", f"seamless.weights.sync={sync}", "+trainer.max_actor_ckpt_to_keep=2"),
+    ]
+    return [*words, *_AGENT, *_LENDING, *more], prompts
+
+
+def outcome(folder: Path, steps: int, prompts: list[str], lines: list[str]) -> dict[str, Any]:
+    """What a run that has ended well left, and said in ``lines``."""
+    figures = json.loads((folder / "summary.json").read_text())
+    counts, unwritten = trained(folder, steps)
+    missing = sum(prompt not in counts for prompt in prompts[: _BATCH * steps])
+    return {
+        "steps": figures["steps"],
+        "restarts": sum("within an hour, from" in line for line in lines),
+        "replaced": sum("prompt groups begin again" in line for line in lines),
+        "again": sum(times - 1 for times in counts.values()),
+        "unwritten": unwritten,
+        "holes": missing - _BATCH * unwritten,
+        "unaudited": figures["rows"] - figures["rows_audited"],
+        "violations": figures["audit_violations"],
+    }
 
 
 def run(kills: int, steps: int, sync: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="crash-run-") as temporary:
         scratch, mark = Path(temporary), uuid.uuid4().hex
-        prompts = write_prompts(scratch / "sums.parquet", _BATCH * (steps + 4))
-        folder = scratch / "run"
-        command = [
-            *(sys.executable, "-m", "seamless_verl.main", "+recipe=arithmetic", f"hydra.run.dir={folder}"),
-            *(f"data.train_files={scratch}/sums.parquet", "data.shuffle=false", f"data.train_batch_size={_BATCH}"),
-            *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=2"),
-            *(f"trainer.total_training_steps={steps}", "seamless.supervise.restarts=1000"),
-            *("seamless.staleness.eta=1", f"seamless.weights.sync={sync}", "+trainer.max_actor_ckpt_to_keep=2"),
-            *_AGENT,
-            *_LENDING,
-        ]
-        killer = Killer(mark, folder, kinds_of(sync), kills)
+        words, prompts = command(scratch, steps, sync)
+        killer = Killer(mark, scratch / "run", kinds_of(sync), kills)
         killer.start()
-        done = subprocess.run(command, cwd=_ROOT, env={**os.environ, _MARK: mark}, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=_ROOT, env={**os.environ, MARK: mark}, capture_output=True, text=True)
         killer.over.set()
         killer.join()
         lines = (done.stdout + done.stderr).splitlines()
         print(*(line for line in lines if "died" in line or "restart" in line), sep="\n", flush=True)
         if done.returncode:
             raise RuntimeError(f"the run ended with {done.returncode}:\n" + "\n".join(lines[-20:]))
-        figures = json.loads((folder / "summary.json").read_text())
-        counts, unwritten = trained(folder, steps)
-        missing = sum(prompt not in counts for prompt in prompts[: _BATCH * steps])
-        return {
-            "kills": killer.kills,
-            "steps": figures["steps"],
-            "restarts": sum("within an hour, from" in line for line in lines),
-            "replaced": sum("prompt groups begin again" in line for line in lines),
-            "again": sum(times - 1 for times in counts.values()),
-            "unwritten": unwritten,
-            "holes": missing - _BATCH * unwritten,
-            "unaudited": figures["rows"] - figures["rows_audited"],
-            "violations": figures["audit_violations"],
-            "left": sum(killer._find(kind) is not None for kind in _KINDS),
-        }
+        found = outcome(scratch / "run", steps, prompts, lines)
+        return {"kills": killer.kills, "left": left(mark), **found}
+
+
+def must_be_none(found: dict[str, Any]) -> list[Record]:
+    """Of what is wrong with a run that is over."""
+    return [
+        Record(name=name, value=found[key], unit="", bar="= 0", holds=found[key] == 0)
+        for name, key in (
+            ("prompts trained again", "again"),
+            ("prompts left out", "holes"),
+            ("rows that were not audited", "unaudited"),
+            ("rows that are not what the engine said", "violations"),
+            ("processes left", "left"),
+        )
+    ]
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
@@ -202,16 +230,7 @@ def main() -> int:
             Record(name="kills that the run went on after", value=found["replaced"], unit=""),
             Record(name="restarts from the last checkpoint", value=found["restarts"], unit=""),
             Record(name="steps whose rows died before they were written", value=found["unwritten"], unit=""),
-            *(
-                Record(name=name, value=found[key], unit="", bar="= 0", holds=found[key] == 0)
-                for name, key in (
-                    ("prompts trained again", "again"),
-                    ("prompts left out", "holes"),
-                    ("rows that were not audited", "unaudited"),
-                    ("rows that are not what the engine said", "violations"),
-                    ("processes left", "left"),
-                )
-            ),
+            *must_be_none(found),
         ],
         options.json,
     )

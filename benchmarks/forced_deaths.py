@@ -71,7 +71,7 @@ class Killer:
         server = int(ray.get(replica.servers[0].__ray_call__.remote(_pid)))
         if kill["part"] == "server":
             return server
-        return int(_engine_file(server).read_text())
+        return int(engine_file(server).read_text())
 
     def _kill(self, kill: dict[str, Any], pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def _pid(_: Any) -> int:
     return os.getpid()
 
 
-def _engine_file(server: int) -> Path:
+def engine_file(server: int) -> Path:
     return Path(f"{os.environ['BENCHMARK_DEATHS_LOG']}.engine-of-{server}")
 
 
@@ -162,14 +162,14 @@ def _watch_trainer(module: ModuleType) -> None:
     module.SeamlessTrainer.on_sample_begin = on_sample_begin
 
 
-def _watch_engines(module: ModuleType) -> None:
+def watch_engines(module: ModuleType) -> None:
     """An engine's process has no name that shows from outside: the nursery forked it."""
     end_with_server = module.end_with_server
 
     def told() -> None:
         end_with_server()
         if multiprocessing.current_process().name.startswith("EngineCore"):
-            _engine_file(int(os.environ[module.SERVER])).write_text(str(os.getpid()))
+            engine_file(int(os.environ[module.SERVER])).write_text(str(os.getpid()))
 
     module.end_with_server = told
 
@@ -180,4 +180,4 @@ if _killer._plan:
     wrapt.register_post_import_hook(_watch_transfer, "seamless_verl.verl_adapter.weights.weight_transfer")
     wrapt.register_post_import_hook(_watch_lending, "seamless_verl.verl_adapter.trainer.lending")
     wrapt.register_post_import_hook(_watch_trainer, "seamless_verl.verl_adapter.trainer.trainer")
-    wrapt.register_post_import_hook(_watch_engines, "seamless_verl.verl_adapter.vllm.vllm_plugin")
+    wrapt.register_post_import_hook(watch_engines, "seamless_verl.verl_adapter.vllm.vllm_plugin")

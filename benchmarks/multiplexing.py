@@ -188,7 +188,7 @@ def _workload(work: Path, lengths: str, steps: int, seed: int) -> list[str]:
     ]
 
 
-def _deeper_model(folder: Path, layers: int) -> Path:
+def deeper_model(folder: Path, layers: int) -> Path:
     """The recipe's model with so many layers and random weights: lengths are prescribed, it need not know anything."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -285,7 +285,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mux-") as folder:
         work = Path(folder)
         write_workload(work, lengths=options.lengths, prompts=256, sessions=8, longest=_LONGEST)
-        model = _deeper_model(work, options.layers) if options.layers else None
+        model = deeper_model(work, options.layers) if options.layers else None
         for repeat in range(repeats):
             first = repeat % len(options.systems)
             for system in options.systems[first:] + options.systems[:first]:

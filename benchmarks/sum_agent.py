@@ -16,3 +16,8 @@ async def attempt(task: dict[str, Any], base_url: str, api_key: str, model: str)
 
 def score(task: dict[str, Any], outcome: str | None) -> float:
     return float(outcome is not None and outcome.strip() == task["answer"])
+
+
+def digits(task: dict[str, Any], outcome: str | None) -> float:
+    """How much of the answer is digits: something to reinforce in a model that knows nothing."""
+    return sum(character.isdigit() for character in outcome or "") / max(1, len(outcome or ""))

@@ -26,7 +26,7 @@ from verl.checkpoint_engine.base import _worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.workers.rollout.replica import RolloutReplica
 
-from seamless_verl.errors import SeamlessError
+from seamless_verl.run.restarts import RunBroken
 from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth
 from seamless_verl.verl_adapter.weights import transfer_members as members
 
@@ -40,7 +40,7 @@ _LIMIT_S = float(os.environ.get("SEAMLESS_TRANSFER_LIMIT_S", "600"))  # for a pa
 Calls = Mapping[Any, Any]  # reference -> the worker that was called
 
 
-class TransferBroken(SeamlessError):
+class TransferBroken(RunBroken):
     """Weights did not reach everybody.
 
     Args:
@@ -54,7 +54,7 @@ class TransferBroken(SeamlessError):
         self.dead = dict(dead)
 
 
-class TransferStuck(SeamlessError):
+class TransferStuck(RunBroken):
     """Workers of the trainer did not come back from a transfer that was given up: nothing can be trained any more."""
 
 

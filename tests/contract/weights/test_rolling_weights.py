@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from seamless_verl.run.restarts import Exit, exit_of
+
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 
@@ -241,6 +243,7 @@ def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ra
     with pytest.raises(TransferBroken, match="rollout replica 0") as raised:
         weights.update_weights(2)
     assert list(raised.value.dead) == [lost]
+    assert exit_of(raised.value) is Exit.DIED, "before the first step nobody goes on without it: the run starts again"
     weights.remove_replicas([lost])
     assert other.has(2)
     other.answers.append("whole")

@@ -18,6 +18,8 @@ import pytest
 pytest.importorskip("verl")
 import ray
 
+from seamless_verl.run.restarts import Exit, exit_of
+
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -113,6 +115,7 @@ def _broken(fleet: Fleet, lost: Any, within_s: float) -> Any:
     with pytest.raises(TransferBroken, match=f"rollout replica {lost.replica_rank}") as broken:
         fleet.publish()
     assert set(broken.value.dead) == {lost}
+    assert exit_of(broken.value) is Exit.DIED, "before the first step nobody goes on without it: the run starts again"
     assert time.monotonic() - began < within_s
     return broken.value
 
