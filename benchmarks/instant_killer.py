@@ -46,6 +46,7 @@ _SHORTER, _LEAST_S = 0.7, 0.0002
 _STOPPED_S = 5.0
 _SETTLED_S = 240.0
 _LOOK_S = 0.5
+_PULL_S = 5.0  # no pull takes as long, on a busy machine either
 _CREATED, _MODIFIED, _MOVED = 0x100, 0x2, 0x80  # inotify's IN_CREATE, IN_MODIFY, IN_MOVED_TO
 
 
@@ -139,9 +140,9 @@ class Pulls:
         return {file.name for file in self._read}
 
     def under_way(self, at: float) -> int:
-        """How many had begun and not ended."""
-        last = {one.slice: one.began for one in self.seen if one.at <= at}
-        return sum(last.values())
+        """How many had begun a little before, and not ended; those of replicas that died need not end ever."""
+        last = {one.slice: one for one in self.seen if one.at <= at}
+        return sum(one.began and at - one.at < _PULL_S for one in last.values())
 
     def by_all(self, after: float, above: int, but: frozenset[str]) -> int | None:
         """The first version above this that every standing replica has pulled, in other lives than these; or None."""
@@ -186,6 +187,8 @@ class InstantKiller(threading.Thread):
                     self.over.wait(_LOOK_S)  # all processes are looked through
                 elif (kill := self._attempt(instant)) is not None:
                     kill |= self._aftermath(instant, kill)
+                    if self.over.is_set() and kill["pulled"] is None:  # the run has ended well before the next version
+                        return
                     self.kills.append({**asdict(instant), **kill})
                     print(f"{len(self.kills)}. {json.dumps(self.kills[-1])}", flush=True)
                     break

@@ -11,7 +11,7 @@ layers instead of two, so that a publication and a load take long enough to die 
 
 After each kill it is waited for that the run, or the run that has started again, publishes, and that every replica that
 only generates has pulled one and the same newer version, the killed one among them. At the end prompts, rows,
-processes and shared memory are looked at. ``--resume FILE`` keeps what is measured; there are two runs of twenty kills.
+processes and shared memory are looked at. ``--resume FILE`` keeps what is measured; a run has ten kills.
 """
 
 from __future__ import annotations
@@ -35,12 +35,9 @@ from benchmarks.multiplexing import deeper_model
 from benchmarks.parts import Parts
 from benchmarks.pull_stages import STAGES
 from benchmarks.records import Record, arguments, report
-from benchmarks.replica_deaths import segments
-from seamless_verl.machine import WEIGHTS
 
 _ROOT = Path(__file__).parents[1]
 _LAYERS = 16
-_SHARED = Path("/dev/shm")
 _OF_TRAINER = (
     Instant(victim=WRITER, stage=WRITING),
     Instant(victim=WRITER, stage=UNLISTED),
@@ -75,8 +72,8 @@ _FEW = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     "++seamless.agent.kwargs.reward=benchmarks.sum_agent.digits",
 )
-_PER_RUN, _RUNS = 20, 2
-_STEPS_PER_KILL = 5  # a replica takes some 20 s to come back, in which the run goes on
+_PER_RUN, _QUICK = 10, 8
+_STEPS_PER_KILL = 3  # while a replica comes back the run goes on
 
 
 def plan() -> list[Instant]:
@@ -87,7 +84,7 @@ def plan() -> list[Instant]:
     return [Instant(victim=ENGINE, stage="pull loading", first=True), *others]
 
 
-def run(number: int, instants: list[Instant], steps: int, keep: Path | None) -> dict[str, Any]:
+def run(seed: int, instants: list[Instant], steps: int, keep: Path | None) -> dict[str, Any]:
     """One run in which all of them happen.
 
     Raises:
@@ -106,8 +103,7 @@ def run(number: int, instants: list[Instant], steps: int, keep: Path | None) -> 
         model = deeper_model(scratch, _LAYERS)
         overrides = (_RESOURCES, f"actor_rollout_ref.model.path={model}", *_FEW)
         words, prompts = command(scratch, steps, "rolling", *overrides)
-        shared = {name for name in os.listdir(_SHARED) if not name.startswith(WEIGHTS.name)}
-        killer = InstantKiller(mark, scratch, instants, number)
+        killer = InstantKiller(mark, scratch, instants, seed)
         killer.start()
         with (scratch / "console").open("w") as console:
             code = subprocess.run(words, cwd=_ROOT, stdout=console, stderr=subprocess.STDOUT).returncode
@@ -116,13 +112,12 @@ def run(number: int, instants: list[Instant], steps: int, keep: Path | None) -> 
         lines = (scratch / "console").read_text(errors="replace").splitlines()
         if code:
             raise RuntimeError(f"the run ended with {code}:\n" + "\n".join(lines[-20:]))
-        others = {name for name in os.listdir(_SHARED) if name.startswith(WEIGHTS.name)}
         return {
             **outcome(scratch / "run", steps, prompts, lines),
             "kills": killer.kills,
             "misses": killer.misses,
             "left": left(mark) + sum(engine.is_running() for engine in killer.engines),
-            "shared": sum(store.exists() for store in killer.stores) + len(segments(shared | others)),
+            "shared": sum(store.exists() for store in killer.stores),
         }
 
 
@@ -142,7 +137,7 @@ def judged(runs: list[dict[str, Any]], wanted: int) -> list[Record]:
         "kills after which not every replica pulled": sum(kill["pulled"] is None for kill in kills),
         "kills of replicas that the run did not go on after": sum(k["restarts"] for k in of_replicas if k not in final),
         "kills of the trainer, or before a step, without one restart": sum(kill["restarts"] != 1 for kill in final),
-        "files left in shared memory": total["shared"],
+        "published weights left in shared memory": total["shared"],
     }
     return [
         Record(name="kills in the middle", value=len(kills), unit="", bar=f">= {wanted}", holds=len(kills) >= wanted),
@@ -172,20 +167,20 @@ def judged(runs: list[dict[str, Any]], wanted: int) -> list[Record]:
 
 def _extend(parser: argparse.ArgumentParser) -> None:
     parts.extend(parser)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs' folders, FOLDER/1 and so on")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs' folders, FOLDER/0 and so on")
 
 
 def main() -> int:
     options = arguments(__doc__ or "", _extend)
-    count, runs = (8, 1) if options.quick else (_PER_RUN, _RUNS)
+    wanted = _QUICK if options.quick else len(plan())
     found = Parts(options)
-    while len(done := found.of("runs")) < runs:
+    while (made := sum(len(one["kills"]) for one in found.of("runs"))) < wanted:
         if found.out_of_time:
             return found.pause()
-        number = len(done)
-        keep = options.keep / str(number + 1) if options.keep else None
-        found.add("runs", run(number, plan()[number * count :][:count], _STEPS_PER_KILL * count, keep))
-    return report(judged(done, count * runs), options.json)
+        instants = plan()[made : min(made + _PER_RUN, wanted)]
+        keep = options.keep / str(made) if options.keep else None
+        found.add("runs", run(made, instants, _STEPS_PER_KILL * len(instants), keep))
+    return report(judged(found.of("runs"), wanted), options.json)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def run(kills: list[dict[str, Any]], *, policy: bool) -> dict[str, Any]:
             "reason": next((line.strip() for line in output if line.startswith("error:")), ""),
             "end_s": ended_at - told[-1]["at"] if told else 0.0,
             "processes_left": _marked(mark),
-            "shared_left": len(segments(shared)),
+            "shared_left": len(_segments(mark, shared)),
             "out": [line.strip() for line in output if line.startswith("slice ")],
             "wall_s": time.monotonic() - began,
         }
@@ -138,7 +138,7 @@ def _marked(mark: str) -> int:
     return found
 
 
-def segments(before: set[str]) -> set[str]:
+def _segments(mark: str, before: set[str]) -> set[str]:
     """New ones that stay and that no living process has open: another run on the machine may have its own."""
     new = set(os.listdir("/dev/shm")) - before
     if new:

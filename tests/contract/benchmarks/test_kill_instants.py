@@ -87,7 +87,7 @@ def test_pulls_are_told_from_recordings_that_grow(tmp_path: Path) -> None:
     lines = [{"clock_s": 10.0, "wall_s": 1010.0}, {"event": "PullBegan", "at": 11.0, "slice": "a"}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"event":"PullEn')
     pulls.look()
-    assert (pulls.under_way(1010.5), pulls.under_way(1011.5)) == (0, 1)
+    assert [pulls.under_way(at) for at in (1010.5, 1011.5, 1061.5)] == [0, 1, 0]
     with file.open("a") as stream:
         stream.write('ded","at":12.0,"slice":"a","version":4}\n{"event":"PullEnded","at":13,"slice":"b","version":4}\n')
     pulls.look()
