@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -24,14 +25,16 @@ from benchmarks.forced_deaths import watch_engines
 
 STAGES = "BENCHMARK_STAGES"
 _WIDTH = 24
-_doing = {"what": "", "file": -1, "of": 0}
+_doing = {"what": ""}
 
 
 def _say(stage: str) -> None:
-    if _doing["of"] != os.getpid():  # processes are forked
-        name = os.path.join(os.environ[STAGES], str(os.getpid()))
-        _doing["file"], _doing["of"] = os.open(name, os.O_WRONLY | os.O_CREAT), os.getpid()
-    os.pwrite(_doing["file"], stage.ljust(_WIDTH).encode(), 0)
+    os.pwrite(_file_of(os.getpid()), stage.ljust(_WIDTH).encode(), 0)
+
+
+@cache
+def _file_of(pid: int) -> int:  # processes are forked
+    return os.open(os.path.join(os.environ[STAGES], str(pid)), os.O_WRONLY | os.O_CREAT)
 
 
 def _wholly(owner: Any, method: str, what: str) -> None:
