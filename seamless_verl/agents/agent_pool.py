@@ -215,6 +215,8 @@ class AgentPool:
         worker.send({"threads": self._threads})
         worker.readers = [asyncio.ensure_future(self._read(slot, worker)), asyncio.ensure_future(_keep_stderr(worker))]
         self._workers[slot] = worker
+        if self._closed:  # meanwhile: `close` has not seen it
+            _kill(worker)
         return worker
 
     async def _read(self, slot: int, worker: _Worker) -> None:

@@ -97,7 +97,7 @@ class Replica:
     async def requests(self) -> tuple[int, int]:
         return len(self.running), 0
 
-    async def pull(self, folder: str, at_least: int, keep: bool, router: Any, address: str) -> Any:
+    async def pull(self, folder: str, at_least: int, keep: bool, router: Any, address: str, carrier: Any) -> Any:
         from seamless_verl.verl_adapter.weights import weight_store
 
         self._gate.clear()

@@ -187,6 +187,8 @@ async def test_a_job_given_up_while_its_worker_starts_leaves_the_worker_to_the_n
     try:
         given_up = asyncio.ensure_future(pool.run({"kind": "echo", "text": "no"}, 60))
         await appears(begun)
+        while not pool.pids:  # noqa: ASYNC110 - its process is there before this one has heard of it
+            await asyncio.sleep(0.01)
         (pid,) = pool.pids
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -196,6 +198,29 @@ async def test_a_job_given_up_while_its_worker_starts_leaves_the_worker_to_the_n
             assert await pool.run({"kind": "echo", "text": text}, 60) == {"echo": text, "pid": pid}
     finally:
         await pool.close()
+
+
+async def test_a_pool_that_is_closed_while_a_worker_is_being_started_leaves_none(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn, spawned, go_on = asyncio.create_subprocess_exec, asyncio.Event(), asyncio.Event()
+    made: list[asyncio.subprocess.Process] = []
+
+    async def slow(*args: Any, **named: Any) -> asyncio.subprocess.Process:
+        made.append(await spawn(*args, **named))
+        spawned.set()
+        await go_on.wait()
+        return made[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    pool = AgentPool((sys.executable, "-c", SLOW_START, command[1], str(tmp_path / "a"), str(tmp_path / "b")))
+    job = asyncio.ensure_future(pool.run({"kind": "echo", "text": "no"}, 60))
+    await spawned.wait()
+    await pool.close()
+    go_on.set()
+    with pytest.raises(SeamlessError, match="closed"):
+        await asyncio.wait_for(job, 30)
+    assert await asyncio.wait_for(made[0].wait(), 30) == -signal.SIGKILL
 
 
 # Answers its first job with a line that cannot be read and lives on; the worker after it answers well.
