@@ -41,6 +41,8 @@ BATCH, ROLLOUTS, LONGEST, LEARNING_RATE = 16, 8, 48, 5e-4
 SEEDS = 3
 EPOCHS = 4  # of rollouts that plain GRPO needs for so many; every schedule gets as many rollouts
 BOUNDARIES = 3
+# Student's t for a 95 % interval, by the number of seeds.
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 PER_SOURCE = 136  # problems in the recipe's data, to train and held out
 HELD_OUT_ROLLOUTS = 16
 RESAMPLING: Mapping[str, Resampling | None] = {
@@ -286,14 +288,16 @@ def _against(runs: Mapping[str, Sequence[Result]], name: str, rival: str) -> lis
 
 def _from_seed_to_seed(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
     """The same difference with whole trainings as its sample, not the prompts that a few of them are tried on."""
-    history, plain = ({str(n): one.accuracy for n, one in enumerate(runs[name])} for name in ("history", "plain"))
-    gain = paired_difference(plain, history)
-    name = f"held-out accuracy, history - plain, {len(plain)} seeds"
-    return [
-        Record(name=name, value=gain.mean, unit=""),
-        Record(name="  lower end of the 95 % interval", value=gain.low, unit=""),
-        Record(name="  upper end", value=gain.high, unit="", bar=">= 0: not worse", holds=gain.high >= 0),
-    ]
+    pairs = zip(runs["history"], runs["plain"], strict=False)  # a measurement in pieces may have one more of either
+    apart = [history.accuracy - plain.accuracy for history, plain in pairs]
+    mean = statistics.fmean(apart)
+    records = [Record(name=f"held-out accuracy, history - plain, {len(apart)} seeds", value=mean, unit="")]
+    if len(apart) in STUDENT:
+        half = STUDENT[len(apart)] * statistics.stdev(apart) / len(apart) ** 0.5
+        records.append(Record(name="  lower end of the 95 % interval", value=mean - half, unit=""))
+        told = {"bar": ">= 0: not worse", "holds": mean + half >= 0}
+        records.append(Record(name="  upper end", value=mean + half, unit="", **told))
+    return records
 
 
 def _on_trained_prompts(runs: Mapping[str, Sequence[Result]]) -> list[Record]:
