@@ -80,7 +80,7 @@ class Carrier:
         except (OSError, RayActorError, GetTimeoutError) as error:
             raise WeightsRefused(
                 f"{ray.util.get_node_ip_address()} could not copy the published weights into {folder} ({error}). If it "
-                "is full: more shared memory (two versions at least; containers: --shm-size)"
+                "is full: more shared memory (two versions; containers: --shm-size), or seamless.weights.sync=together."
             ) from error
 
     def _copied(self, folder: Path) -> Manifest | None:
