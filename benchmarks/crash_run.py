@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,19 @@ _AGENT = (
 )
 
 
-def find(mark: str, kind: str) -> psutil.Process | None:
-    """A process of this kind that carries the mark."""
+def find_all(mark: str, kind: str) -> Iterator[psutil.Process]:
+    """Processes of this kind that carry the mark."""
     for process in psutil.process_iter():
         try:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
             if f"{MARK}={mark}".encode() in environment and _KINDS[kind] in " ".join(process.cmdline()):
-                return process
+                yield process
         except (OSError, psutil.Error):  # ended meanwhile, or not ours
             continue
-    return None
+
+
+def find(mark: str, kind: str) -> psutil.Process | None:
+    return next(find_all(mark, kind), None)
 
 
 def left(mark: str) -> int:

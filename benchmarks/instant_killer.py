@@ -26,14 +26,14 @@ from typing import Any
 
 import psutil
 
-from benchmarks.crash_run import find
+from benchmarks.crash_run import find, find_all
 from benchmarks.forced_deaths import engine_file
 from seamless_verl.machine import WEIGHTS
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.verl_adapter.weights import weight_store
 from seamless_verl.verl_adapter.weights.weight_store import Manifest, WeightsRefused
 
-WRITER, TRAINER, SERVER, ENGINE = "trainer's first rank", "trainer", "replica's server", "replica's engine"
+WRITER, TRAINER, SERVER, ENGINE = "a rank of the trainer", "trainer", "replica's server", "replica's engine"
 WRITING, UNLISTED = "writing", "unlisted"
 STANDING = 2
 _SPANS_S = {
@@ -202,7 +202,8 @@ class InstantKiller(threading.Thread):
         try:
             if self._trainer is not None and self._writer is None:
                 self._store = Path(f"{WEIGHTS}{self._trainer.environ()[RUN_ID]}")
-                self._writer = find(self._mark, "trainer worker")
+                ranks = list(find_all(self._mark, "trainer worker"))  # the first one writes what all of them gather
+                self._writer = self._rng.choice(ranks) if ranks else None
         except psutil.Error:  # it has just ended
             self._trainer = None
         if self._writer is None or not self._store.is_dir():

@@ -6,12 +6,14 @@ again before it is killed (`benchmarks.instant_killer`). One run of agents behin
 layers instead of two, so that a publication and a load take long enough to die in.
 
     a replica's server or engine   before the pause, while it pauses, in mid-load, behind it; in mid-load of a loan
-    the trainer's first rank       while it writes a version, before it is listed, while a replica loads it
+    a rank of the trainer          while a version is written, before it is listed, while a replica loads it
     the trainer                    while its first rank writes
 
 After each kill it is waited for that the run, or the run that has started again, publishes, and that every replica that
 only generates has pulled one and the same newer version, the killed one among them. At the end prompts, rows,
-processes and shared memory are looked at. ``--resume FILE`` keeps what is measured; a run has ten kills.
+processes and shared memory are looked at. ``--resume FILE`` keeps what is measured; a run has ten kills. In the last of
+the four the trainer has two ranks, both lent, and replicas keep their caches and pull two at a time. ``--begin N``
+leaves the first N kills out.
 """
 
 from __future__ import annotations
@@ -63,16 +65,14 @@ _IN_WORDS = {
     "pull resuming": "a pull behind its load",
     "wake loading": "a loan in mid-load",
 }
-_RESOURCES = (
-    "seamless.resources=[{name: trainers, nodes: 1, gpus_per_node: 1, capabilities: [train, rollout]},"
-    "{name: rollouts, nodes: 1, gpus_per_node: 2, capabilities: [rollout]}]"
-)
+_KEEPING = ("seamless.weights.cache=keep", "seamless.weights.at_once=2")
 _FEW = (
     *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32"),
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     "++seamless.agent.kwargs.reward=benchmarks.sum_agent.digits",
 )
 _PER_RUN, _QUICK = 10, 8
+_KEEPING_FROM = 30  # of the plan
 _STEPS_PER_KILL = 3  # while a replica comes back the run goes on
 
 
@@ -84,8 +84,18 @@ def plan() -> list[Instant]:
     return [Instant(victim=ENGINE, stage="pull loading", first=True), *others]
 
 
+def _shape(ranks: int) -> str:
+    return (
+        f"seamless.resources=[{{name: trainers, nodes: 1, gpus_per_node: {ranks}, capabilities: [train, rollout]}},"
+        "{name: rollouts, nodes: 1, gpus_per_node: 2, capabilities: [rollout]}]"
+    )
+
+
 def run(seed: int, instants: list[Instant], steps: int, keep: Path | None) -> dict[str, Any]:
     """One run in which all of them happen.
+
+    Args:
+        seed: how many kills of the plan come before.
 
     Raises:
         RuntimeError: it did not end well.
@@ -101,7 +111,8 @@ def run(seed: int, instants: list[Instant], steps: int, keep: Path | None) -> di
             STAGES: str(scratch / "stages"),
         }
         model = deeper_model(scratch, _LAYERS)
-        overrides = (_RESOURCES, f"actor_rollout_ref.model.path={model}", *_FEW)
+        otherwise = (_shape(2), *_KEEPING) if seed >= _KEEPING_FROM else (_shape(1),)
+        overrides = (*otherwise, f"actor_rollout_ref.model.path={model}", *_FEW)
         words, prompts = command(scratch, steps, "rolling", *overrides)
         killer = InstantKiller(mark, scratch, instants, seed)
         killer.start()
@@ -168,19 +179,20 @@ def judged(runs: list[dict[str, Any]], wanted: int) -> list[Record]:
 def _extend(parser: argparse.ArgumentParser) -> None:
     parts.extend(parser)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs' folders, FOLDER/0 and so on")
+    parser.add_argument("--begin", type=int, default=0, metavar="N", help="leave out the first N kills of the plan")
 
 
 def main() -> int:
     options = arguments(__doc__ or "", _extend)
-    wanted = _QUICK if options.quick else len(plan())
+    last = options.begin + _QUICK if options.quick else len(plan())
     found = Parts(options)
-    while (made := sum(len(one["kills"]) for one in found.of("runs"))) < wanted:
+    while (made := options.begin + sum(len(one["kills"]) for one in found.of("runs"))) < last:
         if found.out_of_time:
             return found.pause()
-        instants = plan()[made : min(made + _PER_RUN, wanted)]
+        instants = plan()[made : min(made + _PER_RUN, last)]
         keep = options.keep / str(made) if options.keep else None
         found.add("runs", run(made, instants, _STEPS_PER_KILL * len(instants), keep))
-    return report(judged(found.of("runs"), wanted), options.json)
+    return report(judged(found.of("runs"), last - options.begin), options.json)
 
 
 if __name__ == "__main__":

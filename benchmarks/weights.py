@@ -4,8 +4,9 @@ Two real replicas (verl's server and worker, vLLM's engine) with so many request
 one ends. Both ways get the same weights from the same shared memory and take turns on the same replicas; what stands
 for the trainer holds weights on the host. Our client sends an interrupted request again at once; verl's own sleeps for
 a second before it does. With ``--verls-client`` all requests go through verl's: there is one more way, in which it
-sleeps, and in the others it is spared that. Between them come turns without an update, which show what the pace does by
-itself.
+sleeps, and in the others it is spared that. With ``--all-at-once`` there is one more way: ours with replicas that pull
+at the same time (``seamless.weights.at_once``). Between them come turns without an update, which show what the pace
+does by itself.
 
 Each request has a prompt of its own, and goes to the replica with the fewest requests. As the GPU recipes have it:
 ``--siblings 8 --router cache_aware``, prompts that eight requests share and that stay together.
@@ -44,6 +45,7 @@ _SEATS, VOCABULARY = 64, 512
 _BEFORE_S, _AFTER_S = 2.0, 2.5  # in which the pace is taken, and in which what is missing is counted
 WAYS = ("nothing", "together", "refill", "keep")
 _SLEPT = "together, then a sleep"
+_AT_ONCE = "refill, all at once"
 _NAME = 32  # characters of a request's name, by which it is known again when it is sent once more
 
 
@@ -158,17 +160,22 @@ class Replicas:
         trainer = Trainer(ray.remote(num_cpus=0)(Publisher).remote(str(model), str(folder)))
         plain = SimpleNamespace(**OmegaConf.to_container(rollout.checkpoint_engine))
         self._verls = CheckpointEngineManager(plain, trainer, self.replicas)
+        configs = {
+            "refill": WeightsConfig(sync="rolling", cache="refill"),
+            "keep": WeightsConfig(sync="rolling", cache="keep"),
+            _AT_ONCE: WeightsConfig(sync="rolling", cache="refill", at_once=count),
+        }
         self._ours = {
-            cache: RollingWeights(
+            way: RollingWeights(
                 trainer,
                 self.replicas,
                 folder=folder,
-                config=WeightsConfig(sync="rolling", cache=cache),
+                config=config,
                 router=self.router,
                 record=lambda event: None,
                 clock=time.monotonic,
             )
-            for cache in ("refill", "keep")
+            for way, config in configs.items()
         }
         self._version = 0
 
@@ -300,7 +307,7 @@ def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Recor
 
     def compared(name: str, way: str, figure: str, unit: str, most: float | None) -> Record:
         value, theirs = median(way, figure), median("together", figure)
-        if most is None or way in ("together", _SLEPT):
+        if most is None or way in ("together", _SLEPT, _AT_ONCE):
             return Record(name=name, value=value, unit=unit)
         return Record(name=name, value=value, unit=unit, bar=f"<= {most:g} of verl's", holds=value <= most * theirs)
 
@@ -309,8 +316,8 @@ def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Recor
         Record(name=f"{beside}, no update: tokens lost", value=median("nothing", "lost"), unit=""),
         Record(name="  a request without a token", value=median("nothing", quiet), unit="s"),
     ]
-    names = {"together": "verl's stop", _SLEPT: "verl's stop, its own client", "refill": "rolling, refill"}
-    for way, name in {**names, "keep": "rolling, keep"}.items():
+    names = {"together": "verl's stop", _SLEPT: "verl's stop, its own client"}
+    for way, name in {**names, **{way: f"rolling, {way}" for way in ("refill", "keep", _AT_ONCE)}}.items():
         if way not in found:
             continue
         most = 0.25 if way == "keep" else 0.5 if running == max(_RUNNING) else 1.0
@@ -344,6 +351,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="how many there are")
     parser.add_argument("--router", default="least_requests", metavar="POLICY", help="seamless.router.policy")
     parser.add_argument("--verls-client", action="store_true", help="requests go through verl's own client")
+    parser.add_argument("--all-at-once", action="store_true", help="one more way: all replicas pull at the same time")
 
 
 @contextmanager
@@ -377,7 +385,7 @@ def started(count: int = 2, router: str = "least_requests", with_verls_client: b
 def main() -> int:
     options = arguments(__doc__ or "", _options)
     found: dict[int, dict[str, list[dict[str, float]]]] = {}
-    ways = (*WAYS, _SLEPT) if options.verls_client else WAYS
+    ways = (*WAYS, *([_SLEPT] if options.verls_client else []), *([_AT_ONCE] if options.all_at_once else []))
     with started(options.replicas, options.router, options.verls_client) as replicas:
         for running in options.running:
             taken = found[running] = {way: [] for way in ways}
