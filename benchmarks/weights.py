@@ -46,6 +46,7 @@ _BEFORE_S, _AFTER_S = 2.0, 2.5  # in which the pace is taken, and in which what 
 WAYS = ("nothing", "together", "refill", "keep")
 _SLEPT = "together, then a sleep"
 _AT_ONCE = "refill, all at once"
+_LOOK_S = 0.1  # asking takes the servers' time, and only those that pull in turn are asked more than once
 _NAME = 32  # characters of a request's name, by which it is known again when it is sent once more
 
 
@@ -263,7 +264,7 @@ def measured(replicas: Replicas, way: str) -> dict[str, float]:
     at = time.time()
     wait_s = replicas.update(way)
     while not replicas.have_it():
-        time.sleep(0.01)
+        time.sleep(_LOOK_S)
     all_new_s = time.time() - at
     time.sleep(max(0.0, at + _AFTER_S - time.time()))
     frames = replicas.tokens(began)
