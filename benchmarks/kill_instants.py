@@ -65,7 +65,11 @@ _IN_WORDS = {
     "pull resuming": "a pull behind its load",
     "wake loading": "a loan in mid-load",
 }
-_KEEPING = ("seamless.weights.cache=keep", "seamless.weights.at_once=2")
+_KEEPING = (
+    *("seamless.weights.cache=keep", "seamless.weights.at_once=2"),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+)
 _FEW = (
     *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32"),
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
@@ -112,7 +116,7 @@ def run(seed: int, instants: list[Instant], steps: int, keep: Path | None) -> di
         }
         model = deeper_model(scratch, _LAYERS)
         otherwise = (_shape(2), *_KEEPING) if seed >= _KEEPING_FROM else (_shape(1),)
-        overrides = (*otherwise, f"actor_rollout_ref.model.path={model}", *_FEW)
+        overrides = (f"actor_rollout_ref.model.path={model}", *_FEW, *otherwise)
         words, prompts = command(scratch, steps, "rolling", *overrides)
         killer = InstantKiller(mark, scratch, instants, seed)
         killer.start()

@@ -16,7 +16,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from seamless_verl.nursery.standin import HEADER
@@ -44,11 +46,12 @@ def main() -> None:
     listener.bind(address)
     listener.listen(256)  # who asks during the imports waits in line
     started = time.monotonic()
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            sys.stderr.write(f"nursery: {name} is not imported beforehand: {error}\n")
+    with _undrawn() if "ray" in modules else contextlib.nullcontext():
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                sys.stderr.write(f"nursery: {name} is not imported beforehand: {error}\n")
     threads = _threads()
     if threads:
         # Closing the socket sends every stand-in to the plain interpreter.
@@ -214,6 +217,23 @@ def _place_files(files: dict[int, int]) -> None:
     for number, file in parked.items():
         os.dup2(file, number, inheritable=True)
         os.close(file)
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """Within, actor classes that modules declare get their ids from the system, not from Ray's own generator (2.60).
+
+    That one is seeded when it is first drawn from, so forks would share its state: threads of two processes would give
+    their tasks the same ids, and an actor that runs two such tasks at once ends. Remove when Ray reseeds it in forks.
+    """
+    import ray.actor
+
+    kind = ray.actor.ActorClassID
+    ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
+    try:
+        yield
+    finally:
+        ray.actor.ActorClassID = kind
 
 
 def _reseed() -> None:

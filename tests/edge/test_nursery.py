@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from seamless_verl import nursery
+from seamless_verl.run.environment import CPU_ENVIRONMENT, IMPORTED
 
 STANDIN = Path(nursery.__path__[0]) / "standin.py"
 
@@ -42,6 +43,23 @@ def python(home):
 
 def run(python: Path, *arguments: str, **settings) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(python), *arguments], capture_output=True, text=True, timeout=30, **settings)
+
+
+@pytest.mark.parametrize("imported", [("ray", "declares_an_actor"), IMPORTED], ids=["small", "of a run"])
+def test_no_two_processes_draw_the_same_ids_of_ray(home, imported):
+    """Tasks that have the same id end an actor that runs both at once."""
+    (home / "declares_an_actor.py").write_text("import ray\n\n\n@ray.remote\nclass Declared:\n    pass\n")
+    command = [sys.executable, "-m", "seamless_verl.nursery.nursery_server", str(home / "nursery"), *imported]
+    settings = {name: value for name, value in CPU_ENVIRONMENT.items() if value is not None}
+    path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
+    server = subprocess.Popen(command, env={**os.environ, **settings, "PYTHONPATH": path}, stderr=subprocess.PIPE)
+    with server, server.stderr as said:
+        assert any(line.startswith(b"nursery: ready") for line in said)
+        code = f"import sys; print({imported[-1]!r} in sys.modules); import ray; print(ray.ObjectRef.from_random())"
+        drawn = {run(home / "python", "-c", code, env={**os.environ, **settings}).stdout for _ in range(3)}
+        server.kill()
+    assert len(drawn) == 3
+    assert all(lines.startswith("True\n") for lines in drawn)
 
 
 def test_code_runs_with_its_arguments_environment_and_directory(python, tmp_path):
