@@ -226,14 +226,13 @@ def _undrawn() -> Iterator[None]:
     That one is seeded when it is first drawn from, so forks would share its state: threads of two processes would give
     their tasks the same ids, and an actor that runs two such tasks at once ends. Remove when Ray reseeds it in forks.
     """
-    import ray.actor
-
-    kind = ray.actor.ActorClassID
-    ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
+    actor: Any = importlib.import_module("ray.actor")
+    kind = actor.ActorClassID
+    actor.ActorClassID = SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
     try:
         yield
     finally:
-        ray.actor.ActorClassID = kind
+        actor.ActorClassID = kind
 
 
 def _reseed() -> None:
