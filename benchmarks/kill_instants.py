@@ -65,16 +65,9 @@ _IN_WORDS = {
     "pull resuming": "a pull behind its load",
     "wake loading": "a loan in mid-load",
 }
-_KEEPING = (
-    *("seamless.weights.cache=keep", "seamless.weights.at_once=2"),
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
-)
-_FEW = (
-    *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32"),
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
-    "++seamless.agent.kwargs.reward=benchmarks.sum_agent.digits",
-)
+_KEEPING = ("seamless.weights.cache=keep", "seamless.weights.at_once=2")
+_FEW = ("actor_rollout_ref.rollout.n=2", "++seamless.agent.kwargs.reward=benchmarks.sum_agent.digits")
+_ROWS = 32  # of a mini-batch
 _PER_RUN, _QUICK = 10, 8
 _KEEPING_FROM = 30  # of the plan
 _STEPS_PER_KILL = 3  # while a replica comes back the run goes on
@@ -88,10 +81,12 @@ def plan() -> list[Instant]:
     return [Instant(victim=ENGINE, stage="pull loading", first=True), *others]
 
 
-def _shape(ranks: int) -> str:
+def _shape(ranks: int) -> tuple[str, ...]:
     return (
         f"seamless.resources=[{{name: trainers, nodes: 1, gpus_per_node: {ranks}, capabilities: [train, rollout]}},"
-        "{name: rollouts, nodes: 1, gpus_per_node: 2, capabilities: [rollout]}]"
+        "{name: rollouts, nodes: 1, gpus_per_node: 2, capabilities: [rollout]}]",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={_ROWS // ranks}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={_ROWS // ranks}",
     )
 
 
@@ -115,8 +110,8 @@ def run(seed: int, instants: list[Instant], steps: int, keep: Path | None) -> di
             STAGES: str(scratch / "stages"),
         }
         model = deeper_model(scratch, _LAYERS)
-        otherwise = (_shape(2), *_KEEPING) if seed >= _KEEPING_FROM else (_shape(1),)
-        overrides = (f"actor_rollout_ref.model.path={model}", *_FEW, *otherwise)
+        shape = (*_shape(2), *_KEEPING) if seed >= _KEEPING_FROM else _shape(1)
+        overrides = (f"actor_rollout_ref.model.path={model}", *_FEW, *shape)
         words, prompts = command(scratch, steps, "rolling", *overrides)
         killer = InstantKiller(mark, scratch, instants, seed)
         killer.start()
@@ -183,12 +178,14 @@ def judged(runs: list[dict[str, Any]], wanted: int) -> list[Record]:
 def _extend(parser: argparse.ArgumentParser) -> None:
     parts.extend(parser)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs' folders, FOLDER/0 and so on")
-    parser.add_argument("--begin", type=int, default=0, metavar="N", help="leave out the first N kills of the plan")
+    parser.add_argument(
+        "--begin", type=int, default=0, choices=range(len(plan())), metavar="N", help="leave out the first N kills"
+    )
 
 
 def main() -> int:
     options = arguments(__doc__ or "", _extend)
-    last = options.begin + _QUICK if options.quick else len(plan())
+    last = min(options.begin + _QUICK, len(plan())) if options.quick else len(plan())
     found = Parts(options)
     while (made := options.begin + sum(len(one["kills"]) for one in found.of("runs"))) < last:
         if found.out_of_time:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import os
 import random
@@ -161,22 +162,12 @@ class Replicas:
         trainer = Trainer(ray.remote(num_cpus=0)(Publisher).remote(str(model), str(folder)))
         plain = SimpleNamespace(**OmegaConf.to_container(rollout.checkpoint_engine))
         self._verls = CheckpointEngineManager(plain, trainer, self.replicas)
-        configs = {
-            "refill": WeightsConfig(sync="rolling", cache="refill"),
-            "keep": WeightsConfig(sync="rolling", cache="keep"),
-            _AT_ONCE: WeightsConfig(sync="rolling", cache="refill", at_once=count),
-        }
+        edges = {"router": self.router, "record": lambda event: None, "clock": time.monotonic}
+        rolling = functools.partial(RollingWeights, trainer, self.replicas, folder=folder, **edges)
+        ways = {"refill": ("refill", 1), "keep": ("keep", 1), _AT_ONCE: ("refill", count)}
         self._ours = {
-            way: RollingWeights(
-                trainer,
-                self.replicas,
-                folder=folder,
-                config=config,
-                router=self.router,
-                record=lambda event: None,
-                clock=time.monotonic,
-            )
-            for way, config in configs.items()
+            way: rolling(config=WeightsConfig(sync="rolling", cache=cache, at_once=at_once))
+            for way, (cache, at_once) in ways.items()
         }
         self._version = 0
 
@@ -317,8 +308,8 @@ def judged(running: int, found: dict[str, list[dict[str, float]]]) -> list[Recor
         Record(name=f"{beside}, no update: tokens lost", value=median("nothing", "lost"), unit=""),
         Record(name="  a request without a token", value=median("nothing", quiet), unit="s"),
     ]
-    names = {"together": "verl's stop", _SLEPT: "verl's stop, its own client"}
-    for way, name in {**names, **{way: f"rolling, {way}" for way in ("refill", "keep", _AT_ONCE)}}.items():
+    theirs = {"together": "verl's stop", _SLEPT: "verl's stop, its own client"}
+    for way, name in (theirs | {way: f"rolling, {way}" for way in ("refill", "keep", _AT_ONCE)}).items():
         if way not in found:
             continue
         most = 0.25 if way == "keep" else 0.5 if running == max(_RUNNING) else 1.0

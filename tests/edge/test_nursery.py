@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,18 +28,23 @@ def home(tmp_path_factory):
     return folder
 
 
+@contextmanager
+def nursery_of(home: Path, *imported: str, **settings):
+    """Within, a nursery with these modules stands behind the stand-in, whose path this is."""
+    command = [sys.executable, "-m", "seamless_verl.nursery.nursery_server", str(home / "nursery"), *imported]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **settings) as server:
+        try:
+            assert any(line.startswith("nursery: ready") for line in server.stderr)
+            yield home / "python"
+        finally:
+            server.kill()
+
+
 @pytest.fixture
 def python(home):
     """The stand-in's path, with a nursery behind it that has `json` and `decimal` imported."""
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "seamless_verl.nursery.nursery_server", str(home / "nursery"), "json", "decimal"]
-    server = subprocess.Popen(command, stderr=write)
-    os.close(write)
-    with os.fdopen(read) as said:
-        assert "ready" in said.readline()
-        yield home / "python"
-        server.kill()
-        server.wait()
+    with nursery_of(home, "json", "decimal") as executable:
+        yield executable
 
 
 def run(python: Path, *arguments: str, **settings) -> subprocess.CompletedProcess[str]:
@@ -49,15 +55,15 @@ def run(python: Path, *arguments: str, **settings) -> subprocess.CompletedProces
 def test_no_two_processes_draw_the_same_ids_of_ray(home, imported):
     """Tasks that have the same id end an actor that runs both at once."""
     (home / "declares_an_actor.py").write_text("import ray\n\n\n@ray.remote\nclass Declared:\n    pass\n")
-    command = [sys.executable, "-m", "seamless_verl.nursery.nursery_server", str(home / "nursery"), *imported]
     settings = {name: value for name, value in CPU_ENVIRONMENT.items() if value is not None}
-    path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
-    server = subprocess.Popen(command, env={**os.environ, **settings, "PYTHONPATH": path}, stderr=subprocess.PIPE)
-    with server, server.stderr as said:
-        assert any(line.startswith(b"nursery: ready") for line in said)
-        code = f"import sys; print({imported[-1]!r} in sys.modules); import ray; print(ray.ObjectRef.from_random())"
-        drawn = {run(home / "python", "-c", code, env={**os.environ, **settings}).stdout for _ in range(3)}
-        server.kill()
+    environment = {
+        **os.environ,
+        **settings,
+        "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")]),
+    }
+    code = f"import sys; print({imported[-1]!r} in sys.modules); import ray; print(ray.ObjectRef.from_random())"
+    with nursery_of(home, *imported, env=environment) as executable:
+        drawn = {run(executable, "-c", code, env=environment).stdout for _ in range(3)}
     assert len(drawn) == 3
     assert all(lines.startswith("True\n") for lines in drawn)
 
