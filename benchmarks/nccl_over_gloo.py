@@ -177,12 +177,33 @@ class _TorchWithoutCuda:
         return torch.zeros(*size, **options)
 
 
+class _Pool:
+    """cupy's: what is freed stays there until it is emptied."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        self._blocks.append(torch.zeros(size, dtype=dtype))
+        return self._blocks[-1]
+
+    def free_all_blocks(self) -> None:
+        self._blocks.clear()
+
+    def total_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+
 def _cupy() -> types.ModuleType:
     module = types.ModuleType("cupy")
+    pool = _Pool()
     module.ndarray, module.uint8 = torch.Tensor, torch.uint8
-    module.zeros = torch.zeros
+    module.zeros, module.get_default_memory_pool = pool.zeros, lambda: pool
     module.asarray = lambda tensor: tensor.cpu()
     return module
+
+
+cupy: Any = _cupy()
 
 
 def _verls_engine() -> types.ModuleType:
@@ -195,7 +216,7 @@ def _verls_engine() -> types.ModuleType:
     module = sys.modules[_COPY] = importlib.util.module_from_spec(spec)
     registry = CheckpointEngineRegistry._registry
     before = registry.get("nccl")
-    with patch.dict(sys.modules, {"cupy": _cupy()}):
+    with patch.dict(sys.modules, {"cupy": cupy}):
         spec.loader.exec_module(module)
     if before is None:
         registry.pop("nccl")

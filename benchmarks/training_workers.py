@@ -18,9 +18,8 @@ def model_folder(folder: str, **shape: Any) -> str:
     """A random Qwen3 on disk."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    config = Qwen3Config(
-        **shape, max_position_embeddings=8192, initializer_range=0.1, architectures=["Qwen3ForCausalLM"]
-    )
+    shape = {"initializer_range": 0.1, **shape}
+    config = Qwen3Config(**shape, max_position_embeddings=8192, architectures=["Qwen3ForCausalLM"])
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder

@@ -47,16 +47,16 @@ def run(context: Context) -> list[Record]:
 
 
 def _records(told: list[dict[str, float]], bucket_mib: int) -> list[Record]:
-    kept, grown = told[-1]["after"] - told[0]["before"], told[-1]["after"] - told[0]["after"]
+    group = told[0]["group"]
+    kept, grown = told[-1]["after"] - told[0]["before"] - group, told[-1]["after"] - told[0]["after"]
     most = bucket_mib / 2
     during = max(transfer["during"] - transfer["before"] for transfer in told)
     return [
         Record(name="tensors sent", value=told[-1]["sent"], unit="", bar="> 0", holds=told[-1]["sent"] > 0),
         Record(name="device memory during a transfer", value=during, unit="MiB"),
-        # Two buckets here: cupy keeps what it frees in a pool of its own, where vLLM cannot have it.
-        Record(
-            name="device memory kept after transfers", value=kept, unit="MiB", bar=f"<= {most:g}", holds=kept <= most
-        ),
+        Record(name="device memory of NCCL's group, which stays", value=group, unit="MiB"),
+        # Two buckets before `transfer_members.give_back`: cupy kept them in a pool, where vLLM cannot have them.
+        Record(name="device memory kept of buckets", value=kept, unit="MiB", bar=f"<= {most:g}", holds=kept <= most),
         Record(name="device memory that grows by transfer", value=grown, unit="MiB", bar="<= 1", holds=grown <= 1),
         Record(name="seconds of a transfer, last", value=told[-1]["seconds"], unit="s"),
     ]
@@ -73,7 +73,7 @@ class _Sender:
         self._device = "cuda" if self._on_gpu else "cpu"
         name = _engine(self._on_gpu)
         self._class: Any = CheckpointEngineRegistry.get(name)
-        self._engine: Any = CheckpointEngineRegistry.new(name, bucket_size=bucket_mib * _MIB, is_master=True)
+        self.checkpoint_engine: Any = CheckpointEngineRegistry.new(name, bucket_size=bucket_mib * _MIB, is_master=True)
         size = bucket_mib * _MIB // 8  # bytes of fp32: three tensors to a bucket and a half
         self._weights = [
             (str(n), torch.full((size,), float(n), dtype=torch.float32, device=self._device)) for n in range(3)
@@ -82,16 +82,21 @@ class _Sender:
     def transfer(self) -> dict[str, float]:
         import time
 
+        from seamless_verl.verl_adapter.weights.transfer_members import give_back
+
         before, began = self._used(), time.monotonic()
-        metadata = [self._engine.prepare()]
+        metadata = [self.checkpoint_engine.prepare()]
+        prepared = self._used()
         actor, _ = self._class.build_topology(1, 0, metadata)
-        self._engine.init_process_group(**{key: values[0] for key, values in actor.items()})
+        self.checkpoint_engine.init_process_group(**{key: values[0] for key, values in actor.items()})
         during = self._used()
-        asyncio.run(self._engine.send_weights(iter(self._weights)))
+        asyncio.run(self.checkpoint_engine.send_weights(iter(self._weights)))
         self._synchronize()
-        self._engine.finalize()
+        self.checkpoint_engine.finalize()
+        give_back(self)
         seconds = time.monotonic() - began
-        return {"before": before, "during": during, "after": self._used(), "seconds": seconds, "sent": 3.0}
+        told = {"before": before, "group": during - prepared, "during": during, "after": self._used()}
+        return {**told, "seconds": seconds, "sent": 3.0}
 
     def _used(self) -> float:
         """MiB of the device; on the CPU of the tensors that are alive."""

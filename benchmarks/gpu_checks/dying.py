@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import uuid
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.gpu_checks.live import last_words
 from benchmarks.gpu_checks.registry import Context
+from benchmarks.gpu_checks.stage import has_variable
 from benchmarks.gpu_checks.whole_runs import lines_of, offloading, settings, skewed_lengths, watched
 from benchmarks.records import Record
 
@@ -36,13 +35,12 @@ def run(context: Context) -> list[Record]:
         f"trainer.total_training_steps={_STEPS}",
     ]
     probe = context.folder / "kills.jsonl"
-    probe.touch()
     done = watched(context, overrides, probe, watches="", BENCHMARK_KILLS=json.dumps(_PLAN), BENCHMARK_MARK=mark)
     kills = [line for line in lines_of(probe) if line["kind"] == "kill"]
     summary = done.summary() if done.code == 0 else {}
     back = done.said.count("is back")
     orphaned = max([line["seconds"] for line in lines_of(probe) if line["kind"] == "engine_gone"], default=0.0)
-    left = sum(_is_marked(process.pid, mark) for process in psutil.process_iter())
+    left = sum(has_variable(process.pid, f"BENCHMARK_MARK={mark}") for process in psutil.process_iter())
     return [
         Record(name="kills", value=len(kills), unit="", bar=f"= {len(_PLAN)}", holds=len(kills) == len(_PLAN)),
         Record(
@@ -70,9 +68,3 @@ def _ended(code: int, summary: dict[str, Any], said: str) -> Record:
 def _audited(summary: dict[str, Any]) -> Record:
     share = summary["rows_audited"] / summary["rows"] if summary.get("rows") else 0.0
     return Record(name="rows audited", value=share, unit="share", bar="= 1", holds=share == 1)
-
-
-def _is_marked(pid: int, mark: str) -> bool:
-    with contextlib.suppress(OSError):
-        return f"BENCHMARK_MARK={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False

@@ -101,6 +101,7 @@ def _gpu_settings() -> list[str]:
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "reward.num_workers=1",
         "data.dataloader_num_workers=0",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",  # verl's eight import torch, each by itself
         "trainer.logger=[console]",
     ]
 

@@ -168,11 +168,32 @@ def pid_of(actor: Any) -> int:
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes used and there are, of this process's device; (0, 0) where nobody counts them."""
-    from verl.utils.device import get_torch_device
+    """Bytes that this run uses of this process's device, and there are; (0, 0) where nobody counts them.
+
+    Of its own processes where the GPU's driver tells them apart, so that checks may share a card.
+    """
+    from verl.utils.device import get_device_name, get_torch_device
 
     free, total = get_torch_device().mem_get_info()
-    return total - free, total
+    own = _of_own_processes() if get_device_name() == "cuda" else 0
+    return own or total - free, total
+
+
+def _of_own_processes() -> int:
+    """Bytes, of all processes with this run's folder in their environment; 0 where the driver does not tell."""
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    found = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    folder = f"SEAMLESS_RUNS={os.environ['SEAMLESS_RUNS']}"
+    return sum(process.usedGpuMemory or 0 for process in found if has_variable(process.pid, folder))
+
+
+def has_variable(pid: int, variable: str) -> bool:
+    """Whether a process was started with it, as ``NAME=value``."""
+    with suppress(OSError):
+        return variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _memory_of_worker(worker: Any) -> tuple[int, int]:

@@ -125,6 +125,7 @@ def watched(
     dtype: str = "float32",
     **further: str,
 ) -> Run:
+    probe.touch()  # a run that does not begin leaves nothing in it, and says why itself
     return run(
         context,
         overrides,

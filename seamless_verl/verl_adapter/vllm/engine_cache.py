@@ -94,14 +94,11 @@ def _load(core: Any) -> tuple[int, int, int]:
     return len(scheduler.running), waiting, used * scheduler.block_size
 
 
-def _let_go(core: Any, sessions: Sequence[tuple[str, int]]) -> int:
-    """These conversations will not be gone on with here, but for their first so many tokens.
-
-    Returns:
-        How many blocks will be taken before all others.
-    """
+def _let_go(core: Any, sessions: Sequence[tuple[str, int]]) -> None:
+    """These conversations will not be gone on with here, but for their first so many tokens: blocks with the others are
+    taken before all others."""
     manager = core.scheduler.kv_cache_manager
-    pool, moved = manager.block_pool, 0
+    pool = manager.block_pool
     for conversation, shared in sessions:
         own = _contexts(manager).pop(conversation)[shared // pool.hash_block_size :]
         found = [pool.get_cached_block(each, [group]) for each in own for group in range(manager.num_kv_cache_groups)]
@@ -109,5 +106,3 @@ def _let_go(core: Any, sessions: Sequence[tuple[str, int]]) -> int:
         for block in free:
             pool.free_block_queue.remove(block)
         pool.free_block_queue.prepend_n(free[::-1])  # a context is of use as far as it is whole
-        moved += len(free)
-    return moved

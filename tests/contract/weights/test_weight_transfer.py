@@ -120,6 +120,28 @@ def _broken(fleet: Fleet, lost: Any, within_s: float) -> Any:
     return broken.value
 
 
+def test_no_bucket_stays_in_a_pool_that_engines_cannot_use(fleet: Fleet) -> None:
+    """On a GPU cupy keeps what verl's engine frees, on the card that a replica of the trainer wakes on."""
+    made, kept = ray.get(fleet.trainers.workers[0].__ray_call__.remote(_buckets_of_the_master))
+    assert made > 0
+    assert kept == 0
+
+
+def _buckets_of_the_master(_: Any) -> tuple[int, int]:
+    """Bytes that verl's engine would leave behind, and that the last transfer has left."""
+    from benchmarks import nccl_over_gloo
+
+    pool = nccl_over_gloo.cupy.get_default_memory_pool()
+    kept = pool.total_bytes()
+    engine = nccl_over_gloo.NcclOverGlooEngine(bucket_size=1 << 20, is_master=True)
+    engine.rank = 0
+    engine.prepare()
+    engine.finalize()
+    made = pool.total_bytes() - kept
+    pool.free_all_blocks()
+    return made, kept
+
+
 def test_killed_before_a_transfer_the_others_take_weights_and_it_comes_back(fleet: Fleet) -> None:
     lost = fleet.replicas[0]  # ranks of those behind it shift
     ray.kill(lost.engine)
