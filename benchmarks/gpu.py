@@ -5,6 +5,13 @@ python -m benchmarks.gpu --list                           what there is
 python -m benchmarks.gpu --only 3,4 --json record.json    some of them
 python -m benchmarks.gpu --resume runs/gpu-…/state.json   what is missing of an earlier call
 
+In less time, side by side on one card, in four terminals with one state (and 2, 12 and 13 afterwards, alone):
+
+python -m benchmarks.gpu --resume all/state.json --beside 4 --only 6,5
+python -m benchmarks.gpu --resume all/state.json --beside 4 --only 9,10
+python -m benchmarks.gpu --resume all/state.json --beside 4 --only 3,4,8
+python -m benchmarks.gpu --resume all/state.json --beside 4 --only 1,11,7
+
 Every check runs in a process of its own with its own time limit, so a crash or a hang costs that check alone. What a
 line means, and what to do when it fails: docs/gpu.md.
 """
@@ -24,6 +31,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from benchmarks.gpu_checks.registry import BY_NUMBER, CHECKS, Check
 from benchmarks.parts import UNFINISHED
@@ -90,12 +99,13 @@ class State:
             self.outcomes[int(number)] = Outcome(**outcome, records=records)
 
     def add(self, number: int, outcome: Outcome) -> None:
-        self._read()  # another call may have added to it: two cards, or somebody with --only
-        self.outcomes[number] = outcome
-        told = {str(number): asdict(outcome) for number, outcome in sorted(self.outcomes.items())}
-        partial = self.file.with_suffix(".part")
-        partial.write_text(json.dumps({**self._about, "checks": told}, indent=1) + "\n")
-        partial.replace(self.file)
+        with FileLock(self.file.with_suffix(".lock")):
+            self._read()  # another call may have added to it: two cards, or some beside each other on one
+            self.outcomes[number] = outcome
+            told = {str(number): asdict(outcome) for number, outcome in sorted(self.outcomes.items())}
+            partial = self.file.with_suffix(".part")
+            partial.write_text(json.dumps({**self._about, "checks": told}, indent=1) + "\n")
+            partial.replace(self.file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         check = BY_NUMBER[number]
         print(f"{number:>2}  {check.name} …", flush=True)
-        outcome = _run(check, platform, folder / str(number), min(left, check.limit(platform)))
+        limit_s = min(left, check.limit(platform))
+        outcome = _run(check, platform, folder / str(number), limit_s, parsed.beside)
         state.add(number, outcome)
         print(f"    {outcome.outcome} in {outcome.seconds:.0f} s {outcome.reason}".rstrip(), flush=True)
     _print_table(wanted, state.outcomes)
@@ -138,6 +149,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=_numbers, metavar="3,4", help="these, also if they were run before")
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="state.json of an earlier call: run what is missing"
+    )
+    parser.add_argument(
+        "--beside", type=int, default=1, metavar="N", help="so many such commands share the card, and its memory"
     )
     parser.add_argument(
         "--minutes", type=float, default=_MINUTES, help="begin nothing new after this long (default 25)"
@@ -162,14 +176,14 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-def _run(check: Check, platform: str, folder: Path, limit_s: float) -> Outcome:
+def _run(check: Check, platform: str, folder: Path, limit_s: float, beside: int = 1) -> Outcome:
     """In a process group of its own, ended with everything it started."""
     missing = check.missing()
     if missing:
         return Outcome(outcome=SKIPPED, seconds=0.0, reason=f"not installed: {', '.join(missing)}")
     folder = _fresh(folder)
     answer = folder / "outcome.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_checks", str(check.number), platform, str(folder)]
+    command = [sys.executable, "-m", "benchmarks.gpu_checks", str(check.number), platform, str(folder), str(beside)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     began = time.monotonic()
     with (folder / "check.log").open("wb") as log:

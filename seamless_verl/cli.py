@@ -123,6 +123,7 @@ def _gpu_packages(accelerators: int) -> Iterator[Finding]:
     for name, module, use in (
         ("cupy", "cupy", "checkpoint engine nccl"),
         ("flash-attn", "flash_attn", "verl's default attention"),
+        ("flashinfer", "flashinfer", "vLLM's sampler"),
     ):
         if is_installed(module):
             yield Finding(what=name, found="installed")

@@ -1,4 +1,4 @@
-"""One check, in a process of its own: ``python -m benchmarks.gpu_checks NUMBER PLATFORM FOLDER``.
+"""One check, in a process of its own: ``python -m benchmarks.gpu_checks NUMBER PLATFORM FOLDER BESIDE``.
 
 Writes FOLDER/outcome.json: ``{"records": […]}``, with ``"skipped": why`` where some or all of it could not run.
 """
@@ -17,11 +17,11 @@ from benchmarks.gpu_checks.registry import BY_NUMBER, CannotRun, Context, Partly
 OUTCOME = "outcome.json"
 
 
-def main(number: str, platform: str, folder: str) -> int:
+def main(number: str, platform: str, folder: str, beside: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what a check started is ended with it
     if platform not in ("gpu", "cpu"):
         sys.exit(f"error: {platform} is no platform, write gpu or cpu")
-    context = Context(platform=platform, folder=Path(folder))
+    context = Context(platform=platform, folder=Path(folder), beside=int(beside))
     outcome: dict[str, Any]
     try:
         outcome = {"records": [asdict(record) for record in BY_NUMBER[int(number)].function()(context)]}

@@ -77,10 +77,10 @@ def settings(context: Context, model: str = "small") -> list[str]:
         "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_zmq",
         "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=seamless_verl.verl_adapter.cpu.cpu_weights",
     ]
-    return shared + (_gpu_settings() if context.on_gpu else [])
+    return shared + (_gpu_settings(context.beside) if context.on_gpu else [])
 
 
-def _gpu_settings() -> list[str]:
+def _gpu_settings(beside: int) -> list[str]:
     flash = importlib.util.find_spec("flash_attn") is not None
     attention = "flash_attention_2" if flash else "sdpa"
     return [
@@ -96,13 +96,15 @@ def _gpu_settings() -> list[str]:
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.enforce_eager=true",  # graphs take minutes to capture, and no check is about them
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={0.8 / max(beside, 2):.2g}",
         "actor_rollout_ref.rollout.calculate_log_probs=true",
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "reward.num_workers=1",
         "data.dataloader_num_workers=0",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",  # verl's eight import torch, each by itself
         "trainer.logger=[console]",
+        # vLLM measures what is free while others take and give: told, it does not look.
+        *([f"++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={2 << 30}"] if beside > 1 else []),
     ]
 
 

@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from benchmarks.gpu_checks.registry import Context
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -47,11 +49,12 @@ def model_folder(context: Context, size: str) -> Path:
         return _arithmetic() / "model"
     shape = _SIZES[size]
     final = context.folder.parent / f"model-{shape}"
-    if not final.exists():
-        building = final.with_suffix(".building")
-        shutil.rmtree(building, ignore_errors=True)
-        _build(_arithmetic() / "model", building, _SHAPES[shape])
-        building.rename(final)
+    with FileLock(final.with_suffix(".lock")):  # checks may run side by side
+        if not final.exists():
+            building = final.with_suffix(".building")
+            shutil.rmtree(building, ignore_errors=True)
+            _build(_arithmetic() / "model", building, _SHAPES[shape])
+            building.rename(final)
     return final
 
 

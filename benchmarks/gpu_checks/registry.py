@@ -30,10 +30,12 @@ class Context:
     Attributes:
         platform: ``gpu`` or ``cpu``: the same code, at sizes that each can take.
         folder: the check's own; models are shared in its parent.
+        beside: how many checks have the card together, this one included.
     """
 
     platform: str
     folder: Path
+    beside: int = 1
 
     @property
     def on_gpu(self) -> bool:

@@ -50,6 +50,7 @@ HOW_TO_INSTALL = {
     "cupy": "pip install cupy-cuda13x==14.0.1 (cupy-cuda12x beside a torch built for CUDA 12); the extra [gpu] has it",
     "flash_attn": "pip install --no-build-isolation flash-attn==2.8.3 once torch is there (it compiles; verl offers a "
     "built wheel for Python 3.12)",
+    "flashinfer": "pip install flashinfer-python==0.6.12, which vLLM 0.24.0 pins, or VLLM_USE_FLASHINFER_SAMPLER=0",
 }
 
 

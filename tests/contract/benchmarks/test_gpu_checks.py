@@ -66,8 +66,9 @@ class Started(Exception):
     """Instead of a process."""
 
 
+@pytest.mark.parametrize("beside", [1, 4])
 @pytest.mark.parametrize("number", [number for number in BY_NUMBER if 2 < number < 13])
-def test_what_is_asked_of_a_gpu_composes_and_is_not_refused(number, tmp_path, monkeypatch):
+def test_what_is_asked_of_a_gpu_composes_and_is_not_refused(number, beside, tmp_path, monkeypatch):
     """On one card of 141 GB with verl's own packages, the commands of the checks pass all that `main` looks at."""
     commands = []
 
@@ -87,7 +88,7 @@ def test_what_is_asked_of_a_gpu_composes_and_is_not_refused(number, tmp_path, mo
     monkeypatch.setattr(check_machine, "is_installed", lambda module: module not in ("cupy", "flash_attn"))
     (tmp_path / "check").mkdir()
     with pytest.raises(Started):
-        BY_NUMBER[number].function()(Context(platform="gpu", folder=tmp_path / "check"))
+        BY_NUMBER[number].function()(Context(platform="gpu", folder=tmp_path / "check", beside=beside))
     (overrides,) = [command[3:] for command in commands]
     config, seamless = composed_as_given(overrides)
     for key, value in verl_keys(seamless.resources).items():  # as `main` does

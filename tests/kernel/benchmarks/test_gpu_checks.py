@@ -36,7 +36,7 @@ class Performed:
         self.outcomes = outcomes
         self.numbers: list[int] = []
 
-    def __call__(self, check: object, platform: str, folder: Path, limit_s: float) -> Outcome:
+    def __call__(self, check: object, platform: str, folder: Path, limit_s: float, beside: int) -> Outcome:
         number = next(n for n, known in BY_NUMBER.items() if known is check)
         self.numbers.append(number)
         outcome = self.outcomes.get(f"c{number}", HELD)
