@@ -112,11 +112,19 @@ class LiveReplica:
         asyncio.run(self._replica.resume_kv_cache())
         asyncio.run(self._replica.resume_generation())
 
+    def schedules_ahead(self) -> bool:
+        """What its engine does, as its configuration says."""
+        return bool(ray.get(self.server.__ray_call__.remote(_schedules_ahead)))
+
     def num_running(self) -> int:
         """Requests that the engine decodes, as its scheduler says."""
         metrics = httpx.get(f"{self.url}/metrics", trust_env=False).text
         (line,) = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
         return int(float(line.rsplit(" ", 1)[1]))
+
+
+def _schedules_ahead(server: Any) -> bool:
+    return bool(server.engine.vllm_config.scheduler_config.async_scheduling)
 
 
 def tiny_model(folder: Path) -> Path:
@@ -163,13 +171,19 @@ def _config(model: Path, overrides: tuple[str, ...]) -> Any:
 
 @contextmanager
 def live_replica(
-    model: Path, *overrides: str, replica_class: type[Any] = InterruptibleReplica
+    model: Path, *overrides: str, ahead: bool = False, replica_class: type[Any] = InterruptibleReplica
 ) -> Iterator[LiveReplica]:
-    """``overrides`` are of the composed configuration."""
+    """Args:
+    overrides: of the composed configuration.
+    ahead: vLLM schedules as on GPUs (`tests.scheduled_ahead`), not as its CPU build does.
+    """
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
+    of_workers |= {"VERL_USE_EXTERNAL_MODULES": "tests.scheduled_ahead"} if ahead else {}
     environment = {"env_vars": of_workers}
     ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:
-        yield LiveReplica(model, *overrides, replica_class=replica_class)
+        started = LiveReplica(model, *overrides, replica_class=replica_class)
+        assert started.schedules_ahead() == ahead
+        yield started
     finally:
         ray.shutdown()

@@ -16,15 +16,15 @@ SEATS = 8  # requests that the engine decodes at a time
 LONG = {"max_tokens": 600, "ignore_eos": True, "logprobs": True}
 
 
-@pytest.fixture(scope="module")
-def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=[False, True], ids=["as on CPUs", "as on GPUs"])
+def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from seamless_verl.verl_adapter.vllm.pulling_server import PullingReplica
     from tests.live_replica import live_replica, tiny_model  # bring vLLM in, which warns at import
 
     model = tiny_model(tmp_path_factory.mktemp("model"))
     rollout = "actor_rollout_ref.rollout"
     settings = (f"{rollout}.max_model_len=1024", f"{rollout}.max_num_seqs={SEATS}")
-    with live_replica(model, *settings, replica_class=PullingReplica) as started:
+    with live_replica(model, *settings, ahead=request.param, replica_class=PullingReplica) as started:
         yield SimpleNamespace(live=started, model=model, folder=tmp_path_factory.mktemp("published"))
 
 

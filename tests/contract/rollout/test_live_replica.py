@@ -21,13 +21,13 @@ LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": True}
 PROMPT = list(range(5, 37))
 
 
-@pytest.fixture(scope="module")
-def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=[False, True], ids=["as on CPUs", "as on GPUs"])
+def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from tests.live_replica import live_replica, tiny_model  # bring vLLM in, which warns at import
 
     rollout = {"max_num_seqs": 256, "max_model_len": 1024, "disable_log_stats": False}
     settings = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
-    with live_replica(tiny_model(tmp_path_factory.mktemp("model")), *settings) as started:
+    with live_replica(tiny_model(tmp_path_factory.mktemp("model")), *settings, ahead=request.param) as started:
         yield started
 
 
@@ -214,6 +214,9 @@ async def test_more_requests_than_ray_has_slots_survive_two_updates_and_a_loan(r
 
 async def test_the_engine_tells_what_its_steps_take(replica):
     """Against the clock: eight requests at a time, of 64 tokens each, with 900 tokens that nobody has sent before."""
+    if replica.schedules_ahead():
+        # A GPU hands on a step's tokens when it has made them, and nothing of ours has timed it there.
+        pytest.skip('a CPU computes the next step before it hands on this one: its times are told "as on CPUs" only')
     loop = asyncio.get_running_loop()
 
     async def answers(number: int, tokens: int) -> float:
