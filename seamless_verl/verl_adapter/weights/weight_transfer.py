@@ -119,8 +119,8 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         sending = _send(self.actor_wg, global_steps=version, mode=self.backend)
         results = transfer.finish(transfer.calls_of(sending + _send(rollout, global_steps=version)))
         transfer.finish(transfer.each(everybody, "finalize"))
-        transfer.all(members.give_back)
         transfer.control(self._resume())
+        transfer.all(members.give_back)  # while replicas generate again
         self._group = transfer.workers
         return {key: value for told in results[:trainers] if isinstance(told, dict) for key, value in told.items()}
 
