@@ -140,7 +140,7 @@ def run(
     Raises:
         RuntimeError: it did not end well.
     """
-    overrides = [*SYSTEMS[system], *_slices(system, trainers)]
+    overrides = [*SYSTEMS[system], *_slices(system, trainers), f"ray_kwargs.ray_init.num_gpus={trainers + 1}"]
     with tempfile.TemporaryDirectory(prefix="mux-") as temporary:
         folder = Path(temporary) / "run" if keep is None else keep / f"{re.sub('[, ]+', '-', system)}-{seed + 1}"
         environment = {
