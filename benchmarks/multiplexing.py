@@ -39,6 +39,7 @@ from benchmarks.records import Record, arguments, report
 _ROOT = Path(__file__).parents[1]
 _LEFT_OUT = 2
 _LONGEST = 480
+_ROWS = 64  # of a step: eight prompts, eight answers each
 
 _VERL = [
     "trainer.v1.trainer_mode=separate_async",
@@ -140,7 +141,13 @@ def run(
     Raises:
         RuntimeError: it did not end well.
     """
-    overrides = [*SYSTEMS[system], *_slices(system, trainers), f"ray_kwargs.ray_init.num_gpus={trainers + 1}"]
+    overrides = [
+        *SYSTEMS[system],
+        *_slices(system, trainers),
+        f"ray_kwargs.ray_init.num_gpus={trainers + 1}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={min(32, _ROWS // trainers)}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={min(32, _ROWS // trainers)}",
+    ]
     with tempfile.TemporaryDirectory(prefix="mux-") as temporary:
         folder = Path(temporary) / "run" if keep is None else keep / f"{re.sub('[, ]+', '-', system)}-{seed + 1}"
         environment = {
@@ -173,12 +180,10 @@ def _workload(work: Path, lengths: str, steps: int, seed: int) -> list[str]:
         f"data.max_response_length={_LONGEST}",
         f"actor_rollout_ref.rollout.max_model_len={_LONGEST + 32}",
         f"+actor_rollout_ref.rollout.agent.agent_loop_config_path={work}/agent_loops.yaml",
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+        f"data.train_batch_size={_ROWS // 8}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={_ROWS // 8}",
         "actor_rollout_ref.actor.optim.lr=1e-6",
         "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
         "actor_rollout_ref.rollout.max_num_seqs=4",  # generating takes about twice as long as training, as usual in RL
         "algorithm.rollout_correction.bypass_mode=true",
         "trainer.rollout_data_dir=null",
