@@ -6,6 +6,7 @@ What stands beside the server is not a trainer: an actor that hands over the wei
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,8 +36,6 @@ class Weights:
     """Stands beside the server, as the trainer's worker does, and sends what is in a folder."""
 
     def __init__(self, config: Any, folder: str) -> None:
-        import os
-
         from verl.workers.rollout.vllm_rollout import ServerAdapter
 
         os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1")
@@ -112,19 +111,28 @@ class LiveReplica:
         asyncio.run(self._replica.resume_kv_cache())
         asyncio.run(self._replica.resume_generation())
 
-    def schedules_ahead(self) -> bool:
-        """What its engine does, as its configuration says."""
-        return bool(ray.get(self.server.__ray_call__.remote(_schedules_ahead)))
+    def works(self) -> tuple[bool, bool]:
+        """As its engine's configuration says: it schedules ahead; its model runner is that of GPUs."""
+        found: tuple[bool, bool] = ray.get(self.server.__ray_call__.remote(_works))
+        return found
 
     def num_running(self) -> int:
         """Requests that the engine decodes, as its scheduler says."""
+        return self._metric("num_requests_running")
+
+    def num_generated(self) -> int:
+        """Tokens that the engine has made since it began."""
+        return self._metric("generation_tokens_total")
+
+    def _metric(self, name: str) -> int:
         metrics = httpx.get(f"{self.url}/metrics", trust_env=False).text
-        (line,) = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+        (line,) = [line for line in metrics.splitlines() if line.startswith(f"vllm:{name}")]
         return int(float(line.rsplit(" ", 1)[1]))
 
 
-def _schedules_ahead(server: Any) -> bool:
-    return bool(server.engine.vllm_config.scheduler_config.async_scheduling)
+def _works(server: Any) -> tuple[bool, bool]:
+    config = server.engine.vllm_config
+    return bool(config.scheduler_config.async_scheduling), bool(config.use_v2_model_runner)
 
 
 def tiny_model(folder: Path) -> Path:
@@ -171,19 +179,27 @@ def _config(model: Path, overrides: tuple[str, ...]) -> Any:
 
 @contextmanager
 def live_replica(
-    model: Path, *overrides: str, ahead: bool = False, replica_class: type[Any] = InterruptibleReplica
+    model: Path,
+    *overrides: str,
+    ahead: bool = False,
+    gpu_runner: bool = False,
+    replica_class: type[Any] = InterruptibleReplica,
 ) -> Iterator[LiveReplica]:
     """Args:
     overrides: of the composed configuration.
     ahead: vLLM schedules as on GPUs (`tests.scheduled_ahead`), not as its CPU build does.
+    gpu_runner: vLLM's model runner is that of GPUs (`tests/gpu_runner`); a step takes 0.1 s.
     """
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
     of_workers |= {"VERL_USE_EXTERNAL_MODULES": "tests.scheduled_ahead"} if ahead else {}
+    if gpu_runner:
+        paths = [str(Path(__file__).with_name("gpu_runner")), os.environ.get("PYTHONPATH", "")]
+        of_workers |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     environment = {"env_vars": of_workers}
     ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:
         started = LiveReplica(model, *overrides, replica_class=replica_class)
-        assert started.schedules_ahead() == ahead
+        assert started.works() == (ahead, gpu_runner)
         yield started
     finally:
         ray.shutdown()

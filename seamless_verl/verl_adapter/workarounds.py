@@ -7,7 +7,6 @@ subclassing, through surfaces that verl offers, is not here.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -19,7 +18,6 @@ from typing import Any
 import wrapt
 
 NUM_SLOTS = 1_000_000
-_LOOK_S = 1.0
 _ROOM = "seamless_verl.verl_adapter"
 _VLLM_ROLLOUT = "verl.workers.rollout.vllm_rollout"
 
@@ -341,30 +339,10 @@ def _keep_plain_weights(ops: ModuleType) -> None:
     ops._supports_onednn = False  # type: ignore[attr-defined]
 
 
-def _fail_calls_of_dead_engines(core_client: ModuleType) -> None:
-    client: Any = core_client.AsyncMPClient
-    original = client._call_utility_async
-    if hasattr(original, "__wrapped__"):
-        return  # vLLM may load its plug-ins more than once
-
-    @functools.wraps(original)
-    async def call_utility(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = asyncio.ensure_future(original(self, *args, **kwargs))
-        try:
-            while not (await asyncio.wait([call], timeout=_LOOK_S))[0]:
-                if self.resources.engine_dead:
-                    raise core_client.EngineDeadError
-            return call.result()
-        finally:
-            call.cancel()
-
-    client._call_utility_async = call_utility
-
-
 VLLM = (
     Workaround(
         module="vllm.v1.engine.core_client",
-        install=_fail_calls_of_dead_engines,
+        install=f"{_ROOM}.vllm.engine_death:install",
         mends="a call to the engine (sleep, wake_up, collective_rpc) that is under way when the engine's process is "
         "killed is never answered, so whoever lends or takes back a slice waits for ever (0.24 and 0.27)",
         until="MPClient fails its pending utility calls when its monitor finds the engine dead",
@@ -381,6 +359,13 @@ VLLM = (
         install=f"{_ROOM}.vllm.engine_cache:install",
         mends="an engine keeps contexts of sessions that have ended longer than those needed next (verl #5442)",
         until="vLLM has calls for both",
+    ),
+    Workaround(
+        module="vllm.v1.core.sched.scheduler",
+        install=f"{_ROOM}.vllm.engine_cache:install_reset",
+        mends="nobody tells the worker whom a reset of the cache preempted: the model runner of GPUs (V2) keeps their "
+        'seats, and the engine ends with "No free indices" as soon as another request goes before them',
+        until="0.24 is not supported any more (0.27 tells)",
     ),
 )
 

@@ -79,6 +79,30 @@ def install(core: Any) -> None:
     setattr(core.EngineCore, LET_GO, _let_go)
 
 
+def install_reset(scheduler: Any) -> None:
+    """Have ``vllm.v1.core.sched.scheduler`` tell its worker whom a reset of the cache preempted (0.24; 0.27 does)."""
+    made = scheduler.Scheduler
+    reset, schedule = made.reset_prefix_cache, made.schedule
+    if "reset_preempted_req_ids" in made.__init__.__code__.co_names or hasattr(reset, "__wrapped__"):
+        return
+
+    @functools.wraps(reset)
+    def reset_and_note(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        if reset_running_requests:
+            before = vars(self).get("seamless_preempted", set())
+            self.seamless_preempted = before | {request.request_id for request in self.running}
+        done: bool = reset(self, reset_running_requests, *args, **kwargs)
+        return done
+
+    @functools.wraps(schedule)
+    def schedule_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        output.preempted_req_ids = {*(output.preempted_req_ids or ()), *vars(self).pop("seamless_preempted", ())}
+        return output
+
+    made.reset_prefix_cache, made.schedule = reset_and_note, schedule_and_tell
+
+
 def _contexts(manager: Any) -> Contexts:
     if "seamless_contexts" not in vars(manager):
         manager.seamless_contexts = Contexts(_MOST_PER_BLOCK * manager.block_pool.num_gpu_blocks)

@@ -5,6 +5,8 @@ Runs in the server's process, which shares its log with the engine.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import re
 import signal
@@ -16,6 +18,7 @@ from typing import Any
 from seamless_verl.errors import SeamlessError
 
 _TAIL_BYTES = 1 << 16
+_LOOK_S = 1.0
 _SIGNALLED = 128
 _KILLED_CODES = {-signal.SIGKILL, _SIGNALLED + signal.SIGKILL}
 _FAILED = re.compile(r"Failed core proc\(s\): (\{.*\})")  # what vLLM raises instead of the engine's error
@@ -26,6 +29,27 @@ _KILLED = "killed by SIGKILL, as by the kernel where memory runs out (see `dmesg
 _WORDS = re.compile(
     r"^\((?:EngineCore|Worker)[^)]*\)\s(?:.*\]\s)?(?P<error>[A-Za-z_][\w.]*(?:Error|Exception|Exit)\b.*)$", re.M
 )
+
+
+def install(core_client: Any) -> None:
+    """Have calls through ``vllm.v1.engine.core_client`` fail when the engine dies (0.24 and 0.27)."""
+    client = core_client.AsyncMPClient
+    original = client._call_utility_async
+    if hasattr(original, "__wrapped__"):
+        return  # vLLM may load its plug-ins more than once
+
+    @functools.wraps(original)
+    async def call_utility(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = asyncio.ensure_future(original(self, *args, **kwargs))
+        try:
+            while not (await asyncio.wait([call], timeout=_LOOK_S))[0]:
+                if self.resources.engine_dead:
+                    raise core_client.EngineDeadError
+            return call.result()
+        finally:
+            call.cancel()
+
+    client._call_utility_async = call_utility
 
 
 def engine_died(server: Any) -> str | None:

@@ -13,19 +13,29 @@ import pytest
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 PROMPT = list(range(5, 37))
 SEATS = 8  # requests that the engine decodes at a time
-LONG = {"max_tokens": 600, "ignore_eos": True, "logprobs": True}
+ENGINES = {  # and how long an answer is
+    "as on CPUs": ({}, 600),
+    "as on GPUs": ({"ahead": True}, 600),
+    "as on GPUs, their runner": ({"ahead": True, "gpu_runner": True}, 60),
+}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["as on CPUs", "as on GPUs"])
+@pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES)
 def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from seamless_verl.verl_adapter.vllm.pulling_server import PullingReplica
     from tests.live_replica import live_replica, tiny_model  # bring vLLM in, which warns at import
 
     model = tiny_model(tmp_path_factory.mktemp("model"))
     rollout = "actor_rollout_ref.rollout"
-    settings = (f"{rollout}.max_model_len=1024", f"{rollout}.max_num_seqs={SEATS}")
-    with live_replica(model, *settings, ahead=request.param, replica_class=PullingReplica) as started:
-        yield SimpleNamespace(live=started, model=model, folder=tmp_path_factory.mktemp("published"))
+    settings = (
+        f"{rollout}.max_model_len=1024",
+        f"{rollout}.max_num_seqs={SEATS}",
+        f"{rollout}.scheduling_policy=priority",
+    )
+    kind, length = request.param
+    with live_replica(model, *settings, **kind, replica_class=PullingReplica) as started:
+        folder = tmp_path_factory.mktemp("published")
+        yield SimpleNamespace(live=started, model=model, folder=folder, length=length)
 
 
 def weights(model: Path, version: int) -> dict[str, Any]:
@@ -59,9 +69,10 @@ async def pull(replica: Any, version: int, *, keep: bool = False) -> Any:
     return await live.server.pull.remote(str(replica.folder), version, keep, live.router, "here")
 
 
-def ask(replica: Any, name: str) -> asyncio.Future[Any]:
+def ask(replica: Any, name: str, **kwargs: Any) -> asyncio.Future[Any]:
     async def answer() -> Any:
-        return await replica.live.server.generate.remote(PROMPT, dict(LONG), name)
+        params = {"max_tokens": replica.length, "ignore_eos": True, "logprobs": True}
+        return await replica.live.server.generate.remote(PROMPT, params, name, **kwargs)
 
     return asyncio.ensure_future(answer())
 
@@ -71,6 +82,13 @@ async def until_it_runs(replica: Any) -> None:
         if (await replica.live.server.requests.remote())[0]:
             return
     raise AssertionError("no request has a token")
+
+
+async def until_all_run(replica: Any, number: int) -> None:
+    for _ in range(2000):
+        if (await replica.live.server.engine_load.remote()).running == number:
+            return
+    raise AssertionError(f"there are never {number} requests that run")
 
 
 def log_probs(model: Path, version: int, tokens: list[int]) -> list[float]:
@@ -98,7 +116,7 @@ def test_a_load_that_is_not_whole_serves_nobody_until_one_is(replica: Any) -> No
         publish(replica, 2)
         done = await pull(replica, 2)
         assert (done.before, done.version) == (None, 2)
-        assert (await waiting).extra_fields["version_spans"] == [(2, 600)]
+        assert (await waiting).extra_fields["version_spans"] == [(2, replica.length)]
 
     asyncio.run(run())
 
@@ -118,7 +136,7 @@ def test_each_token_is_of_the_version_that_made_it(replica: Any) -> None:
 
     output = asyncio.run(run())
     (old, before), (new, after) = output.extra_fields["version_spans"]
-    assert (old, new, before + after) == (3, 4, 600)
+    assert (old, new, before + after) == (3, 4, replica.length)
     assert before
     assert after
     expected = log_probs(replica.model, 3, output.token_ids)[:before]
@@ -144,7 +162,7 @@ def test_so_is_each_of_many_requests_that_run_and_queue_across_two_seams(replica
     seen = set()
     for output in outputs:
         spans = output.extra_fields["version_spans"]
-        assert sum(count for _, count in spans) == 600
+        assert sum(count for _, count in spans) == replica.length
         seen.add(tuple(version for version, _ in spans))
         start, expected = 0, []
         for version, count in spans:
@@ -167,7 +185,7 @@ def test_keep_goes_on_with_the_cache_and_gives_it_to_nobody_else(replica: Any) -
 
     kept, fresh = asyncio.run(run())
     assert [version for version, _ in kept.extra_fields["version_spans"]] == [8, 9]
-    assert fresh.extra_fields["version_spans"] == [(9, 600)]
+    assert fresh.extra_fields["version_spans"] == [(9, replica.length)]
     assert not fresh.extra_fields["num_cached_tokens"]  # the same prompt lies there, of version 8
     expected = log_probs(replica.model, 9, fresh.token_ids)
     assert max(abs(a - b) for a, b in zip(fresh.log_probs, expected, strict=True)) <= 1e-4
@@ -196,7 +214,7 @@ def test_what_is_refused_leaves_the_replica_as_it_was(replica: Any) -> None:
         return await ask(replica, "after")
 
     output = asyncio.run(run())
-    assert output.extra_fields["version_spans"] == [(10, 600)]
+    assert output.extra_fields["version_spans"] == [(10, replica.length)]
     expected = log_probs(replica.model, 10, output.token_ids)
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
 
@@ -224,7 +242,7 @@ def test_a_lent_replica_wakes_with_what_is_published_and_serves_when_it_is_told_
         return await asked
 
     output = asyncio.run(run())
-    assert output.extra_fields["version_spans"] == [(15, 600)]
+    assert output.extra_fields["version_spans"] == [(15, replica.length)]
     expected = log_probs(replica.model, 15, output.token_ids)
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
 
@@ -249,6 +267,28 @@ def test_a_replica_on_another_node_takes_a_copy_of_what_is_published(replica: An
 
     output = asyncio.run(run())
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["17.json", "17.weights"]
-    assert output.extra_fields["version_spans"] == [(17, 600)]
+    assert output.extra_fields["version_spans"] == [(17, replica.length)]
     expected = log_probs(replica.model, 17, output.token_ids)
     assert max(abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)) <= 1e-4
+
+
+def test_an_older_session_that_queues_may_go_first_after_a_seam(replica: Any) -> None:
+    """All who ran wait behind it then, with their tokens."""
+
+    async def run() -> Any:
+        publish(replica, 18)
+        await pull(replica, 18)
+        young = [ask(replica, f"young {number}", priority=2) for number in range(SEATS)]
+        await until_all_run(replica, SEATS)
+        old = ask(replica, "old", priority=1)
+        while (await replica.live.server.engine_load.remote()).waiting != 1:
+            pass
+        publish(replica, 19)
+        assert (await pull(replica, 19)).running
+        return await asyncio.gather(*young), await old
+
+    young, old = asyncio.run(run())
+    assert old.extra_fields["version_spans"] == [(19, replica.length)]
+    for output in young:
+        assert [version for version, _ in output.extra_fields["version_spans"]] == [18, 19]
+        assert len(output.token_ids) == replica.length

@@ -17,18 +17,29 @@ from tests.fakes import scripted_generation
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 NUM_REQUESTS, NUM_TOKENS = 1500, 24  # an actor of Ray has 1,000 slots unless somebody asks for more
-LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": True}
 PROMPT = list(range(5, 37))
+ENGINES = {  # and how long an answer is
+    "as on CPUs": ({}, 900),
+    "as on GPUs": ({"ahead": True}, 900),
+    "as on GPUs, their runner": ({"ahead": True, "gpu_runner": True}, 100),
+}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["as on CPUs", "as on GPUs"])
+@pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES)
 def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from tests.live_replica import live_replica, tiny_model  # bring vLLM in, which warns at import
 
     rollout = {"max_num_seqs": 256, "max_model_len": 1024, "disable_log_stats": False}
     settings = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
-    with live_replica(tiny_model(tmp_path_factory.mktemp("model")), *settings, ahead=request.param) as started:
+    kind, length = request.param
+    with live_replica(tiny_model(tmp_path_factory.mktemp("model")), *settings, **kind) as started:
+        started.long = {"max_tokens": length, "ignore_eos": True, "logprobs": True}
         yield started
+
+
+def needs_speed(replica: Any) -> None:
+    if replica.works()[1]:
+        pytest.skip("Triton's interpreter takes 0.1 s for a step: this runs with the other two")
 
 
 async def in_time(what: Callable[..., Any], *args: Any, seconds: float = 60) -> None:
@@ -68,7 +79,7 @@ def ask(replica: Any, name: str, prompt: list[int] = PROMPT, **params: Any) -> a
     """Straight to the server."""
 
     async def answer() -> Any:
-        return await replica.server.generate.remote(prompt, {**LONG, **params}, name)
+        return await replica.server.generate.remote(prompt, {**replica.long, **params}, name)
 
     return asyncio.ensure_future(answer())
 
@@ -81,6 +92,8 @@ async def test_a_single_request_ends_with_its_tokens_and_the_others_go_on(replic
     names = [uuid.uuid4().hex for _ in range(3)]
     first, second, third = (ask(replica, name) for name in names)
     await until_running(replica, 3)
+    seen = replica.num_generated()
+    await until(lambda: replica.num_generated() >= seen + len(names), "there are no more tokens")
     told = await replica.server.abort_request.remote(names[1], reset_prefix_cache=False)
     assert told["aborted"]
     ended = await asyncio.wait_for(second, 30)
@@ -88,16 +101,16 @@ async def test_a_single_request_ends_with_its_tokens_and_the_others_go_on(replic
     assert not third.done()
     await until_running(replica, 2)
     assert ended.stop_reason == "aborted"
-    assert 0 < len(ended.token_ids) == len(ended.log_probs) < LONG["max_tokens"]
+    assert 0 < len(ended.token_ids) == len(ended.log_probs) < replica.long["max_tokens"]
     for other in (await first, await third):
-        assert (len(other.token_ids), other.stop_reason) == (LONG["max_tokens"], "completed")
+        assert (len(other.token_ids), other.stop_reason) == (replica.long["max_tokens"], "completed")
 
 
 async def test_an_answer_says_when_its_first_token_was_there(replica: Any) -> None:
     from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN
 
     began = asyncio.get_running_loop().time()
-    output = await ask(replica, uuid.uuid4().hex, max_tokens=600)
+    output = await ask(replica, uuid.uuid4().hex)
     took = asyncio.get_running_loop().time() - began
     assert 0 < output.extra_fields[FIRST_TOKEN] < took / 2, "most of a long answer comes later"
 
@@ -117,7 +130,7 @@ async def test_the_prefix_cache_is_kept_unless_asked(replica: Any, reset: bool) 
 async def test_a_cancelled_agent_leaves_nothing_running(replica: Any) -> None:
     other = ask(replica, "stays")
     await until_running(replica, 1)
-    asking = asyncio.ensure_future(replica.client.generate("left", prompt_ids=PROMPT, sampling_params=LONG))
+    asking = asyncio.ensure_future(replica.client.generate("left", prompt_ids=PROMPT, sampling_params=replica.long))
     await until_running(replica, 2)
     asking.cancel()
     await until_running(replica, 1)
@@ -129,7 +142,7 @@ async def test_a_group_that_is_cut_short_keeps_what_it_has(replica: Any) -> None
     from seamless_verl.verl_adapter.rollout.request_log import cut_groups, request_log
 
     with request_log.session("group", 0):
-        asking = asyncio.ensure_future(replica.client.generate("slow", prompt_ids=PROMPT, sampling_params=LONG))
+        asking = asyncio.ensure_future(replica.client.generate("slow", prompt_ids=PROMPT, sampling_params=replica.long))
     await until_running(replica, 1)
     try:
         cut_groups.cut(["group"])
@@ -137,7 +150,7 @@ async def test_a_group_that_is_cut_short_keeps_what_it_has(replica: Any) -> None
     finally:
         cut_groups.forget("group")
     assert output.stop_reason == "length"
-    assert 0 < len(output.token_ids) < LONG["max_tokens"]
+    assert 0 < len(output.token_ids) < replica.long["max_tokens"]
 
 
 async def test_a_request_that_waits_for_weights_can_be_ended_too(replica: Any) -> None:
@@ -173,6 +186,8 @@ async def test_a_grammar_that_refuses_the_kept_tokens_fails_its_request_alone(re
 async def test_more_requests_than_ray_has_slots_survive_two_updates_and_a_loan(replica: Any) -> None:
     """They come while the first weights arrive, and are interrupted again as soon as they generate."""
     from tests.live_replica import SLICE
+
+    needs_speed(replica)
 
     client, before = replica.client, replica.client.sent
 
@@ -214,7 +229,7 @@ async def test_more_requests_than_ray_has_slots_survive_two_updates_and_a_loan(r
 
 async def test_the_engine_tells_what_its_steps_take(replica):
     """Against the clock: eight requests at a time, of 64 tokens each, with 900 tokens that nobody has sent before."""
-    if replica.schedules_ahead():
+    if replica.works()[0]:
         # A GPU hands on a step's tokens when it has made them, and nothing of ours has timed it there.
         pytest.skip('a CPU computes the next step before it hands on this one: its times are told "as on CPUs" only')
     loop = asyncio.get_running_loop()
@@ -231,7 +246,9 @@ async def test_the_engine_tells_what_its_steps_take(replica):
     async def read_beside_another() -> None:
         """The step that reads a prompt is told from others where the engine was busy before it. Three times are more
         steps than the server keeps, so that those of other tests are gone."""
-        other = asyncio.create_task(replica.client.generate(uuid.uuid4().hex, prompt_ids=PROMPT, sampling_params=LONG))
+        other = asyncio.create_task(
+            replica.client.generate(uuid.uuid4().hex, prompt_ids=PROMPT, sampling_params=replica.long)
+        )
         for _ in range(24):
             await answers(1, 2)
         await other
@@ -248,9 +265,10 @@ async def test_the_engine_tells_what_its_steps_take(replica):
 
 
 async def test_a_long_answer_leaves_its_replica_in_parts_and_whoever_has_them_goes_on(replica: Any) -> None:
+    needs_speed(replica)
     every = int(replica.client.config.seamless.supervise.tokens_at_risk)
     told: list[Any] = []
-    asked = {**LONG, "temperature": 0.0}
+    asked = {**replica.long, "temperature": 0.0}
     whole = await replica.client.generate("parts", prompt_ids=PROMPT, sampling_params=asked, on_kept=told.append)
     kept = [token for part in told for token in part.token_ids]
     log_probs = [log_prob for part in told for log_prob in part.log_probs]
@@ -284,7 +302,7 @@ async def test_an_answer_that_is_whole_and_one_that_is_cut_short_are_what_their_
     if finish is FinishReason.ABORTED:
         cut_groups.cut(["held"])
     with request_log.session("held", 0):
-        output = await replica.client.generate("held", prompt_ids=PROMPT, sampling_params=LONG, begun=begun)
+        output = await replica.client.generate("held", prompt_ids=PROMPT, sampling_params=replica.long, begun=begun)
     cut_groups.forget("held")
     assert (output.token_ids, output.log_probs) == (list(begun.token_ids), list(begun.log_probs))
     assert output.stop_reason == reason
@@ -295,10 +313,11 @@ async def test_an_answer_that_is_whole_and_one_that_is_cut_short_are_what_their_
 async def test_an_answer_in_parts_is_ended_and_cancelled_like_any_other(replica: Any) -> None:
     from seamless_verl.verl_adapter.rollout.request_log import cut_groups, request_log
 
+    needs_speed(replica)
     told: list[Any] = []
 
     def asking(name: str) -> asyncio.Task[Any]:
-        generate = replica.client.generate(name, prompt_ids=PROMPT, sampling_params=LONG, on_kept=told.append)
+        generate = replica.client.generate(name, prompt_ids=PROMPT, sampling_params=replica.long, on_kept=told.append)
         return asyncio.ensure_future(generate)
 
     left = asking("left in parts")
