@@ -6,7 +6,6 @@ What stands beside the server is not a trainer: an actor that hands over the wei
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,6 +26,7 @@ from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica
+from tests.as_on_gpus import GPU_RUNNER, SCHEDULED_AHEAD
 from tests.fakes import small_tokenizer
 
 SLICE = SliceId("trainer/0")
@@ -36,6 +36,8 @@ class Weights:
     """Stands beside the server, as the trainer's worker does, and sends what is in a folder."""
 
     def __init__(self, config: Any, folder: str) -> None:
+        import os
+
         from verl.workers.rollout.vllm_rollout import ServerAdapter
 
         os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1")
@@ -191,10 +193,8 @@ def live_replica(
     gpu_runner: vLLM's model runner is that of GPUs (`tests/gpu_runner`); a step takes 0.1 s.
     """
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
-    of_workers |= {"VERL_USE_EXTERNAL_MODULES": "tests.scheduled_ahead"} if ahead else {}
-    if gpu_runner:
-        paths = [str(Path(__file__).with_name("gpu_runner")), os.environ.get("PYTHONPATH", "")]
-        of_workers |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    of_workers |= SCHEDULED_AHEAD if ahead else {}
+    of_workers |= GPU_RUNNER if gpu_runner else {}
     environment = {"env_vars": of_workers}
     ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:

@@ -11,6 +11,7 @@ from benchmarks.forced_lengths import write_workload
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import read_recording
 from seamless_verl.observe.run_folder import load_digest
+from tests.as_on_gpus import GPU_RUNNER, SCHEDULED_AHEAD
 from tests.e2e.recorded import assert_books_balance, assert_loans_are_whole, decisions, gone_on, moves
 from tests.e2e.test_runs import (  # noqa: F401  (machine is a fixture)
     AT_HOME,
@@ -52,13 +53,17 @@ def arguments(machine: Machine, *overrides: str) -> list[str]:  # noqa: F811
     ]
 
 
-def test_a_slice_of_the_trainer_is_lent_between_steps_and_taken_back_for_each(machine):  # noqa: F811
+@pytest.mark.parametrize("engine", [{}, SCHEDULED_AHEAD | GPU_RUNNER], ids=["as on CPUs", "as on GPUs"])
+def test_a_slice_of_the_trainer_is_lent_between_steps_and_taken_back_for_each(machine, engine):  # noqa: F811
     """Greedy lends it until it knows what switches take, and then where idling takes longer: on a busy machine less
     often. Weights are published, to be taken by the replica that stands when its turn comes, and by each loan."""
     rolling = ("seamless.weights.sync=rolling", "trainer.total_training_steps=4")
-    code, output = machine.run(*arguments(machine, "seamless.scheduler.policy=greedy", *rolling), **AT_HOME)
+    environment = AT_HOME | engine
+    code, output = machine.run(*arguments(machine, "seamless.scheduler.policy=greedy", *rolling), **environment)
     assert code == 0, output
     (folder,) = machine.runs()
+    logs = "".join(file.read_text(errors="replace") for file in (folder / "logs").glob("worker-*.out"))
+    assert ("[model_runner.py:" in logs) is bool(engine), "the engines say which runner warms up"
     figures = summary(folder)
     assert figures["steps"] == 4
     assert figures["rows_audited"] == figures["rows"] == 4 * 4 * 4  # every answer came whole and untouched
