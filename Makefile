@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 # What Ray's C++ waits for, no limit of pytest's ends (pyproject.toml). Limits here are 300 s at most, but for bodies made at
 # random: seconds here, 900 s for when SEAMLESS_FUZZ asks for many (make test-clients, without this).
 HANGS := -o faulthandler_timeout=330
-# Tests that are left out, as pytest's -k names them; here none.
-WITHOUT ?= nothing
+# WITHOUT: tests that are left out, as pytest's -k names them.
+LEFT_OUT = $(if $(WITHOUT),-k "not ($(WITHOUT))")
 LOCKS := $(LOCK_$(STACK)) requirements-dev.lock
 READY := $(VENV)/.ready
 # Other people's clients want other versions than verl: environments of their own.
@@ -39,9 +39,9 @@ test: $(READY) ## every check and every test tier (STACK=newest: on the newest s
 	$(MAKE) -j 2 model lint types $(CLIENTS)/.ready
 	$(MAKE) test-kernel test-edge test-e2e
 
-# Without vLLM's runner of GPUs: `make test` has that on verl's own pins, which GPU users take.
+# Without vLLM's runner of GPUs (V2): `make test` has that on verl's own pins, which GPU users take.
 test-newest: ## on the newest set: pure tests, contracts, one run that lends
-	$(MAKE) STACK=newest WITHOUT="their and runner" test-kernel test-contract test-lending
+	$(MAKE) STACK=newest WITHOUT="GPUs and V2" test-kernel test-contract test-lending
 
 test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
 	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
@@ -56,10 +56,10 @@ test-clients: $(READY) $(FRAMEWORKS)/.ready $(CREWAI)/.ready $(NODE)/.ready ## p
 		tests/edge/proxy/test_fuzz.py -q -n 2
 
 test-contract: $(READY) ## contracts with the installed verl, vLLM and Ray
-	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile -k "not ($(WITHOUT))" $(HANGS)
+	$(BIN)/python -m pytest tests/contract -q -n 2 --dist loadfile $(LEFT_OUT) $(HANGS)
 
 test-lending: $(READY) ## one real run in which a slice is lent and reclaimed
-	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k "lent_between_steps and not ($(WITHOUT))"
+	$(BIN)/python -m pytest tests/e2e/test_lending.py -q -k "lent_between_steps$(if $(WITHOUT), and not ($(WITHOUT)))"
 
 test-e2e: $(READY) ## real verl, Ray and vLLM on the CPU
 	$(BIN)/python -m pytest tests/e2e -q -n 2 --dist worksteal

@@ -53,7 +53,7 @@ def arguments(machine: Machine, *overrides: str) -> list[str]:  # noqa: F811
     ]
 
 
-@pytest.mark.parametrize("engine", [{}, SCHEDULED_AHEAD | GPU_RUNNER], ids=["as on CPUs", "as on GPUs, their runner"])
+@pytest.mark.parametrize("engine", [{}, SCHEDULED_AHEAD | GPU_RUNNER], ids=["as on CPUs", "as on GPUs, V2"])
 def test_a_slice_of_the_trainer_is_lent_between_steps_and_taken_back_for_each(machine, engine):  # noqa: F811
     """Greedy lends it until it knows what switches take, and then where idling takes longer: on a busy machine less
     often. Weights are published, to be taken by the replica that stands when its turn comes, and by each loan."""

@@ -16,7 +16,7 @@ SEATS = 8  # requests that the engine decodes at a time
 ENGINES = {  # and how long an answer is
     "as on CPUs": ({}, 600),
     "as on GPUs": ({"ahead": True}, 600),
-    "as on GPUs, their runner": ({"ahead": True, "gpu_runner": True}, 60),
+    "as on GPUs, V2": ({"ahead": True, "gpu_runner": True}, 60),
 }
 
 

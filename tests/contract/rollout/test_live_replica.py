@@ -21,7 +21,7 @@ PROMPT = list(range(5, 37))
 ENGINES = {  # and how long an answer is
     "as on CPUs": ({}, 900),
     "as on GPUs": ({"ahead": True}, 900),
-    "as on GPUs, their runner": ({"ahead": True, "gpu_runner": True}, 100),
+    "as on GPUs, V2": ({"ahead": True, "gpu_runner": True}, 100),
 }
 
 
