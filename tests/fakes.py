@@ -1,7 +1,7 @@
 """Stand-ins, each named with the boundary it stands at. Everything else in the tests is the real thing.
 
 In files of their own, since a replica's processes load them: `tests.scheduled_ahead` stands for CUDA's streams, and
-``tests/gpu_runner`` for two of the kernels of vLLM's model runner of GPUs.
+``tests/gpu_runner`` for Triton's compiler, pinned memory and two of the kernels of vLLM's model runner of GPUs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 On GPUs it runs Qwen3, Llama, Mistral and others; on CPUs vLLM takes the older one. Its kernels are Triton's, which has
 an interpreter for CPUs (``TRITON_INTERPRET``). Stand-ins are here for two of them, which take the interpreter too long
-or are unknown to it: how a token is drawn from logits, and its log-prob. See `tests.live_replica`.
+or are unknown to it: how a token is drawn from logits (without seeds), and its log-prob. vLLM is told that there is a
+compiler for the rest, and memory is not pinned. See `tests.as_on_gpus`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,11 @@ def _give_a_backend(backends: ModuleType) -> None:
 def _draw(sampler: ModuleType) -> None:
     import torch
 
-    def gumbel_sample(
-        logits: Any, rows: Any, temperatures: Any, seed: Any, pos: Any, apply_temperature: bool, processed: Any = None,
-        *_: Any, **__: Any
-    ) -> Any:  # fmt: skip
-        temperature = temperatures[rows.long()].unsqueeze(1)
-        drawn = temperature > 0
-        if apply_temperature:
-            logits = torch.where(drawn, logits / temperature.clamp_min(1e-6), logits)
-        if processed is not None:
-            processed[: len(logits)] = logits
+    def gumbel_sample(logits: Any, rows: Any, temperatures: Any, *_: Any, apply_temperature: bool, **__: Any) -> Any:
+        assert not apply_temperature, "vLLM's sampler has done that before"
         noise = -torch.empty_like(logits).exponential_().log()
-        return torch.where(drawn, logits + noise, logits).argmax(-1)
+        is_drawn = temperatures[rows.long()].unsqueeze(1) > 0
+        return torch.where(is_drawn, logits + noise, logits).argmax(-1)
 
     sampler.gumbel_sample = gumbel_sample  # type: ignore[attr-defined]
 

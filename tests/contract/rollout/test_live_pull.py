@@ -84,11 +84,12 @@ async def until_it_runs(replica: Any) -> None:
     raise AssertionError("no request has a token")
 
 
-async def until_all_run(replica: Any, number: int) -> None:
+async def until_there_are(replica: Any, running: int, waiting: int) -> None:
     for _ in range(2000):
-        if (await replica.live.server.engine_load.remote()).running == number:
+        said = await replica.live.server.engine_load.remote()
+        if (said.running, said.waiting) == (running, waiting):
             return
-    raise AssertionError(f"there are never {number} requests that run")
+    raise AssertionError(f"there are never {running} requests that run and {waiting} in the queue: {said}")
 
 
 def log_probs(model: Path, version: int, tokens: list[int]) -> list[float]:
@@ -279,10 +280,9 @@ def test_an_older_session_that_queues_may_go_first_after_a_seam(replica: Any) ->
         publish(replica, 18)
         await pull(replica, 18)
         young = [ask(replica, f"young {number}", priority=2) for number in range(SEATS)]
-        await until_all_run(replica, SEATS)
+        await until_there_are(replica, SEATS, 0)
         old = ask(replica, "old", priority=1)
-        while (await replica.live.server.engine_load.remote()).waiting != 1:
-            pass
+        await until_there_are(replica, SEATS, 1)
         publish(replica, 19)
         assert (await pull(replica, 19)).running
         return await asyncio.gather(*young), await old

@@ -188,7 +188,6 @@ async def test_more_requests_than_ray_has_slots_survive_two_updates_and_a_loan(r
     from tests.live_replica import SLICE
 
     needs_speed(replica)
-
     client, before = replica.client, replica.client.sent
 
     async def answer(number: int) -> Any:
