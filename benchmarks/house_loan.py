@@ -65,7 +65,6 @@ class Loan:
             self._slices,
             clock=lambda: self.now,
             fetch=self._fetch,
-            watch=lambda addresses: None,
             warn=print,
         )
         self._driver.tell(ev.WeightsPublished(at=0.0, version=0))

@@ -1,9 +1,9 @@
 """What the predictive policy is worth on clusters that we do not have, beside the systems it is compared with.
 
-    python -m benchmarks.simulator --part NAME [--quick] [--json FILE] [--resume FILE --minutes N]
+    python -m benchmarks.simulator --part NAME [--router POLICY] [--quick] [--json FILE] [--resume FILE --minutes N]
 
 Parts: ``limit``, ``table``, ``ages``, ``rolling``, ``idle``, ``scale``, ``large``, ``shards``. The table takes what is
-known when time is up.
+known when time is up. ``--router cache_aware`` plays ours as the recipes for GPUs route (limit, table, idle).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from benchmarks.intervals import interval
 from benchmarks.records import Record, arguments, report
 from benchmarks.settings import WORKLOADS, cell
 from benchmarks.simulator_table import SIZES, SPLITS, table
-from seamless_verl.config import WeightsConfig
+from seamless_verl.config import RouterConfig, WeightsConfig
+from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.fluid import fluid_limit
 from seamless_verl.simulation.presets import CALIBRATED, RUNS, scenario
 from seamless_verl.simulation.run import simulate
@@ -41,10 +42,14 @@ def limit(options: argparse.Namespace) -> Iterator[Record]:
     for name in ("separate_async", "no_switch"):
         base = scenario(RUNS[name], CALIBRATED, steps=steps)
         train = replace(base.train, old_log_prob=0.0)
-        yield from _share(f"{name} set-up", replace(base, system="predictive", train=train, warm=4), seeds)
-    base = replace(scenario(RUNS["sync"], CALIBRATED, steps=steps), system="predictive", warm=4)
-    yield from _share("all nodes {train, rollout}", base, seeds)
-    yield from _share("agentic", cell("predictive", "agentic", 16 if options.quick else 32, steps=steps), seeds)
+        ours = replace(base, system="predictive", router=options.router, train=train, warm=4)
+        yield from _share(f"{name} set-up", ours, seeds)
+    base = scenario(RUNS["sync"], CALIBRATED, steps=steps)
+    yield from _share(
+        "all nodes {train, rollout}", replace(base, system="predictive", router=options.router, warm=4), seeds
+    )
+    gpus = 16 if options.quick else 32
+    yield from _share("agentic", cell("predictive", "agentic", gpus, steps=steps, router=options.router), seeds)
 
 
 def _share(name: str, wanted: Scenario, seeds: int) -> Iterator[Record]:
@@ -119,7 +124,10 @@ def idle(options: argparse.Namespace) -> Iterator[Record]:
         for split in SPLITS[:1] if options.quick else SPLITS:
             seeds, steps = ((0,), 10) if options.quick else ((0, 1, 2), 14)
             ours, greedy = (
-                [simulate(cell(system, work, 32, split, steps=steps, seed=seed)) for seed in seeds]
+                [
+                    simulate(cell(system, work, 32, split, steps=steps, seed=seed, router=options.router))
+                    for seed in seeds
+                ]
                 for system in ("predictive", "greedy")
             )
             share = mean(result.books.trainable_idle_share for result in ours)
@@ -221,11 +229,19 @@ _PARTS = {
 }
 
 
+def _router(policy: str) -> RouterConfig:
+    try:
+        return RouterConfig(policy=policy)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _extend(parser: argparse.ArgumentParser) -> None:
     parts.extend(parser)
     parser.add_argument("--part", choices=tuple(_PARTS), action="append", help="only this; may be repeated")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="GPUS", help="only these clusters")
+    parser.add_argument("--router", type=_router, metavar="POLICY", help="seamless.router.policy of ours")
     parser.add_argument("--workloads", nargs="+", default=tuple(WORKLOADS), choices=tuple(WORKLOADS))
     parser.add_argument("--measured", type=Path, metavar="FILE", help="records of many_agents on one shard, for shards")
 

@@ -16,6 +16,7 @@ from benchmarks.intervals import LEVEL, interval
 from benchmarks.records import Record
 from benchmarks.runs import Figures, OutOfTime, Runs
 from benchmarks.settings import cell
+from seamless_verl.config import RouterConfig
 from seamless_verl.simulation.fluid import fluid_limit
 from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.scenario import Scenario
@@ -49,11 +50,12 @@ class Cell:
     split: float
     seed: int
     steps: int
+    router: RouterConfig | None = None
 
     def scenario(self) -> Scenario:
         """With as many counted steps for all, after as many that do not count."""
-        steps = _FIRST + self.steps
-        return cell(self.system, self.work, self.gpus, self.split, seed=self.seed, steps=steps, warm=_FIRST)
+        changes = {"seed": self.seed, "steps": _FIRST + self.steps, "warm": _FIRST, "router": self.router}
+        return cell(self.system, self.work, self.gpus, self.split, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +124,18 @@ class Table:
 
     Attributes:
         seeds: as many as are asked for; a cell may know fewer.
+        router: of ours.
     """
 
     known: Mapping[Cell, Figures]
     seeds: int
     steps: int
+    router: RouterConfig | None = None
 
     def runs(self, system: str, work: str, gpus: int, split: float) -> dict[int, Figures]:
         split = _EVERYTHING if REGIMES[system].colocated else split
         cells = [
-            Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=self.steps)
+            Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=self.steps, router=self.router)
             for seed in range(self.seeds)
         ]
         return {one.seed: self.known[one] for one in cells if one in self.known}
@@ -174,8 +178,8 @@ def table(options: argparse.Namespace) -> Iterator[Record]:
     """All cells; those that were not run are left out and counted."""
     seeds, steps = (1, 8) if options.quick else (options.seeds, 10)
     places = [(work, gpus) for gpus in options.sizes for work in options.workloads]
-    known = _run(Runs(options), places, seeds=seeds, steps=steps)
-    found = Table(known=known, seeds=seeds, steps=steps)
+    known = _run(Runs(options), places, seeds=seeds, steps=steps, router=options.router)
+    found = Table(known=known, seeds=seeds, steps=steps, router=options.router)
     missing = 0
     compared: list[Comparison] = []
     shares: list[Record] = []
@@ -217,7 +221,9 @@ def _counted(compared: Sequence[Comparison]) -> Iterator[Record]:
         yield Record(name=f"table: {name}", value=value, unit="")
 
 
-def _run(runs: Runs, places: Sequence[tuple[str, int]], *, seeds: int, steps: int) -> dict[Cell, Figures]:
+def _run(
+    runs: Runs, places: Sequence[tuple[str, int]], *, seeds: int, steps: int, router: RouterConfig | None
+) -> dict[Cell, Figures]:
     """Until time is up, all cells with one seed before any with two; what an earlier run has kept is known anyway."""
     known: dict[Cell, Figures] = {}
     for seed in range(seeds):
@@ -225,7 +231,9 @@ def _run(runs: Runs, places: Sequence[tuple[str, int]], *, seeds: int, steps: in
             for system in (_OURS, *RIVALS):
                 splits = (*SPLITS, _EVERYTHING) if system == _OURS else SPLITS
                 for split in (_EVERYTHING,) if REGIMES[system].colocated else splits:
-                    wanted = Cell(system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps)
+                    wanted = Cell(
+                        system=system, work=work, gpus=gpus, split=split, seed=seed, steps=steps, router=router
+                    )
                     with suppress(OutOfTime):
                         known[wanted] = runs.get(wanted.scenario())
     return known

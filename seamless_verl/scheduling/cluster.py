@@ -232,11 +232,11 @@ class Cluster:
         return self.ready >= pending.event.minimum or self.in_flight == 0
 
     def shortfall(self, pending: Pending) -> list[SliceStatus]:
-        """The lent (or leisurely draining) slices that must come back for a gang, fewest and best for it first."""
+        """The lent slices that must come back for a gang, fewest and best for it first."""
         tag = pending.event.tag
-        coming = [s for s in self if s.state is SliceState.DRAINING and s.interrupted and tag in s.usable]
+        coming = [s for s in self if s.state is SliceState.DRAINING and tag in s.usable]
         missing = pending.event.count - len(self.idle(tag)) - len(coming)
-        taken = [s for s in self if tag in s.usable and s.holder is None and (s.lent or s.leisurely)]
+        taken = [s for s in self if tag in s.usable and s.holder is None and s.lent]
         return self.by_priority(taken, tag)[: max(missing, 0)]
 
     def by_priority(self, statuses: Iterable[SliceStatus], tag: Tag) -> list[SliceStatus]:

@@ -17,8 +17,7 @@ from seamless_verl.scheduling.slices import SliceId
 class Verb(Enum):
     LEND = "lend"  # idle slices become rollout slices
     HOLD = "hold"  # idle slices stay idle
-    STOP_FEEDING = "stop_feeding"  # lent slices get no new requests, running ones may finish
-    RECLAIM = "reclaim"  # lent slices are interrupted now (tokens kept)
+    RECLAIM = "reclaim"  # lent slices go back to the trainer now (requests keep their tokens)
     WAIT = "wait"  # the trainer asked for its gang, lent slices work on
 
 
@@ -99,12 +98,11 @@ class LendSlice(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainSlice(Command):
-    """Off the router; let running requests finish, or interrupt them with their tokens kept; memory back to the
-    trainer -> `SliceDrained`. May be followed by a second one with ``interrupt=True``."""
+    """Off the router; running requests interrupted, with their tokens kept; memory back to the trainer ->
+    `SliceDrained`."""
 
     command: int
     slice: SliceId
-    interrupt: bool
     decision: int | None = None
 
 

@@ -28,20 +28,17 @@ _QUIET = (Verb.HOLD, Verb.WAIT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Seconds. No answer within them: a drain that lets requests finish becomes an interrupt; everything else counts
-    as a failure of the slice.
+    """Seconds. No answer within them counts as a failure of the slice.
 
     Attributes:
         wake_s: `LendSlice` and `SyncWeights`.
-        drain_s: a drain that waits for running requests.
-        interrupt_s: a drain that interrupts them.
+        drain_s: `DrainSlice`.
         restart_s: `RestartSlice`; after that the slice is not counted on any more.
         stall_s: an acquire that is due; then it is reported with what it waits for, once.
     """
 
     wake_s: float = 600.0
     drain_s: float = 120.0
-    interrupt_s: float = 120.0
     restart_s: float = 900.0
     stall_s: float = 60.0
 
@@ -82,11 +79,11 @@ class Issuer:
             version = self._cluster.published
             self.say(LendSlice(command=order.number, slice=status.slice.id, version=version, decision=decision))
 
-    def drain(self, statuses: Iterable[SliceStatus], decision: int | None, why: str, *, interrupt: bool) -> None:
+    def drain(self, statuses: Iterable[SliceStatus], decision: int | None, why: str) -> None:
         for status in statuses:
-            order = self._order(self._patience.interrupt_s if interrupt else self._patience.drain_s, why)
-            status.drain(self._cluster.now, order, interrupt=interrupt)
-            self.say(DrainSlice(command=order.number, slice=status.slice.id, interrupt=interrupt, decision=decision))
+            order = self._order(self._patience.drain_s, why)
+            status.drain(self._cluster.now, order)
+            self.say(DrainSlice(command=order.number, slice=status.slice.id, decision=decision))
 
     def sync(self, status: SliceStatus, version: int) -> None:
         order = self._order(self._patience.wake_s, f"WeightsPublished version {version}")

@@ -19,8 +19,8 @@ _AGAIN = 16  # idle times without a loan before the first one that is tried agai
 class Policy(Protocol):
     """Proposes; the scheduler checks every proposal and may overrule it to keep the system live.
 
-    A policy may name only slices that can move: LEND and HOLD idle ones that can do both, STOP_FEEDING and RECLAIM
-    lent ones (RECLAIM also draining ones). Others are an `InvalidTransition`.
+    A policy may name only slices that can move: LEND and HOLD idle ones that can do both, RECLAIM and WAIT lent
+    ones. Others are an `InvalidTransition`.
     """
 
     def observe(self, event: Event, cluster: Cluster) -> None:

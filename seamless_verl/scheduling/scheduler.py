@@ -7,7 +7,7 @@ from idle slices, so nobody generates on what trains.
 
 Liveness: every acquire is granted, refused or withdrawn, whatever the policy does and whatever the edge fails to do:
 
-* every command to a slice has a deadline (`Patience`): an answer, an interrupt or a failure comes of it;
+* every command to a slice has a deadline (`Patience`): an answer or a failure comes of it;
 * an acquire whose data is complete, or for which nothing is on its way, preempts without asking the policy;
 * while an acquire waits for data, at least one slice that can generate does (`_keep_generating`), and no proposal
   that would stop the last one is carried out;
@@ -199,8 +199,6 @@ class Scheduler:
         for status in [s for s in self.cluster if s.deadline is not None and s.deadline <= now]:
             if status.repair is Repair.UNDER_WAY:
                 status.give_up()
-            elif status.state is SliceState.DRAINING and not status.interrupted:
-                self._issuer.drain([status], status.decision, "requests did not end", interrupt=True)
             else:
                 waited = now - status.since
                 reason = f"no answer for {waited:.0f} s while {status.state.value}"
@@ -287,13 +285,13 @@ class Scheduler:
                     self._loans.open(number, ids(spare), self.cluster)
         elif self._may_stop(statuses):
             number = self._issuer.record(proposal)
-            self._drain(statuses, number, why, interrupt=proposal.verb is Verb.RECLAIM)
+            self._drain(statuses, number, why)
         return None
 
-    def _drain(self, statuses: list[SliceStatus], number: int | None, why: str, *, interrupt: bool) -> None:
-        self._issuer.drain(statuses, number, why, interrupt=interrupt)
+    def _drain(self, statuses: list[SliceStatus], number: int | None, why: str) -> None:
+        self._issuer.drain(statuses, number, why)
         waiting = self.cluster.training_request()
-        if interrupt and waiting is not None and waiting.called_at is None:
+        if waiting is not None and waiting.called_at is None:
             waiting.called_at = self.cluster.now
 
     def _spare(self, statuses: list[SliceStatus]) -> list[SliceStatus]:
@@ -330,7 +328,7 @@ class Scheduler:
                 f"{self.cluster.ready} groups are ready and {self.cluster.in_flight} on their way: nothing to wait for"
             )
             number = self._issuer.record(Decision(verb=Verb.RECLAIM, slices=ids(taken), reason=reason))
-            self._drain(taken, number, reason, interrupt=True)
+            self._drain(taken, number, reason)
 
     def _keep_generating(self) -> None:
         waiting = self.cluster.training_request()

@@ -67,7 +67,6 @@ TRANSITIONS: dict[tuple[SliceState, Move], SliceState] = {
     (_S.ROLLOUT, Move.DRAIN): _S.DRAINING,
     (_S.SYNCING, Move.READY): _S.ROLLOUT,
     (_S.SYNCING, Move.DRAIN): _S.DRAINING,
-    (_S.DRAINING, Move.DRAIN): _S.DRAINING,  # from "let it finish" to "interrupt"
     (_S.DRAINING, Move.DRAINED): _S.IDLE,
     (_S.TRAINING, Move.RELEASE): _S.IDLE,
     (_S.IDLE, Move.LOSE_ROLLOUT): _S.IDLE,
@@ -157,7 +156,7 @@ class Slice:
 
 class Switch(Enum):
     TO_ROLLOUT = "to_rollout"
-    TO_TRAIN = "to_train"  # by interrupt; a drain that waits for requests measures the requests
+    TO_TRAIN = "to_train"
 
 
 _WINDOW = 5
@@ -244,7 +243,6 @@ class SliceStatus:
         deadline: until when it must have answered that, or have been restarted.
         holder: request that was granted this slice.
         decision: number of the decision that lent it.
-        interrupted: the drain under way does not wait for running requests.
         repair: how what it lost comes back.
         failed_wakes: since it last served.
     """
@@ -259,7 +257,6 @@ class SliceStatus:
     deadline: float | None = None
     holder: str | None = None
     decision: int | None = None
-    interrupted: bool = False
     repair: Repair = Repair.NOT_NEEDED
     failed_wakes: int = 0
 
@@ -267,11 +264,6 @@ class SliceStatus:
     def lent(self) -> bool:
         """A slice that could train is (or is becoming) a rollout slice and nobody called it back."""
         return self.slice.lendable and self.state in SERVING_SOON
-
-    @property
-    def leisurely(self) -> bool:
-        """Lent before, and draining without its requests being interrupted."""
-        return self.slice.lendable and self.state is SliceState.DRAINING and not self.interrupted
 
     @property
     def comes_back(self) -> bool:
@@ -310,13 +302,11 @@ class SliceStatus:
         self.version, self.failed_wakes = version, 0
         self._settle()
 
-    def drain(self, at: float, order: Order, *, interrupt: bool) -> None:
+    def drain(self, at: float, order: Order) -> None:
         self._move(Move.DRAIN, at, order.story)
-        self.interrupted = interrupt
         self._owe(order)
         self.costs.abandon(self.slice.id, at)
-        if interrupt:
-            self.costs.begin(self.slice.id, Switch.TO_TRAIN, at)
+        self.costs.begin(self.slice.id, Switch.TO_TRAIN, at)
 
     def drained(self, at: float) -> int | None:
         """Returns: the decision that had lent it."""
@@ -389,5 +379,5 @@ class SliceStatus:
     def _leave_rollout(self) -> int | None:
         self._settle()
         decision, self.decision = self.decision, None
-        self.interrupted, self.version = False, None
+        self.version = None
         return decision

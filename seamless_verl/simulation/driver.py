@@ -54,7 +54,6 @@ class Driver:
         self._inbox: deque[ev.Event] = deque()
         self._busy = False
         self._current: dict[str, int] = {}
-        self._leisurely: dict[str, int] = {}
         self._granted: dict[str, tuple[str, ...]] = {}
         self._varied_at, self._factor = -1.0, 1.0
         self._settling = False
@@ -123,14 +122,6 @@ class Driver:
         self._fleet.units[name].turn_to(Use.FAILED)
         self.tell(ev.SliceFailed(at=self.now, slice=name, reason="simulated"))  # type: ignore[arg-type]
         self.changed.fire()  # nobody need wait for it any longer
-
-    def drained_of_requests(self, name: str) -> None:
-        """Called when a slice has nothing left to do."""
-        command = self._leisurely.pop(name, None)
-        if command is not None:
-            self._give_back(name, command)
-        else:
-            self.pull()
 
     # ---------------------------------------------------------------- commands
 
@@ -234,19 +225,11 @@ class Driver:
         self._number(command.slice, command.command)
         unit = self._fleet.units[command.slice]
         unit.accepting = unit.lent = False
-        if not command.interrupt and unit.serving and not self._fleet.idle(command.slice):
-            self._leisurely[command.slice] = command.command
-            return
-        self._give_back(command.slice, command.command)
-
-    def _give_back(self, name: str, command: int) -> None:
-        unit = self._fleet.units[name]
-        serving = unit.serving
-        if not serving:  # waking or syncing: what waits here must leave too
+        if not unit.serving:  # waking or syncing: what waits here must leave too
             unit.turn_to(Use.SWITCH)
-        self._fleet.vacate(name)
+        self._fleet.vacate(command.slice)
         unit.turn_to(Use.SWITCH)
-        self._clock.after(self._vary(self._costs.drain), self._drained, name, command)
+        self._clock.after(self._vary(self._costs.drain), self._drained, command.slice, command.command)
 
     def _drained(self, name: str, command: int) -> None:
         if self._current.get(name) != command:
@@ -263,12 +246,10 @@ class Driver:
 
     def _number(self, name: str, command: int) -> None:
         self._current[name] = command
-        self._leisurely.pop(name, None)
         self._due.pop(name, None)
 
     def _void(self, name: str) -> None:
         self._current.pop(name, None)
-        self._leisurely.pop(name, None)
         self._due.pop(name, None)
 
     def _vary(self, seconds: float) -> float:

@@ -281,7 +281,7 @@ class Simulation:
             )
         self.driver.tell(ev.RequestFinished(at=self.clock.now, request=label, tokens=tokens, ending=ending))
         if self.fleet.idle(name):
-            self.driver.drained_of_requests(name)
+            self.driver.pull()
 
     def _request_finished(self, request: Request) -> None:
         self.agents.finished(request)
@@ -327,7 +327,7 @@ def _patience(scenario: Scenario) -> Patience:
     return replace(
         usual,
         wake_s=turns * max(usual.wake_s, 2.0 * longest * max(costs.wake, costs.load)),
-        interrupt_s=max(usual.interrupt_s, 2.0 * longest * costs.drain),
+        drain_s=max(usual.drain_s, 2.0 * longest * costs.drain),
         restart_s=max(usual.restart_s, 2.0 * costs.repair),
     )
 

@@ -7,12 +7,11 @@ The policy fits generation speed and lengths to what finishes (`learned`, `sessi
   lent is the cheapest plan if it beats holding (by a margin, if one is asked for), also after what has to be prefilled
   again because of the loan (`forecast.PrefillAgain`);
 * while slices are lent, **take back now** against later. Candidates for t are one switch before the groups of each
-  local update are expected, and as late as the gang's training lets it; shortly before that lent slices get no new
-  requests; a forecast of which nothing has come true yet is not believed (lengths that are all equal all come at once,
-  or all late);
+  local update are expected, and as late as the gang's training lets it; a forecast of which nothing has come true yet
+  is not believed (lengths that are all equal all come at once, or all late);
 * the router learns which sessions will probably outlast the loan and prefers slices for them that are never taken back.
 
-**No thrashing, proven.** (1) After a RECLAIM or STOP_FEEDING no LEND follows until the gang was granted and released
+**No thrashing, proven.** (1) After a RECLAIM no LEND follows until the gang was granted and released
 (`_returning`). So a slice is lent at most once between two grants. (2) Between two ``StepEnded`` there are at most
 ``max_loans_per_step`` LEND decisions. Hence at most ``2 * max_loans_per_step`` switches per slice and step, whatever
 is predicted. (3) A loan must promise something *after* paying the switch, by ``margin`` times what that costs; once it
@@ -42,7 +41,6 @@ from seamless_verl.scheduling.slices import SliceState, SliceStatus, Switch, Tag
 _ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
 _EARLY = 1.5  # switches before the groups are there that the gang may be called for them
 _DOUBT = 0.5  # groups by which the forecast may fall short then
-_NOTICE = 0.1  # share of a loan before whose end no new requests are sent to it
 _CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
 _PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has arrived
 
@@ -97,7 +95,7 @@ class Predictive:
 
     def decide(self, cluster: Cluster) -> Iterator[Proposal]:
         waiting = cluster.training_request()
-        lent = [s for s in cluster if s.holder is None and (s.lent or s.leisurely)]
+        lent = [s for s in cluster if s.holder is None and s.lent]
         if lent:
             yield from self._review_loan(cluster, waiting, lent)
         elif not self._returning and not cluster.last_step and not (waiting and cluster.is_due(waiting)):
@@ -221,16 +219,6 @@ class Predictive:
             yield self._horizon(cluster, outlook, lent, best.back_s)
         if due:
             yield Decision(verb=Verb.WAIT, slices=ids(lent), reason=f"they are worth more for {best.back_s:.2f} s")
-            return
-        fed = [s for s in lent if s.lent]
-        turn_s = self._forecaster.book.turn_s
-        if fed and best.back_s < min(0.5 * turn_s, _NOTICE * (elapsed + best.back_s)):
-            self._returning = True
-            yield Decision(
-                verb=Verb.STOP_FEEDING,
-                slices=ids(fed),
-                reason=f"wanted back in {best.back_s:.2f} s, a request takes {turn_s:.2f} s",
-            )
 
     def _is_nearly_ready(self, cluster: Cluster, outlook: Outlook, back_s: float) -> bool:
         """Taken back a moment too late, a slice costs that moment; too early, it idles until the last session has ended

@@ -68,7 +68,6 @@ class _Request:
 
     session: str
     number: int  # of its session
-    sent_at: float
     slice: SliceId
     context: int
     seat: _Seat | None = None
@@ -134,7 +133,6 @@ class SessionBook:
     open_members: dict[str, int] = field(default_factory=dict)  # group -> sessions that did not finish
     crowd: int = 0  # sessions that were out when prompts were last submitted
     prompt_tokens: float = 0.0  # context of a session's first request, mean of the last ones
-    turn_s: float = 0.0  # mean duration of a request, smoothed
     _requests: dict[str, _Request] = field(default_factory=dict)
     _on_slice: dict[SliceId, dict[str, _Request]] = field(default_factory=dict)  # those with a seat
     _queues: dict[SliceId, list[tuple[int, str]]] = field(default_factory=dict)  # (session's number, request), sorted
@@ -259,7 +257,6 @@ class SessionBook:
         request = _Request(
             session=event.session,
             number=session.number,
-            sent_at=event.at,
             slice=event.slice,
             context=event.context_tokens,
         )
@@ -304,7 +301,6 @@ class SessionBook:
                 request.seat = replace(request.seat, at=request.seat.at + event.at - self._published_at)
             else:
                 request.seat = load.seat()
-            request.sent_at = max(request.sent_at, request.seat.at)  # turns are not longer for a slice that slept
             load.age += event.at - request.seat.at
             load.made_before += request.seat.made
 
@@ -319,8 +315,6 @@ class SessionBook:
             session.tokens += event.tokens
             session.slice, session.ended_at = request.slice, event.at
             session.context = request.context + event.tokens
-            took = event.at - request.sent_at
-            self.turn_s = took if self.turn_s == 0.0 else 0.9 * self.turn_s + 0.1 * took
         if request.seat is None and event.tokens >= _MIN_TOKENS:
             self._change_seats(request, event)
         if request.seat is not None:

@@ -2,7 +2,7 @@
 
     worker: group ends ─► status in TransferQueue ─► counter + 1 ─► answers the trainer's open call ─► trainer looks
 
-News is a prompt group that ended, a watched replica that has nothing left to do, or a replica that died.
+News is a prompt group that ended, or a replica that died.
 TransferQueue 0.1.11 has no notification. Remove when a reader can wait for a change of its metadata.
 
     roll out ─► members end ─► the first ``needed`` are the group; the others are stopped and their rows cleared
@@ -278,10 +278,6 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
     async def take_request_events(self) -> list[Event]:
         """For the scheduler in the trainer's process: what requests did since the last call."""
         return request_log.take()
-
-    async def watch_servers(self, addresses: Sequence[str]) -> None:
-        """Ring, from now on, also when a request on one of these replicas ends."""
-        request_log.watch(addresses)
 
     async def news(self, seen: int) -> int:
         """How often there was news in this worker, as soon as that is more than ``seen``."""

@@ -62,10 +62,8 @@ class RequestLog:
         self._events: deque[Event] = deque(maxlen=_MOST)
         self._names: dict[str, tuple[str, str]] = {}
         self._began: dict[str, int] = {}  # session -> when, in ms
-        self._on: dict[str, str] = {}  # running request -> server
         self._floors: dict[str, int] = {}  # group -> oldest version that may make the first tokens of its sessions
         self._made_by: dict[str, tuple[int, int]] = {}  # session -> oldest and newest version of its tokens
-        self._watched: frozenset[str] = frozenset()
 
     @contextmanager
     def session(self, group: str, index: int) -> Iterator[None]:
@@ -130,14 +128,9 @@ class RequestLog:
             all_of_them = [*versions, *self._made_by.get(session, ())]
             self._made_by[session] = (min(all_of_them), max(all_of_them))
 
-    def watch(self, servers: Sequence[str]) -> None:
-        """Ring when a request on one of these servers ends, instead of those named before."""
-        self._watched = frozenset(servers)
-
     def started(self, request: str, request_id: str, server: str, context_tokens: int) -> None:
         self.name(request_id)
         group, session = self._names.get(request_id, ("", request_id))
-        self._on[request] = server
         self._keep(
             RequestStarted(
                 at=time.time(),
@@ -151,8 +144,6 @@ class RequestLog:
 
     def finished(self, request: str, tokens: int, ending: Ending) -> None:
         self._keep(RequestFinished(at=time.time(), request=request, tokens=tokens, ending=ending))
-        if self._on.pop(request, None) in self._watched:
-            self.ring()
 
     def died(self, server: str, reason: str) -> None:
         """A request found its replica dead."""

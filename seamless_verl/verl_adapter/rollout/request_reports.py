@@ -52,16 +52,12 @@ class RequestReports:
     def __init__(self, workers: Sequence[Any]) -> None:
         self._workers = workers if all(hasattr(worker, "take_request_events") for worker in workers) else ()
         self._open: dict[Any, OpenWork] = {}
-        self._watched: Sequence[str] = ()
 
     def fetch(self) -> list[ev.Event]:
         """What happened since the last call."""
         events: list[ev.Event] = []
         for worker in [known for known in self._open if known not in self._workers]:
             events += self._open.pop(worker).failed(time.time())
-        for worker in self._workers:
-            if worker not in self._open and self._watched:
-                worker.watch_servers.remote(self._watched)
         for worker, call in [(worker, worker.take_request_events.remote()) for worker in self._workers]:
             work = self._open.setdefault(worker, OpenWork())
             try:
@@ -72,8 +68,3 @@ class RequestReports:
                 work.note(event)
             events += told
         return events
-
-    def watch(self, addresses: Sequence[str]) -> None:
-        self._watched = addresses
-        for worker in self._workers:
-            worker.watch_servers.remote(addresses)

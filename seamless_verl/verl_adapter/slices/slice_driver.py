@@ -39,7 +39,6 @@ class SliceDriver:
         cluster: the scheduler's state, to be read: it changes before the commands that follow from it come out.
         clock: seconds, the run's own.
         fetch: what rollout workers report since the last call, stamped with wall time.
-        watch: told which servers are waited for to have no request left.
         warn: a line for the user.
     """
 
@@ -51,7 +50,6 @@ class SliceDriver:
         *,
         clock: Callable[[], float],
         fetch: Callable[[], Sequence[ev.Event]],
-        watch: Callable[[Sequence[str]], None],
         warn: Callable[[str], None],
     ) -> None:
         self._scheduler = scheduler
@@ -59,7 +57,6 @@ class SliceDriver:
         self._replicas = replicas
         self._clock = clock
         self._fetch = fetch
-        self._watch = watch
         self._warn = warn
         self._last = clock()
         self._restarts: dict[SliceId, Future[None]] = {}
@@ -97,14 +94,8 @@ class SliceDriver:
         return not isinstance(event, ev.RequestFinished) or event.request in self._cluster.running
 
     def _awake(self) -> list[SliceId]:
-        """Slices of the trainer whose replica serves, those among them that let their last requests finish."""
-        lendable = [status for status in self._cluster if status.slice.lendable]
-        return [status.slice.id for status in lendable if status.state in GENERATING or status.leisurely]
-
-    def _draining(self) -> dict[SliceId, int]:
-        """Slices without new requests, whose running ones may finish, and the command that each has to answer."""
-        leisurely = [status for status in self._cluster if status.leisurely]
-        return {status.slice.id: status.command for status in leisurely if status.command is not None}
+        """Slices of the trainer whose replica serves."""
+        return [s.slice.id for s in self._cluster if s.slice.lendable and s.state in GENERATING]
 
     def tick(self) -> None:
         """Tell the scheduler the time once its timer is due."""
@@ -113,9 +104,8 @@ class SliceDriver:
             self.tell(ev.Tick(at=self.now()))
 
     def tell_requests(self) -> None:
-        """Tell the scheduler what rollout workers report; slices whose last request ended are handed back."""
+        """Tell the scheduler what rollout workers report."""
         self.tell(*self._requests())
-        self._finish_drains()
 
     def tell_restarts(self) -> None:
         """Take in replicas that are back; they get the published weights, which the trainer must still hold."""
@@ -157,13 +147,6 @@ class SliceDriver:
                 "taken to have happened when it was fetched, and forecasts suffer; synchronize the clocks (NTP)"
             )
 
-    def _finish_drains(self) -> None:
-        busy = set(self._cluster.running.values())
-        empty = {s: command for s, command in self._draining().items() if s not in busy}
-        if empty:
-            self.tell(*self._interrupt(empty))
-            self._watch([self._replicas.addresses[s] for s in self._draining()])
-
     # ---------------------------------------------------------------- commands
 
     def _carry_out(self, commands: Sequence[cm.Command]) -> list[ev.Event]:
@@ -196,17 +179,11 @@ class SliceDriver:
             )
 
     def _drain(self, drains: Sequence[cm.DrainSlice]) -> list[ev.Event]:
-        """Off the router; `SliceDrained` follows at once, or when the last request ended where they may finish."""
+        """Off the router, interrupted, back to the trainer."""
         if not drains:
             return []
-        self._replicas.unregister([c.slice for c in drains])
-        if not all(c.interrupt for c in drains):
-            self._watch([self._replicas.addresses[s] for s in self._draining()])
-        return self._interrupt({c.slice: c.command for c in drains if c.interrupt})
-
-    def _interrupt(self, commands: dict[SliceId, int]) -> list[ev.Event]:
-        if not commands:
-            return []
+        commands = {c.slice: c.command for c in drains}
+        self._replicas.unregister(list(commands))
         failed = self._replicas.interrupt(list(commands))
         drained = {s: number for s, number in commands.items() if s not in failed}
         lost = self._failures({s: commands[s] for s in failed}, next(iter(failed.values()))) if failed else []

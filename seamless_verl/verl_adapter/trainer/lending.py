@@ -344,7 +344,6 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
         replicas,
         clock=flight.recorder.now,
         fetch=reports.fetch,
-        watch=reports.watch,
         warn=trainer.reporter.say,
     )
     return Lending(

@@ -317,7 +317,6 @@ def test_requests_and_sessions_of_a_dead_worker_end_for_the_scheduler(fleet):
     ]
     workers = [Handle("w0", take_request_events=begun), Handle("w1", take_request_events=[])]
     reports = RequestReports(workers)
-    reports.watch(["s"])
     assert reports.fetch() == begun
     workers[0].die()
     assert reports.fetch() == [], "until it is replaced"
@@ -329,5 +328,4 @@ def test_requests_and_sessions_of_a_dead_worker_end_for_the_scheduler(fleet):
         ("SessionFinished", "u_2"),
     ]
     assert told[0].ending is ev.Ending.FAILED
-    assert ("watch_servers", ["s"]) in workers[0].told
     assert reports.fetch() == []

@@ -53,20 +53,18 @@ def test_sessions_end_also_when_they_fail_and_nothing_is_kept_before_somebody_as
     assert ended.session == "g_0"
 
 
-def test_it_rings_for_watched_servers_and_for_dead_ones():
+def test_it_rings_for_dead_servers_only():
     log = RequestLog()
     rung = []
     log.ring = lambda: rung.append(True)
     log.take()
-    log.watch(["A"])
-    for request, server in (("q1", "A"), ("q2", "B")):
-        log.started(request, "r", server, 1)
-        log.finished(request, 1, Ending.INTERRUPTED)
-    assert len(rung) == 1
-    log.died("B", "killed")
-    assert len(rung) == 2
+    log.started("q", "r", "A", 1)
+    log.finished("q", 1, Ending.INTERRUPTED)
+    assert rung == []
+    log.died("A", "killed")
+    assert rung == [True]
     kinds = [type(event) for event in log.take()]
-    assert kinds == [RequestStarted, RequestFinished, RequestStarted, RequestFinished, SliceFailed]
+    assert kinds == [RequestStarted, RequestFinished, SliceFailed]
 
 
 async def test_all_requests_of_a_session_are_as_old_as_the_session(monkeypatch):

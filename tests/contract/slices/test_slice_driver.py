@@ -101,14 +101,12 @@ class Run:
         self.scheduler = Scheduler(SeamlessFlow(), wakes_apart=wakes_apart)
         self.trainers = trainers or ("t/0",)
         self.replicas = Replicas(self.trainers)
-        self.watched = []
         self.driver = SliceDriver(
             self.scheduler,
             self.scheduler.cluster,
             self.replicas,
             clock=self.clock,
             fetch=lambda: [self.reports.pop() for _ in list(self.reports)],
-            watch=self.watched.append,
             warn=self.lines.append,
         )
         self.driver.tell(ev.WeightsPublished(at=self.clock(), version=0))
@@ -257,28 +255,6 @@ def test_weights_that_reach_nobody_although_all_live_end_the_run():
     run.replicas.dies_in["sync"] = "nobody"
     with pytest.raises(WeightsLost, match="version 1 did not reach r/0"):
         run.step()
-
-
-def test_a_drain_that_waits_for_requests_ends_when_the_last_of_them_has():
-    from seamless_verl.scheduling import commands as cm
-    from seamless_verl.scheduling.slices import Order
-
-    run = Run()
-    run.step()
-    start = {"session": "s", "group": "g", "context_tokens": 1}
-    run.reports.append(run.ev.RequestStarted(at=0.0, request="q", slice="A", **start))
-    run.driver.tell_requests()
-    status = run.scheduler.cluster["t/0"]
-    status.drain(run.time, Order(number=99, deadline=1e9, story="test"), interrupt=False)
-    run.driver._carry_out([cm.DrainSlice(command=99, slice="t/0", interrupt=False)])
-    assert run.watched[-1] == ["A"]
-    before = run.replicas.told.count("interrupt")
-    run.driver.tell_requests()
-    assert run.state("t/0") == "draining"
-    run.reports.append(run.ev.RequestFinished(at=0.0, request="q", tokens=5))
-    run.driver.tell_requests()
-    assert run.replicas.told.count("interrupt") == before + 1
-    assert run.state("t/0") != "draining"
 
 
 def test_what_the_other_replicas_take_first_is_no_part_of_a_switch():

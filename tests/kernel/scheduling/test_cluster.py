@@ -115,10 +115,8 @@ def test_the_shortfall_is_what_is_lent_less_what_is_free_or_on_its_way_back() ->
     cluster = cluster_of(a=(BOTH, SERVES), b=(BOTH, SERVES), c=(BOTH, SERVES), t=(TRAIN, IDLE), r=(ROLLOUT, SERVES))
     assert names(cluster.shortfall(wants(count=1))) == []
     assert names(cluster.shortfall(wants(count=3))) == ["a", "b"]
-    cluster[SliceId("a")].drain(1.0, Order(number=1, deadline=9.0, story="test"), interrupt=True)
+    cluster[SliceId("a")].drain(1.0, Order(number=1, deadline=9.0, story="test"))
     assert names(cluster.shortfall(wants(count=3))) == ["b"]
-    cluster[SliceId("b")].drain(1.0, Order(number=2, deadline=9.0, story="test"), interrupt=False)
-    assert names(cluster.shortfall(wants(count=3))) == ["b"], "it takes its time, so it must be called, too"
     cluster[SliceId("b")].holder = "validate"
     assert names(cluster.shortfall(wants(count=3))) == ["c"]
 

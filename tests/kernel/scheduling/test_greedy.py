@@ -25,7 +25,7 @@ def test_a_round_of_multiplexing() -> None:
     record, drain, timer = world.do(ev.GroupsReady(at=4.0, ready=4, in_flight=4))
     assert isinstance(record, cm.RecordDecision)
     assert timer == cm.SetTimer(at=64.0)  # a gang that is kept waiting for a minute is reported
-    assert drain == cm.DrainSlice(command=3, slice=SliceId("a"), interrupt=True, decision=record.number)
+    assert drain == cm.DrainSlice(command=3, slice=SliceId("a"), decision=record.number)
 
     given = world.answer()
     assert given[0] == cm.GrantAcquire(request="step@3.0", slices=(SliceId("a"),))

@@ -83,7 +83,7 @@ def test_with_nothing_on_its_way_a_gang_is_due_however_little_is_ready() -> None
     world.do(acquire(2.0))
     assert not world.given(cm.DrainSlice)
     world.do(groups(3.0, 1, 0))
-    assert [command.interrupt for command in world.given(cm.DrainSlice)] == [True]
+    assert [command.slice for command in world.given(cm.DrainSlice)] == ["a"]
 
 
 @pytest.mark.parametrize("needs", [{"count": 0}, {"minimum": -1}, {"minimum": 5, "batch": 4}])
@@ -197,14 +197,6 @@ def test_the_last_that_generate_are_not_stopped_while_the_trainer_waits_for_data
     assert more.state("a") is SliceState.DRAINING
 
 
-def test_stop_feeding_waits_for_requests_and_reclaim_does_not() -> None:
-    for verb, interrupts in ((Verb.STOP_FEEDING, False), (Verb.RECLAIM, True)):
-        world = world_of(decision(verb, "a"), a=BOTH, r=ROLLOUT)
-        world.do(groups(2.0, 0, 8))
-        (drain,) = world.given(cm.DrainSlice)
-        assert drain.interrupt is interrupts
-
-
 def test_to_leave_things_as_they_are_is_recorded_once() -> None:
     world = world_of(a=BOTH, r=ROLLOUT)
     for number, verb in enumerate((Verb.WAIT, Verb.WAIT, Verb.HOLD, Verb.WAIT)):
@@ -306,20 +298,16 @@ def test_a_slice_joins_idle_or_serving_and_in_no_other_state() -> None:
 # ---------------------------------------------------------------- deadlines
 
 
-def test_a_drain_that_waits_too_long_interrupts_and_one_that_is_not_answered_then_is_a_failure() -> None:
-    world = world_of(decision(Verb.STOP_FEEDING, "a"), a=BOTH, r=ROLLOUT)
+def test_a_drain_that_is_not_answered_is_a_failure() -> None:
+    world = world_of(decision(Verb.RECLAIM, "a"), a=BOTH, r=ROLLOUT)
     given = world.do(groups(2.0, 0, 8))
     assert cm.SetTimer(at=122.0) in given
     world.log.clear()
     world.do(ev.Tick(at=121.9))
     assert world.log == []
     world.do(ev.Tick(at=122.0))
-    (drain,) = world.given(cm.DrainSlice)
-    assert drain.interrupt
-    world.log.clear()
-    world.do(ev.Tick(at=242.0))
     (gone,) = world.given(cm.FailOver)
-    assert gone.reason == "no answer for 240 s while draining"
+    assert gone.reason == "no answer for 120 s while draining"
     assert world.state("a") is SliceState.FAILED
     assert [command.slice for command in world.given(cm.RestartSlice)] == ["a"]
 

@@ -37,7 +37,7 @@ MOVES: dict[Move, Callable[[SliceStatus, float], object]] = {
     Move.LEND: lambda s, at: s.lend(at, order(), decision=3),
     Move.READY: lambda s, at: s.ready(at, version=5),
     Move.SYNC: lambda s, at: s.sync(at, order()),
-    Move.DRAIN: lambda s, at: s.drain(at, order(), interrupt=True),
+    Move.DRAIN: lambda s, at: s.drain(at, order()),
     Move.DRAINED: lambda s, at: s.drained(at),
     Move.GRANT: lambda s, at: s.grant(at, "step-1", Tag.TRAIN),
     Move.LOSE_ROLLOUT: lambda s, at: s.lose(at, ROLLOUT, "killed", restartable=True),
@@ -94,23 +94,19 @@ def test_a_loan_from_the_first_order_to_the_last_answer() -> None:
     assert status.lent
     status.ready(6.0, version=3)
     assert status.version == 3
-    status.drain(7.0, order(3, 800.0), interrupt=False)
-    assert (status.lent, status.leisurely, status.interrupted) == (False, True, False)
-    assert status.decision == 4
-    status.drain(8.0, order(4, 900.0), interrupt=True)
-    assert (status.leisurely, status.interrupted, status.command, status.deadline) == (False, True, 4, 900.0)
-    assert status.since == 7.0, "still the same drain"
+    status.drain(8.0, order(3, 800.0))
+    assert (status.lent, status.command, status.deadline, status.decision) == (False, 3, 800.0, 4)
     assert status.drained(9.5) == 4
     assert (status.state, status.command, status.deadline) == (SliceState.IDLE, None, None)
-    assert (status.decision, status.interrupted, status.version) == (None, False, None)
+    assert (status.decision, status.version) == (None, None)
     assert status.costs.measured[Switch.TO_ROLLOUT][-1] == 2.0
-    assert status.costs.measured[Switch.TO_TRAIN][-1] == 1.5, "from the interrupt on"
+    assert status.costs.measured[Switch.TO_TRAIN][-1] == 1.5
 
 
-@pytest.mark.parametrize("state", [SliceState.WAKING, SliceState.ROLLOUT, SliceState.SYNCING, SliceState.DRAINING])
+@pytest.mark.parametrize("state", [SliceState.WAKING, SliceState.ROLLOUT, SliceState.SYNCING])
 def test_a_lent_slice_is_taken_back_whatever_it_does(state: SliceState) -> None:
     status = a_slice(state)
-    status.drain(1.0, order(), interrupt=True)
+    status.drain(1.0, order())
     assert status.state is SliceState.DRAINING
 
 
@@ -118,8 +114,6 @@ def test_only_slices_that_can_do_both_are_lent() -> None:
     for capabilities, lendable in ((BOTH, True), (ROLLOUT, False), (TRAIN, False)):
         status = a_slice(SliceState.ROLLOUT, capabilities)
         assert (status.slice.lendable, status.lent) == (lendable, lendable)
-    draining = a_slice(SliceState.DRAINING, ROLLOUT)
-    assert not draining.leisurely
 
 
 def test_what_the_edge_did_before_it_woke_a_slice_is_no_part_of_the_switch() -> None:
@@ -137,14 +131,14 @@ def test_weights_that_a_serving_slice_takes_are_no_switch() -> None:
     assert status.costs.counts == {Switch.TO_ROLLOUT: 0, Switch.TO_TRAIN: 0}
 
 
-def test_a_drain_that_waits_for_requests_is_no_switch_and_one_that_cuts_a_waking_off_says_how_long_that_took() -> None:
+def test_a_drain_that_cuts_a_waking_off_says_how_long_that_took() -> None:
     status = a_slice()
     status.lend(1.0, order(), decision=None)
-    status.drain(6.0, order(), interrupt=False)
+    status.drain(6.0, order())
     assert status.costs.typical_s(Switch.TO_ROLLOUT) == 5.0, "it would have lasted at least so long"
-    status.drained(60.0)
-    assert status.costs.typical_s(Switch.TO_TRAIN) is None
-    assert status.costs.counts == {Switch.TO_ROLLOUT: 0, Switch.TO_TRAIN: 0}
+    status.drained(8.0)
+    assert status.costs.typical_s(Switch.TO_TRAIN) == 2.0
+    assert status.costs.counts == {Switch.TO_ROLLOUT: 0, Switch.TO_TRAIN: 1}
 
 
 def test_slices_that_were_ordered_together_are_one_switch_that_ends_with_the_last() -> None:
@@ -157,8 +151,8 @@ def test_slices_that_were_ordered_together_are_one_switch_that_ends_with_the_las
         status.ready(at, version=0)
     assert list(costs.measured[Switch.TO_ROLLOUT]) == [3.0], "when the last of them had answered"
     assert costs.counts[Switch.TO_ROLLOUT] == 1
-    gang[0].drain(20.0, order(), interrupt=True)
-    gang[1].drain(21.0, order(), interrupt=True)
+    gang[0].drain(20.0, order())
+    gang[1].drain(21.0, order())
     gang[1].drained(22.0)
     gang[0].drained(24.0)
     assert list(costs.measured[Switch.TO_TRAIN]) == [1.0, 4.0], "ordered at two instants, they are two"

@@ -109,9 +109,8 @@ class Toy:
             self.after(s.sync_s, lambda: self.answer_ready(command, command.version))
         elif isinstance(command, cm.DrainSlice):
             self.servers[command.slice].registered = False
-            if command.interrupt:
-                self.moves += 1
-                self.stop(command.slice)
+            self.moves += 1
+            self.stop(command.slice)
             self.after(s.back_s, lambda: self.answer_drained(command))
         elif isinstance(command, cm.GrantAcquire):
             self.after(0.0, self.train)
@@ -127,12 +126,8 @@ class Toy:
             self.route()
 
     def answer_drained(self, command: cm.DrainSlice) -> None:
-        if self.scheduler.cluster[command.slice].command != command.command:
-            return
-        if self.servers[command.slice].running:
-            self.after(0.1, lambda: self.answer_drained(command))
-            return
-        self.tell(ev.SliceDrained(at=self.now, slice=command.slice, command=command.command))
+        if self.scheduler.cluster[command.slice].command == command.command:
+            self.tell(ev.SliceDrained(at=self.now, slice=command.slice, command=command.command))
 
     # ------------------------------------------------------------ generation
 

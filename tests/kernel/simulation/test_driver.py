@@ -61,7 +61,7 @@ class Stage:
 
     def idle(self, name: str) -> None:
         if self.fleet.idle(name):
-            self.driver.drained_of_requests(name)
+            self.driver.pull()
 
     def command(self, *commands: cmd.Command) -> None:
         self.replies[ev.Tick] = list(commands)
@@ -102,39 +102,17 @@ def test_new_weights_take_their_load() -> None:
     assert stage.fleet.units[A].replica.version == 5
 
 
-def test_a_slice_that_is_drained_at_once_hands_its_requests_on() -> None:
+def test_a_slice_that_is_drained_hands_its_requests_on() -> None:
     stage = Stage()
     for name in (A, B):
         stage.fleet.units[name].serve(0)
     stage.fleet.submit([Request(number, 10, 5000) for number in range(4)])
     stage.until(1.0)
-    stage.command(cmd.DrainSlice(command=1, slice=A, interrupt=True))
+    stage.command(cmd.DrainSlice(command=1, slice=A))
     assert stage.fleet.units[B].replica.load == 4
     stage.until(9.0)
     assert stage.told() == [("SliceDrained", 4.0)]
     assert stage.seconds(A, Use.SWITCH) == 3.0
-
-
-def test_a_slice_that_is_drained_at_leisure_finishes_what_it_has_first() -> None:
-    stage = Stage()
-    stage.fleet.units[A].serve(0)
-    stage.fleet.submit([Request("s", 10, 100)])
-    stage.until(0.1)
-    stage.command(cmd.DrainSlice(command=1, slice=A, interrupt=False))
-    assert not stage.fleet.units[A].accepting
-    stage.until(60.0)
-    ((name, at),) = stage.told()
-    assert name == "SliceDrained"
-    assert at == pytest.approx(3.0 + stage.seconds(A, Use.GENERATE) + stage.seconds(A, Use.PREFILL))
-    assert stage.fleet.units[A].replica.generated == pytest.approx(100.0)
-
-
-def test_an_idle_slice_is_drained_at_once_however_leisurely() -> None:
-    stage = Stage()
-    stage.fleet.units[A].serve(0)
-    stage.command(cmd.DrainSlice(command=1, slice=A, interrupt=False))
-    stage.until(9.0)
-    assert stage.told() == [("SliceDrained", 3.0)]
 
 
 def test_a_newer_command_voids_the_older_one() -> None:
@@ -142,7 +120,7 @@ def test_a_newer_command_voids_the_older_one() -> None:
     stage = Stage()
     stage.command(cmd.LendSlice(command=1, slice=A, version=0))
     stage.until(5.0)
-    stage.command(cmd.DrainSlice(command=2, slice=A, interrupt=True))
+    stage.command(cmd.DrainSlice(command=2, slice=A))
     stage.until(20.0)
     assert stage.told() == [("SliceDrained", 8.0)]
     assert stage.seconds(A, Use.SWITCH) == 8.0
