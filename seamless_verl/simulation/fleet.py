@@ -232,6 +232,9 @@ class Fleet:
             requests = []
             for name, count in requests_to_move(loads, empty, self.router.price).items():
                 requests += self.units[name].replica.share(count)
+            if self._residents:
+                for request in requests:
+                    self._residents.moved(request.owner)
             self._release(requests)
         for _ in range(len(self.units)):
             if not self._migrate():
@@ -332,13 +335,16 @@ class Fleet:
         return {name: unit.replica.load for name, unit in self.units.items() if self._takes(name, floor)}
 
     def _load(self, name: str) -> ReplicaLoad:
+        """As a live router sees it: what a replica that wakes or loads weights will begin at once does not queue."""
         replica = self.units[name].replica
-        kv = round(replica.kv)
+        running, kv = replica.num_running, round(replica.kv)
+        if not self.units[name].serving:
+            running = min(replica.load, replica.physics.max_running)
         return ReplicaLoad(
             replica=name,
             version=replica.version,
-            running=replica.num_running,
-            waiting=len(replica.waiting),
+            running=running,
+            waiting=replica.load - running,
             kv_tokens=kv,
             kv_room=replica.physics.kv_tokens - kv,
             max_running=replica.physics.max_running,

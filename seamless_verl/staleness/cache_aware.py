@@ -104,8 +104,8 @@ class Residents:
         return self._tokens[replica]
 
     def near(self, session: Hashable, group: Hashable) -> str:
-        """Where the prefix of a session without a place may still be; empty: nobody knows."""
-        return self._last.get(session) or self._last.get(group, "")
+        """Where the prefix of a session without a place may still be; empty: nobody knows, or it is to go elsewhere."""
+        return self._last[session] if session in self._last else self._last.get(group, "")
 
     def began(self, session: Hashable) -> int:
         """Its number in the order in which sessions asked first."""
@@ -173,6 +173,11 @@ class Residents:
         self._places.clear()
         self._last.clear()
         self._tokens.clear()
+
+    def moved(self, session: Hashable) -> None:
+        """It gives way to others, at the price of its prefix, and must not be sent back to it."""
+        self.displaced(session)
+        self._last[session] = ""
 
     def displaced(self, session: Hashable) -> None:
         """It has no place any more, if it had one."""

@@ -250,6 +250,10 @@ class CacheAwareBalancer(HoldingBalancer):
         super()._displace(conversation)
         self._residents.displaced(conversation)
 
+    def _send_away(self, conversation: str) -> None:
+        super()._send_away(conversation)
+        self._residents.moved(conversation)
+
     def _make_room(self, conversation: str, tokens: int) -> None:
         home = self._request_id_to_server.get(conversation)
         if home is None:

@@ -267,7 +267,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             chosen = [here[self.max_running + index] for index in queued] if queued else here[-count:]
             for conversation in chosen:
                 if self._interrupt(server_id, conversation):
-                    self._displace(conversation)
+                    self._send_away(conversation)
+
+    def _send_away(self, conversation: str) -> None:
+        """It moves to one that joined."""
+        self._displace(conversation)
 
     def _displace(self, conversation: str) -> None:
         """It has no place any more, and gets one when it asks."""

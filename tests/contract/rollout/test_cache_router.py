@@ -266,6 +266,21 @@ async def test_a_session_that_moves_to_a_newcomer_keeps_no_room_where_it_was():
     assert kept() == {"a": 400, "b": 480}
 
 
+async def test_a_session_that_is_moved_is_not_sent_back_to_its_prefix():
+    """As an answer goes on for as long as its context is, moving pays; for a turn of usual length it would not."""
+    server, aborted = Server(replace(DEAR, prefill_s_per_token=1e-2)), []
+    server.abort_request = SimpleNamespace(remote=lambda name, **_: aborted.append(name))
+    made = await learned(cache=100_000, a=server)
+    for number in range(8):
+        await made.acquire_server(f"r{number}", context_tokens=4000, attempt=f"a{number}", group="g")
+    made.add_servers({"b": Server()})
+    made.set_cache_tokens({"b": 100_000})
+    made.even_out()
+    assert aborted == ["a7"]
+    made.release_server("a", "r7")
+    assert await seated(ask(made, "r7", 4100, group="g")) == ["b"]
+
+
 async def test_a_client_tells_which_group_it_asks_for_and_when_its_session_is_over():
     from omegaconf import OmegaConf
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.config import WeightsConfig
+from seamless_verl.config import RouterConfig, WeightsConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.scheduling import commands as cmd
 from seamless_verl.scheduling import events as ev
@@ -20,6 +20,7 @@ from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.driver import Driver
 from seamless_verl.simulation.replica import Request
 from seamless_verl.simulation.scenario import SwitchCosts
+from seamless_verl.staleness.router import router_of
 from tests.kernel.simulation.build import ENGINE, make_fleet
 
 A, B = SliceId("a"), SliceId("b")
@@ -43,12 +44,15 @@ class Cluster:
 class Stage:
     """Two slices under a driver; ``events`` with the times at which the scheduler was told of them."""
 
-    def __init__(self, costs: SwitchCosts = COSTS, weights: WeightsConfig | None = None) -> None:
+    def __init__(
+        self, costs: SwitchCosts = COSTS, weights: WeightsConfig | None = None, policy: str = "least_requests"
+    ) -> None:
         self.clock = Clock()
         self.cluster = Cluster()
         self.events: list[ev.Event] = []
         self.replies: dict[type[ev.Event], list[cmd.Command]] = {}
-        self.fleet = make_fleet(self.clock, stopped=lambda request, name, finished: self.idle(name))
+        router = router_of(RouterConfig(policy=policy, oldest_first=False))
+        self.fleet = make_fleet(self.clock, router=router, stopped=lambda request, name, finished: self.idle(name))
         for name in (A, B):
             self.fleet.add(name, gpus=1, trainable=True, physics=ENGINE)
         cluster: Any = self.cluster
@@ -229,10 +233,10 @@ def test_without_spread_a_switch_takes_what_was_said_and_with_it_about_that() ->
     assert sum(waits) / len(waits) == pytest.approx(7.0, rel=0.05)
 
 
-def _synced(stage: Stage, *, joins: bool) -> dict[SliceId, list[object]]:
-    """B takes new weights, with four requests on it, while A wakes up; who waits where when both are done."""
+def _synced(stage: Stage, *, joins: bool, count: int = 4) -> dict[SliceId, list[object]]:
+    """B takes new weights, with ``count`` requests on it, while A wakes up; who waits where when both are done."""
     stage.fleet.units[B].serve(0)
-    stage.fleet.submit([Request(number, 10, 5000) for number in range(4)])
+    stage.fleet.submit([Request(number, 10, 5000) for number in range(count)])
     stage.until(1.0)
     stage.cluster[B].state = SliceState.SYNCING
     stage.cluster[A].state = SliceState.WAKING if joins else SliceState.IDLE
@@ -249,14 +253,16 @@ def _synced(stage: Stage, *, joins: bool) -> dict[SliceId, list[object]]:
     return {name: [request.owner for request in replica.waiting] for name, replica in running.items()}
 
 
-def test_a_slice_that_is_lent_while_weights_load_gets_its_share_of_what_they_interrupt() -> None:
-    stage = Stage()
-    waiting = _synced(stage, joins=True)
-    assert sorted(map(len, waiting.values())) == [2, 2]
-    assert sorted(str(owner) for owners in waiting.values() for owner in owners) == ["0", "1", "2", "3"]
+@pytest.mark.parametrize("policy", ["least_requests", "cache_aware"])
+def test_a_slice_that_is_lent_while_weights_load_gets_its_share_of_what_they_interrupt(policy: str) -> None:
+    """More than a router of the kind that holds requests is offered at a time."""
+    stage = Stage(policy=policy)
+    waiting = _synced(stage, joins=True, count=200)
+    assert list(map(len, waiting.values())) == [100, 100]
+    assert {owner for owners in waiting.values() for owner in owners} == set(range(200))
     stage.until(20.0)
     assert [name for name, _ in stage.told()] == ["SliceReady", "SliceReady"]
-    assert [stage.fleet.units[name].replica.num_running for name in (A, B)] == [2, 2]
+    assert [stage.fleet.units[name].replica.num_running for name in (A, B)] == [100, 100]
 
 
 def test_a_slice_that_is_not_lent_gets_nothing_of_it() -> None:

@@ -118,10 +118,15 @@ def test_a_group_that_is_given_up_leaves_no_request_behind_and_does_not_come_bac
 
 
 def _two_busy(
-    stopped: list[tuple[object, str, bool]], context: int, *, count: int = 40, price: MovePrice | None = None
+    stopped: list[tuple[object, str, bool]],
+    context: int,
+    *,
+    count: int = 40,
+    price: MovePrice | None = None,
+    policy: str = "least_requests",
 ) -> Fleet:
     """Two slices that serve requests of one context and a third that does not yet; what joins may take running ones."""
-    router = replace(router_of(RouterConfig(oldest_first=False)), price=price or MovePrice())
+    router = replace(router_of(RouterConfig(policy=policy, oldest_first=False)), price=price or MovePrice())
     fleet = _fleet(stopped, rebalance=True, router=router)
     for name in ("a", "b", "c"):
         fleet.add(name, gpus=1, trainable=name == "c", physics=ENGINE)
@@ -135,6 +140,15 @@ def _join(fleet: Fleet, name: str) -> None:
     fleet.units[name].serve(0)
     fleet.joined(name)
     fleet.even_out()
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "cache_aware"])
+def test_who_is_interrupted_for_a_slice_that_joins_arrives_there(policy: str) -> None:
+    """Also long contexts, where a turn of usual length would rather have its prefix."""
+    stopped: list[tuple[object, str, bool]] = []
+    fleet = _two_busy(stopped, 3000, policy=policy)
+    _join(fleet, "c")
+    assert fleet.units["c"].replica.load == len(stopped) > 0
 
 
 def test_a_slice_that_joins_interrupts_only_those_that_move_to_it() -> None:

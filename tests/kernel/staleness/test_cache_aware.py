@@ -98,6 +98,17 @@ def test_the_youngest_lose_their_places_when_contexts_grow_but_not_while_they_ru
     assert residents.near("third", "g") == "a", "it may still be there"
 
 
+def test_who_gives_way_is_not_sent_back_to_its_prefix_nor_to_its_groups() -> None:
+    residents = Residents()
+    for name in ("stays", "moves"):
+        residents.placed(name, "g", "a", 200)
+    residents.moved("moves")
+    assert (residents.kept("a"), residents.near("moves", "g"), residents.near("new", "g")) == (200, "", "a")
+    residents.placed("moves", "g", "b", 200)
+    residents.displaced("moves")
+    assert residents.near("moves", "g") == "b", "it has a prefix again"
+
+
 def test_what_ended_or_left_keeps_nothing() -> None:
     residents = Residents()
     residents.placed("s", "g", "a", 300)
