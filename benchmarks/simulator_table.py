@@ -54,8 +54,9 @@ class Cell:
 
     def scenario(self) -> Scenario:
         """With as many counted steps for all, after as many that do not count."""
-        changes = {"seed": self.seed, "steps": _FIRST + self.steps, "warm": _FIRST, "router": self.router}
-        return cell(self.system, self.work, self.gpus, self.split, **changes)
+        changes = {"seed": self.seed, "steps": _FIRST + self.steps, "warm": _FIRST}
+        asked = self.router if self.system == _OURS else None
+        return cell(self.system, self.work, self.gpus, self.split, router=asked, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
