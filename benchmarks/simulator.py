@@ -229,6 +229,9 @@ _PARTS = {
 }
 
 
+_ROUTED = ("limit", "table", "idle")  # the parts that play ours with ``--router``
+
+
 def _router(policy: str) -> RouterConfig:
     try:
         return RouterConfig(policy=policy)
@@ -248,8 +251,15 @@ def _extend(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     options: Any = arguments(__doc__ or "", _extend)
+    wanted = options.part or tuple(_PARTS)
+    others = [part for part in wanted if part not in _ROUTED]
+    if options.router is not None and others:
+        named = " ".join(f"--part {part}" for part in _ROUTED)
+        raise SystemExit(
+            f"simulator: --router means nothing to {', '.join(others)}; with it write {named}, or some of them"
+        )
     records: list[Record] = []
-    for part in options.part or _PARTS:
+    for part in wanted:
         records += _PARTS[part](options)
     return report(records, options.json)
 
