@@ -23,7 +23,6 @@ import time
 import types
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import ray.experimental.internal_kv as internal_kv
 import torch
@@ -216,8 +215,16 @@ def _verls_engine() -> types.ModuleType:
     module = sys.modules[_COPY] = importlib.util.module_from_spec(spec)
     registry = CheckpointEngineRegistry._registry
     before = registry.get("nccl")
-    with patch.dict(sys.modules, {"cupy": cupy}):
+    # Not by `mock.patch.dict`, which empties `sys.modules` for an instant: whatever another thread pickled then failed.
+    real = sys.modules.get("cupy")
+    sys.modules["cupy"] = cupy
+    try:
         spec.loader.exec_module(module)
+    finally:
+        if real is None:
+            del sys.modules["cupy"]
+        else:
+            sys.modules["cupy"] = real
     if before is None:
         registry.pop("nccl")
     else:

@@ -3,11 +3,13 @@
 Each test ends by looking for what a run must not leave: processes, shared memory, temporary files.
 """
 
+import atexit
 import contextlib
 import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -62,13 +64,14 @@ class Machine:
     Being a subreaper, this process inherits what a run leaves, also when the mark has been written over.
     """
 
-    started: ClassVar[set[int]] = set()
+    started: ClassVar[dict[int, subprocess.Popen[str]]] = {}
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.temporary = Path(tempfile.mkdtemp(prefix="svt-", dir="/tmp"))  # short enough to be used for sockets
+        atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
         self.shared_before = set(os.listdir("/dev/shm"))
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.children_before = set(psutil.Process().children())
@@ -87,7 +90,7 @@ class Machine:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.started.add(process.pid)
+        self.started[process.pid] = process
         return process
 
     def run(self, *arguments: str, **settings: str) -> tuple[int, str]:
@@ -174,6 +177,10 @@ def machine(tmp_path) -> Iterator[Machine]:
     for process in machine.processes():  # only what a failed test left; the assertions are the tests' own
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    for started in Machine.started.values():  # or a failed test's pipes would fail the next one by a warning
+        started.kill()
+        started.wait()
+        started.stdout.close()
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
