@@ -22,14 +22,15 @@ class RowStamp(TypedDict):
     Attributes:
         digest: `row_digest` of the row as it left the proxy.
         violations: what the proxy's audit of the session against the engine's record found; 0 is the only good value.
-        version_spans: ``(weight version, policy tokens)`` along the row.
+        made_by: ``(start, stop, weight version)`` of all generated tokens among the response's, also of those that the
+            row does not train.
         cut_off: whether an answer that the row trains ended by length: of its turn, its session's budget, or as a
             straggler that was cut short.
     """
 
     digest: str
     violations: int
-    version_spans: list[tuple[int, int]]
+    made_by: list[tuple[int, int, int]]
     cut_off: bool
 
 
@@ -66,7 +67,7 @@ def row_to_output(
     stamp = RowStamp(
         digest=row_digest(prompt_ids, response_ids, mask, log_probs),
         violations=violations,
-        version_spans=[(span.version, span.stop - span.start) for span in row.version_spans],
+        made_by=[(span.start - len(prompt_ids), span.stop - len(prompt_ids), span.version) for span in row.version_spans],
         cut_off=any(turn.trained and turn.finish_reason is FinishReason.LENGTH for turn in row.turns),
     )
     return AgentLoopOutput(

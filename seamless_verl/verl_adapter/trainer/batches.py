@@ -144,20 +144,13 @@ def mask_old_tokens(batch: KVBatchMeta, version: int, most: int) -> float:
     masks = list(data["response_mask"].unbind())
     kept = []
     for mask, stamp, tag in zip(masks, _stamps(data["extra_fields"]), batch.tags, strict=True):
-        lags = _lags(mask, tag, stamp.get("version_spans"), version)
-        kept.append(mask if lags is None else _without(mask, lags > most))
+        lags = _lags(mask, tag, stamp.get("made_by"), version)
+        kept.append(mask if lags is None else mask * (lags <= most))
     before, after = (sum(int(mask.sum()) for mask in each) for each in (masks, kept))
     if not after:  # losses are means over tokens: of none they would be no numbers
         return 0.0
     _put(batch.partition_id, batch.keys, "response_mask", kept)
     return 1 - after / before
-
-
-def _without(mask: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor:
-    """``mask`` with 0 at those of its tokens that ``left_out`` names."""
-    result = mask.clone()
-    result[mask.bool().nonzero().flatten()[left_out]] = 0
-    return result
 
 
 def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta:
@@ -172,7 +165,7 @@ def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta
     fields = ["response_mask", "extra_fields"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     rows = [
-        interpolation_weights(mask, tag, stamp.get("version_spans"), version)
+        interpolation_weights(mask, tag, stamp.get("made_by"), version)
         for mask, stamp, tag in zip(
             data["response_mask"].unbind(), _stamps(data["extra_fields"]), batch.tags, strict=True
         )
@@ -181,37 +174,34 @@ def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta
 
 
 def interpolation_weights(
-    mask: torch.Tensor, tag: Mapping[str, Any], spans: Sequence[tuple[int, int]] | None, version: int
+    mask: torch.Tensor, tag: Mapping[str, Any], made_by: Sequence[tuple[int, int, int]] | None, version: int
 ) -> torch.Tensor:
     """``1 / lag``, at most 1, for one row of response tokens; 1 where no version is known (padding, tools).
 
     Args:
         mask: 1 on policy tokens.
-        tag: verl's tag of the row; its oldest version stands for all tokens where ``spans`` are not known.
-        spans: ``(weight version, policy tokens)`` along the row.
+        tag: verl's tag of the row; its oldest version stands for all tokens where ``made_by`` is not known.
+        made_by: `RowStamp.made_by` of the row.
     """
-    weights = torch.ones(mask.shape, dtype=torch.float32)
-    lags = _lags(mask, tag, spans, version)
-    if lags is not None:
-        weights[mask.bool().nonzero().flatten()] = 1.0 / lags.clamp(min=1.0)
-    return weights
+    lags = _lags(mask, tag, made_by, version)
+    ones = torch.ones(mask.shape, dtype=torch.float32)
+    return ones if lags is None else torch.where(mask.bool(), 1.0 / lags.clamp(min=1.0), ones)
 
 
 def _lags(
-    mask: torch.Tensor, tag: Mapping[str, Any], spans: Sequence[tuple[int, int]] | None, version: int
+    mask: torch.Tensor, tag: Mapping[str, Any], made_by: Sequence[tuple[int, int, int]] | None, version: int
 ) -> torch.Tensor | None:
-    """Versions between the weights that made each policy token of a row and ``version``; None where none is known.
+    """Versions between the weights that made each response token of a row and ``version``; None where none is known.
 
+    By position, not by count along the mask: it leaves out answers that another row trains, and what verl rejected.
     The arguments are those of `interpolation_weights`.
     """
     oldest = tag.get("min_global_steps")
     if oldest is None:
         return None
-    lags = torch.full((int(mask.bool().sum()),), float(version - oldest))
-    begin = 0
-    for generated_by, tokens in spans or ():
-        lags[begin : begin + tokens] = float(version - generated_by)
-        begin += tokens
+    lags = torch.full(mask.shape, float(version - oldest))
+    for start, stop, generated_by in made_by or ():
+        lags[start:stop] = float(version - generated_by)
     return lags
 
 

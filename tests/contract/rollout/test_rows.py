@@ -12,6 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopW
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD, row_digest, row_to_output
+from seamless_verl.verl_adapter.trainer.batches import interpolation_weights
 from tests.fakes import ScriptedEdge, assistant, small_tokenizer, system, user
 
 PROMPT, RESPONSE = 12, 40
@@ -111,3 +112,28 @@ def test_the_stamp_says_whether_an_answer_that_the_row_trains_was_cut_off() -> N
     ]
     # The first row has most tokens and trains the answer that it shares with the second.
     assert [output.extra_fields[ROW_FIELD]["cut_off"] for output in outputs] == [True, False, False]
+
+
+def test_each_trained_token_has_the_lag_of_the_weights_that_made_it_behind_an_answer_that_another_row_trains() -> None:
+    edge = ScriptedEdge()
+    start = [user("hi there")]
+    edge.ask(start, "one")
+    edge.ask([*start, assistant("one"), user("go on")], "two three four")
+    edge.ask([*start, assistant("one"), user("or not")], "five six")
+    told = {
+        entry.generation_id: [span.version for span in entry.version_spans for _ in range(span.num_tokens)]
+        for entry in edge.ledger
+    }
+    rows = edge.rows()
+    assert any(not turn.trained for row in rows for turn in row.turns), "else nothing is shared"
+    assert len({version for versions in told.values() for version in versions}) > 1
+    for row in rows:
+        output = row_to_output(row, reward=1.0, metrics=AgentLoopMetrics(), extra_fields={}, violations=0, images={})
+        expected = [1.0] * len(output.response_ids)
+        for turn in row.turns:
+            if turn.trained:
+                at = slice(turn.start - row.prompt_len, turn.stop - row.prompt_len)
+                expected[at] = [1 / (9 - version) for version in told[turn.generation_id]]
+        stamp, tag = output.extra_fields[ROW_FIELD], {"min_global_steps": output.extra_fields["min_global_steps"]}
+        weights = interpolation_weights(torch.tensor(output.response_mask), tag, stamp["made_by"], version=9)
+        assert weights.tolist() == pytest.approx(expected)

@@ -133,9 +133,13 @@ def test_the_weight_of_a_token_is_one_over_the_lag_of_the_version_that_generated
     from seamless_verl.verl_adapter.trainer.batches import interpolation_weights
 
     mask = torch.tensor([1, 1, 0, 1, 1, 1])
-    spans = [(4, 2), (6, 2), (8, 1)]
-    weights = interpolation_weights(mask, {"min_global_steps": 4}, spans, version=8)
+    made_by = [(0, 2, 4), (3, 5, 6), (5, 6, 8)]
+    weights = interpolation_weights(mask, {"min_global_steps": 4}, made_by, version=8)
     assert weights.tolist() == [0.25, 0.25, 1.0, 0.5, 0.5, 1.0]
+    rejected = torch.tensor([1, 0, 0, 1, 1, 1])  # by verl, in the same mask
+    assert interpolation_weights(rejected, {}, made_by, version=8).tolist() == [1.0] * 6
+    weights = interpolation_weights(rejected, {"min_global_steps": 4}, made_by, version=8)
+    assert weights.tolist() == [0.25, 1.0, 1.0, 0.5, 0.5, 1.0]
     whole = interpolation_weights(mask, {"min_global_steps": 6}, None, version=8)
     assert whole.tolist() == [0.5, 0.5, 1.0, 0.5, 0.5, 0.5]
     assert interpolation_weights(mask, {"is_padding": True}, None, version=8).tolist() == [1.0] * 6
@@ -217,7 +221,7 @@ def test_tokens_of_too_old_weights_do_not_count_and_their_row_does(stored):
 
     # Version 1 made a token, a tool said one, version 2 went on with two.
     stored["b"]["response_mask"] = torch.tensor([1, 0, 1, 1])
-    stored["b"]["extra_fields"] = {"seamless": {"version_spans": [(1, 1), (2, 2)]}}
+    stored["b"]["extra_fields"] = {"seamless": {"made_by": [(0, 1, 1), (2, 4, 2)]}}
     assert mask_old_tokens(batch(), version=3, most=2) == 0.0
     assert mask_old_tokens(batch(), version=3, most=1) == pytest.approx(1 / 5)
     assert stored["b"]["response_mask"].tolist() == [0, 0, 1, 1]
