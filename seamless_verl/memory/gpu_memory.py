@@ -27,10 +27,12 @@ _QKV_BIAS = frozenset(["qwen2", "qwen2_moe"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """``parameters`` of the language model; ``cache_per_token``: numbers (not bytes) in a token's keys and values."""
+    """Numbers, not bytes: ``parameters`` of the language model, ``cache_per_token`` in a token's keys and values, and
+    ``largest`` in one tensor of parameters."""
 
     parameters: int
     cache_per_token: int
+    largest: int
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
@@ -55,9 +57,12 @@ class ModelShape:
         sparse = _sparse_layers(config, layers) if family in _MIXED else 0
         feed_forward = (layers - sparse) * 3 * hidden * int(config["intermediate_size"])
         feed_forward += sparse * _experts(config, hidden)
-        embeddings = int(config["vocab_size"]) * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        words = int(config["vocab_size"]) * hidden
+        embeddings = words * (1 if config.get("tie_word_embeddings") else 2)
         total = layers * (attention + 2 * hidden) + feed_forward + embeddings + hidden
-        return cls(parameters=total, cache_per_token=2 * layers * keys)
+        # transformers 5 has the gates and up-projections of all experts of a layer in one tensor.
+        experts = 2 * _num_experts(config) * _width(config) * hidden if sparse else 0
+        return cls(parameters=total, cache_per_token=2 * layers * keys, largest=max(words, experts))
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> int:
@@ -67,10 +72,17 @@ def _sparse_layers(config: Mapping[str, Any], layers: int) -> int:
 
 def _experts(config: Mapping[str, Any], hidden: int) -> int:
     """One layer's router and experts, with the shared one of Qwen2-MoE."""
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-    width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config["shared_expert_intermediate_size"]) if config["model_type"] == "qwen2_moe" else 0
-    return experts * (3 * hidden * width + hidden) + (3 * hidden * shared + hidden if shared else 0)
+    each = 3 * hidden * _width(config) + hidden
+    return _num_experts(config) * each + (3 * hidden * shared + hidden if shared else 0)
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

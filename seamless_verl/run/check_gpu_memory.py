@@ -1,8 +1,8 @@
 """Refuses shares of a GPU that cannot hold trainer and engine together, before either is loaded.
 
 The arithmetic is `memory.gpu_memory`; here are the keys, the model's ``config.json`` and the card. Where one of
-them is not known (another engine or trainer than vLLM and FSDP, a model that is not on this machine yet, no
-``nvidia-smi``) nothing is said.
+them is not known (another engine or trainer than vLLM and FSDP, no ``nvidia-smi``) nothing is said; where the model is
+not on this machine yet, that.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_conf
 _ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{_ROLLOUT}.gpu_memory_utilization"
 ALONE = f"{_ROLLOUT}.standalone_gpu_memory_utilization"
+_MODEL = "actor_rollout_ref.model.path"
+_BUCKET = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _BYTES = {"fp32": 4, "float32": 4, "float": 4}  # all others: 2
 # With one of these vLLM's cache is not what its share leaves, or its numbers are not two bytes each.
 _OWN_SIZES = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "kv_cache_dtype", "quantization")
@@ -52,9 +54,11 @@ def check_memory(config: Mapping[str, Any], machine: Machine) -> list[str]:
     engine = value_of(config, f"{_ROLLOUT}.name", "vllm")
     if not card or value_of(config, "trainer.device") != "cuda" or engine != "vllm":
         return []
-    shape = model_shape(value_of(config, "actor_rollout_ref.model.path", None))
+    path = value_of(config, _MODEL, None)
+    shape = model_shape(path)
     if shape is None:
-        return []
+        unseen = f"{_MODEL}={path} is not on this machine yet, so whether it fits into its GPUs was not checked"
+        return [] if any(True for _ in model_configs(path)) else [f"{unseen}. To be told: hf download {path}"]
     found = _beside_the_trainer(config, card, shape) + _one_row_each(config, card, shape)
     warnings = [problem for problem in found if isinstance(problem, str)]
     for problem in found:
@@ -87,7 +91,8 @@ def _beside_the_trainer(config: Mapping[str, Any], card: int, shape: ModelShape)
         trained += [_trained(config, "critic", "fsdp", critic)] if critic else []
     resident = sum(part.at_rest for part in trained)
     share = float(value_of(config, SHARE))
-    highest = highest_utilization(card, resident)
+    sent = _sent(config, shape.largest * trained[0].bytes_each)
+    highest = highest_utilization(card, resident + sent)
     parts = " + ".join(
         f"{_gib(part.at_rest)} of the trainer's ({part.parameters / 1e9:.1f}e9 parameters over {part.shards} GPUs)"
         for part in trained
@@ -100,15 +105,27 @@ def _beside_the_trainer(config: Mapping[str, Any], card: int, shape: ModelShape)
         fix += ", or move more to the host (actor_rollout_ref.actor.fsdp_config.optimizer_offload=true)"
         return [ConfigError(SHARE, share, f"does not fit beside the trainer: {total} > {_gib(card)} of a card", fix)]
     warnings: list[ConfigError | str] = []
-    if beyond(card, resident, share, COMFORT) > 0:
+    if beyond(card, resident + sent, share, COMFORT) > 0:
         tight = f"{SHARE}={share} is tight: {total} of {_gib(card)}"
-        warnings.append(f"{tight}; {highest:.2f} would leave {_gib(COMFORT)} free")
+        more = f", of which a replica that comes back takes {_gib(sent)} for its weights ({_BUCKET})" if sent else ""
+        warnings.append(f"{tight}; {highest:.2f} would leave {_gib(COMFORT + sent)} free{more}")
     if not value_of(config, f"{_ROLLOUT}.free_cache_engine", True):
         warnings.append(
             f"{_ROLLOUT}.free_cache_engine=false: engines on the trainer's GPUs keep {_gib(share * card)} of each "
             "while it trains"
         )
     return warnings
+
+
+def _sent(config: Mapping[str, Any], largest: int) -> int:
+    """Bytes on a trainer's GPU while weights go to a replica on another one, which may be in the midst of a loan.
+
+    verl 0.9.1: ``nccl_checkpoint_engine.prepare`` takes two buckets, ``get_per_tensor_param`` one tensor as a whole.
+    """
+    alone = value_of(config, f"{_ROLLOUT}.nnodes", 0) and value_of(config, "trainer.v1.trainer_mode", "") == "seamless"
+    in_buckets = value_of(config, "seamless.weights.sync", None) != "rolling"
+    buckets = 2 * int(value_of(config, _BUCKET, 2048)) << 20
+    return (largest + buckets * in_buckets) if alone else 0
 
 
 def _trained(config: Mapping[str, Any], section: str, engine: str, shape: ModelShape) -> Trained:

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import SeamlessConfig
@@ -45,6 +46,9 @@ _MODULES = {
 }
 """What verl 0.9.1's checkpoint engines import, by backend. Without it verl leaves the backend unregistered and says so
 when the trainer's workers have loaded the model (``CheckpointEngineRegistry.get``)."""
+
+_WANDB = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_DISABLED")
+_WANDB_SETTINGS = ("wandb/settings", "~/.config/wandb/settings")  # may say offline, or hold the key
 
 HOW_TO_INSTALL = {
     "cupy": "pip install cupy-cuda13x==14.0.1 (cupy-cuda12x beside a torch built for CUDA 12); the extra [gpu] has it",
@@ -269,6 +273,29 @@ def check_packages(config: Mapping[str, Any], machine: Machine) -> None:
     _check_backend(config)
     if machine.accelerators or cluster_address(value_of(config, ADDRESS, None)) is None:
         _check_attention(config)
+
+
+def check_tracker(config: Mapping[str, Any]) -> None:
+    """Raise where wandb, which verl's default ``trainer.logger`` names, would ask for a key that nobody can type.
+
+    It asks when all models are loaded (verl 0.9.1: ``PPOTrainer.fit``), and the trainer has no terminal.
+    """
+    loggers = value_of(config, "trainer.logger", None) or []
+    if "wandb" not in ([loggers] if isinstance(loggers, str) else loggers) or any(map(os.environ.get, _WANDB)):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    for netrc in (os.environ.get("NETRC") or "~/.netrc", "~/_netrc"):
+        with contextlib.suppress(OSError):
+            if host in Path(netrc).expanduser().read_text(encoding="utf-8", errors="replace"):
+                return
+    if any(Path(file).expanduser().exists() for file in _WANDB_SETTINGS):
+        return
+    raise ConfigError(
+        "trainer.logger",
+        loggers,
+        f"names wandb, and there is no API key for {host} (WANDB_API_KEY, ~/.netrc)",
+        "log in (wandb login), write WANDB_MODE=offline before the command, or trainer.logger=[console]",
+    )
 
 
 def _check_backend(config: Mapping[str, Any]) -> None:

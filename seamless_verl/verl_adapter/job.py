@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.run.check_machine import cluster_address
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
 from seamless_verl.run.supervisor import INTERPRETER, MARKS
 
@@ -269,8 +270,8 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     marks = {name: os.environ[name] for name in MARKS if name in os.environ}
     merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": marks}, environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
-    if settings.get("address") == "local":
-        settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))
+    if cluster_address(settings.get("address")) is None:
+        settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))  # where the supervisor looks for logs
     ray.init(**settings, runtime_env=merged)
 
 

@@ -70,6 +70,7 @@ def overrides_of(path: Path) -> list[str]:
 def check(monkeypatch):
     """Checks a list's overrides before the start and gives the policy; cupy and flash-attn are not here to be found."""
     monkeypatch.setattr(preflight.check_machine, "check_packages", lambda *_: None)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # whoever runs them has logged in
     monkeypatch.setattr(preflight.check_machine, "check_ports", lambda *_: None)
     sizes = ("memory_available", "memory_total", "disk_free", "shared_memory_free")
     machine = Machine(accelerators=32, cores=64, accelerator_memory=80 * 2**30, **dict.fromkeys(sizes, 2**40))

@@ -194,6 +194,26 @@ def test_what_verl_sets_for_its_keys_we_set(monkeypatch, rollout, judge, logger)
     assert trainer_environment(config) == set_by_verl
 
 
+@pytest.mark.parametrize(
+    ("address", "joins", "folder"),
+    [(None, "", "here"), ("local", "", "here"), (None, "10.0.0.1:6379", None), ("auto", "10.0.0.1:6379", None)],
+)
+def test_a_cluster_of_the_runs_own_keeps_its_logs_where_the_supervisor_looks(
+    monkeypatch, tmp_path, address, joins, folder
+):
+    import ray
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter import job
+
+    told = []
+    monkeypatch.setattr(ray, "init", lambda **settings: told.append(settings))
+    monkeypatch.setattr(job.os, "environ", {"SEAMLESS_RAY_DIR": "here", "TMPDIR": str(tmp_path), "RAY_ADDRESS": joins})
+    settings = {} if address is None else {"address": address}
+    job._start_ray(OmegaConf.create({"ray_kwargs": {"ray_init": settings}}), {"env_vars": {}})
+    assert told[0].get("_temp_dir") == folder
+
+
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_trackers_are_told_how_the_run_ended(succeeds):
     from types import SimpleNamespace

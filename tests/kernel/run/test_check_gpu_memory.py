@@ -93,7 +93,7 @@ def test_a_share_for_engines_alone_is_refused_beside_a_trainer_with_the_sum(chec
 def test_replicas_with_gpus_of_their_own_keep_their_share(check):
     with pytest.raises(ConfigError, match=rf"\+{ALONE}=0.85"):
         check({f"{ROLLOUT}.nnodes": 1})
-    apart = {f"{ROLLOUT}.nnodes": 1, SHARE: 0.75, ALONE: 0.85}
+    apart = {f"{ROLLOUT}.nnodes": 1, SHARE: 0.72, ALONE: 0.85}
     assert check(apart) == []
     assert check({f"{ROLLOUT}.nnodes": 1, "actor_rollout_ref.hybrid_engine": False}) == []
 
@@ -127,6 +127,17 @@ def test_what_is_tight_is_a_warning(check):
     assert "0.80 would leave 4.0 GiB free" in warning
 
 
+def test_buckets_for_a_replica_that_comes_back_count_where_slices_are_lent_beside_replicas_of_their_own(check):
+    ours = {f"{ROLLOUT}.nnodes": 1, SHARE: 0.75, ALONE: 0.85, "trainer.v1": {"trainer_mode": "seamless"}}
+    (warning,) = check(ours)
+    assert "a replica that comes back takes 6.3 GiB for its weights" in warning  # 2 x 2,048 MiB, 151,936 x 4,096 fp32
+    assert "0.72 would leave 10.3 GiB free" in warning
+    assert check({**ours, SHARE: 0.72}) == []
+    bucket = f"{ROLLOUT}.checkpoint_engine"
+    assert check({**ours, bucket: {"update_weights_bucket_megabytes": 512}}) == []
+    assert check({**ours, "seamless": {"weights": {"sync": "rolling"}}}) == [], "no buckets; the matrix still counts"
+
+
 def test_engines_that_keep_their_memory_while_the_trainer_trains_are_a_warning(check):
     fits = {SHARE: 0.5, f"{ROLLOUT}.free_cache_engine": False}
     (warning,) = check(fits)
@@ -156,13 +167,19 @@ def test_where_the_cards_may_be_others_it_is_a_warning(check):
         {"trainer.device": "cpu"},
         {f"{ROLLOUT}.name": "sglang"},
         {"actor_rollout_ref.actor.strategy": "megatron", SHARE: 0.9},
-        {"actor_rollout_ref.model.path": "Qwen/never-downloaded"},
     ],
 )
 def test_what_is_not_known_is_not_refused(check, changes, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     assert check(changes) == []
     assert check({}, card=0) == []
+
+
+def test_a_model_that_is_not_here_yet_is_said_to_be_unchecked(check, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    (warning,) = check({"actor_rollout_ref.model.path": "Qwen/never-downloaded"})
+    assert "Qwen/never-downloaded is not on this machine yet" in warning
+    assert "hf download Qwen/never-downloaded" in warning
 
 
 def test_a_model_that_was_downloaded_is_found_in_the_cache(tmp_path, monkeypatch):

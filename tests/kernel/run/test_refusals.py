@@ -118,6 +118,44 @@ def test_flash_attention_is_missed_where_the_workers_are(installed, monkeypatch)
     check({})
 
 
+@pytest.fixture
+def nobody_logged_in(monkeypatch, tmp_path):
+    for name in ("API_KEY", "IDENTITY_TOKEN_FILE", "MODE", "DISABLED", "BASE_URL"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", ["key", "offline", "netrc", "settings", "own server", "no wandb"])
+def test_wandb_without_a_key_is_refused_before_anything_is_loaded(installed, nobody_logged_in, monkeypatch, way):
+    asked = {"trainer.logger": ["console", "wandb"]}
+    with pytest.raises(ConfigError, match=r"no API key for api\.wandb\.ai.*wandb login.*trainer\.logger=\[console\]"):
+        check(asked)
+    netrc = nobody_logged_in / ".netrc"
+    if way == "key":
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    elif way == "offline":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    elif way == "netrc":
+        netrc.write_text("machine github.com\n  login me\n  password p\n")
+        with pytest.raises(ConfigError, match="no API key"):
+            check(asked)
+        netrc.write_text("machine api.wandb.ai\n  login user\n  password p\n")
+    elif way == "settings":
+        (nobody_logged_in / "wandb").mkdir()
+        (nobody_logged_in / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    elif way == "own server":
+        monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8443")
+        with pytest.raises(ConfigError, match=r"no API key for wandb\.example\.org"):
+            check(asked)
+        netrc.write_text("machine wandb.example.org\n  login user\n  password p\n")
+    else:
+        asked = {"trainer.logger": "tensorboard"}
+    check(asked)
+
+
 def test_megatron_is_missed(installed):
     with pytest.raises(ConfigError, match=r"strategy=megatron: needs megatron.*verl\[megatron\]"):
         check({"actor_rollout_ref.actor.strategy": "megatron"})
