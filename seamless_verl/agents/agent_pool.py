@@ -315,7 +315,7 @@ def serve(handler: Handler) -> None:
         threads_of[job] = threading.get_ident()
         try:
             answer({"job": job, "result": handler(payload, forgotten[job])})
-        except Exception as error:  # noqa: BLE001 - handed to the owner, who raises JobFailed
+        except BaseException as error:  # noqa: BLE001 - JobFailed at the owner, also when the handler exits
             answer({"job": job, "error": f"{type(error).__name__}: {error}{_in_words(places_of(error))}"})
         finally:
             del forgotten[job], threads_of[job]

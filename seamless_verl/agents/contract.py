@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -112,17 +112,15 @@ def checked_reward(value: Any, name: str = "the reward") -> float:
 
 
 def checked_report(report: Any) -> AgentReport:
-    """What `AgentRunner.run` returned.
+    """What `AgentRunner.run` returned, its rewards as Python's own numbers, which travel as JSON.
 
     Raises:
         RewardRefused: it is no report, or one of its rewards is no finite number.
     """
     if not isinstance(report, AgentReport):
         raise RewardRefused(f"the runner's `run` returned {report!r}. Fix: return an AgentReport")
-    checked_reward(report.reward)
-    for name, value in report.rewards.items():
-        checked_reward(value, f"the reward's component {name!r}")
-    return report
+    rewards = {name: checked_reward(one, f"the reward's component {name!r}") for name, one in report.rewards.items()}
+    return replace(report, reward=checked_reward(report.reward), rewards=rewards)
 
 
 def places_of(runner: AgentRunner, limit: int | None) -> int:

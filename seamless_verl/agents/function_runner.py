@@ -147,7 +147,7 @@ def graded(agent: Callable[..., Any], reward: Callable[..., Any], payload: Mappi
             outcome = agent(**{name: payload[name] for name in _ARGUMENTS["agent"]})
             if inspect.iscoroutine(outcome):
                 outcome = asyncio.run(outcome)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - told as the end of this attempt, with the user's lines
+        except BaseException as error:  # noqa: BLE001 - told as the end of this attempt, with the user's lines
             outcome, lines = None, " | ".join(reversed(places_of(error)))
             told["failed"] = f"{error_in_words(error)} in {lines}"
     value = reward(task=task, outcome=outcome)

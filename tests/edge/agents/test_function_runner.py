@@ -14,7 +14,7 @@ from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, Re
 from seamless_verl.agents.function_runner import FunctionRunner
 
 TASK = """
-import os, threading
+import asyncio, os, sys, threading
 
 def attempt(task, base_url, api_key, model):
     if task["way"] == "returns":
@@ -23,12 +23,16 @@ def attempt(task, base_url, api_key, model):
         raise LookupError("no such thing")
     if task["way"] == "blocks":
         threading.Event().wait()
+    if task["way"] == "is cancelled":
+        raise asyncio.CancelledError
     if task["way"] == "dies":
         os._exit(7)
 
 def score(task, outcome):
     if task["way"] == "no reward":
         return float("nan")
+    if task["way"] == "grade exits":
+        sys.exit(3)
     if task["way"] == "no grade":
         return outcome["passed"]
     return {"reward": 0.0 if outcome is None else 1.0, "length": len(outcome or "")}
@@ -72,4 +76,9 @@ async def test_every_end_of_an_attempt_is_graded_or_refused(
         await run(runner, "no reward")
     with pytest.raises(JobFailed, match=r"TypeError: .*their_task.py:\d+ in score"):
         await run(runner, "no grade")
+    with pytest.raises(JobFailed, match=r"SystemExit: 3 in .*their_task.py:\d+ in score"):
+        await run(runner, "grade exits")
+    cancelled = await run(runner, "is cancelled")
+    assert (cancelled.status, cancelled.reward) == (AgentStatus.FAILED, 0.0)
+    assert "CancelledError" in cancelled.detail
     assert (await run(runner, "returns")).reward == 1.0
