@@ -71,7 +71,7 @@ class Scheduler:
             ev.RequestStarted: self.cluster.start_request,
             ev.RequestFinished: self.cluster.finish_request,
             ev.SessionFinished: lambda event: None,
-            ev.Tick: lambda event: None,
+            ev.Tick: lambda event: self._expire(),
         }
 
     def handle(self, event: ev.Event) -> tuple[Command, ...]:
@@ -177,7 +177,6 @@ class Scheduler:
     # ---------------------------------------------------------------- what must be, then what may be
 
     def _settle(self) -> None:
-        self._expire()
         self._issuer.restart_dead()  # before anything is granted
         self._refuse_infeasible()
         self._serve_standing()
@@ -195,6 +194,7 @@ class Scheduler:
         self._issuer.set_timer([*(status.deadline for status in self.cluster), *stalls, *looks])
 
     def _expire(self) -> None:
+        """At ticks only: of events that happened together each may be the answer that another one came too late for."""
         now = self.cluster.now
         for status in [s for s in self.cluster if s.deadline is not None and s.deadline <= now]:
             if status.repair is Repair.UNDER_WAY:

@@ -312,6 +312,17 @@ def test_a_drain_that_is_not_answered_is_a_failure() -> None:
     assert [command.slice for command in world.given(cm.RestartSlice)] == ["a"]
 
 
+def test_answers_that_came_together_and_late_count_each() -> None:
+    """The edge carries out a command for several slices as one, and the slowest one decides when it can tell."""
+    world = world_of(decision(Verb.RECLAIM, "a", "b"), a=BOTH, b=BOTH, r=ROLLOUT)
+    world.do(groups(2.0, 0, 8))
+    world.answer(after_s=130.0)  # 120 s are given
+    assert not world.given(cm.FailOver)
+    assert [world.state(name) for name in ("a", "b")] == [SliceState.IDLE] * 2
+    world.do(ev.Tick(at=133.0))
+    assert not world.given(cm.FailOver)
+
+
 def test_a_restart_that_is_not_answered_is_given_up_after_its_time() -> None:
     world = world_of(a=BOTH, r=ROLLOUT)
     world.do(ev.SliceFailed(at=10.0, slice=SliceId("r"), reason="gone"))
