@@ -42,6 +42,7 @@ class _Held:
     tokens: int
     worker: str
     floor: int
+    session: str
     place: asyncio.Future[str]
 
 
@@ -58,7 +59,13 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
-        self, request_id: str, context_tokens: int | None = None, attempt: str = "", worker: str = "", floor: int = 0
+        self,
+        request_id: str,
+        context_tokens: int | None = None,
+        attempt: str = "",
+        worker: str = "",
+        floor: int = 0,
+        session: str = "",
     ) -> tuple[str, Any]:
         """As its parent's, except that the answer may take until another request has ended."""
         if request_id not in self._begun:
@@ -70,7 +77,8 @@ class HoldingBalancer(MeteredLoadBalancer):
         if able and not at_home and not self._full_determinism and len(self._held) < _MOST_HELD:
             self._asked += 1
             number = str(self._asked)
-            held = _Held(request_id, context_tokens or 0, worker, floor, asyncio.get_running_loop().create_future())
+            place = asyncio.get_running_loop().create_future()
+            held = _Held(request_id, context_tokens or 0, worker, floor, session, place)
             self._held[number] = held
             self._route()
             self._look_later()
@@ -79,7 +87,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             finally:
                 del self._held[number]
         if at_home or self._request_id_to_server.get(request_id) not in self._able(floor):
-            self._choose(request_id, context_tokens, floor)
+            self._choose(request_id, context_tokens, floor, session)
         seat = self._seat(request_id, Attempt(attempt, context_tokens or 0, worker))
         self._moving.pop(request_id, None)
         return seat
@@ -151,7 +159,7 @@ class HoldingBalancer(MeteredLoadBalancer):
                 version=waiting[number].floor,
                 tokens=waiting[number].tokens,
                 begun=(place,),
-                long=waiting[number].conversation in self._outlasting,
+                long=waiting[number].session in self._outlasting,
                 near=self._near(waiting[number].conversation),
             )
             for place, number in enumerate(order)
@@ -287,12 +295,16 @@ _BALANCERS: dict[type, type[MeteredLoadBalancer]] = {
 }
 
 
-def balancer_class(settings: RouterConfig, max_running: int) -> type[MeteredLoadBalancer]:
+def balancer_class(
+    settings: RouterConfig, max_running: int, *, full_determinism: bool = False
+) -> type[MeteredLoadBalancer]:
     """The load balancer that ``seamless.router`` asks for.
 
     Args:
         max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
+        full_determinism: ``rollout.full_determinism``, which verl 0.9.1 hands to a balancer of its own only.
     """
     rules = router_of(settings)
     base = _BALANCERS[type(rules.policy)]
-    return type(base.__name__, (base,), {"rules": rules, "max_running": max_running})
+    told = {"rules": rules, "max_running": max_running, "full_determinism": full_determinism}
+    return type(base.__name__, (base,), told)

@@ -95,6 +95,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         Raises:
             RuntimeError: the engine gave up on this request; what it had generated is no answer.
         """
+        request_log.name(request_id)  # before it is placed: a session that ends first tells the router so
         prompt_ids = normalize_token_ids(prompt_ids)
         partial = PartialGeneration(self._with_budget(sampling_params), decode, moves_grammars=self._is_vllm)
         group = request_log.group_of(request_id)
@@ -180,7 +181,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         floor = request_log.floor(request_id) if self._versions_differ else 0
         if floor:
             extra["floor"] = floor
-        extra["group"] = request_log.group_of(request_id)
+        extra["group"], extra["session"] = request_log.group_of(request_id), request_log.session_of(request_id)
         while True:
             try:
                 server_id, handle = await self._seat(request_id, **extra)

@@ -64,9 +64,10 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     rules = router_of(RouterConfig())
     max_running = UNBOUNDED
+    full_determinism = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"full_determinism": self.full_determinism} | kwargs)
         self._running: dict[tuple[str, str], list[Attempt]] = {}  # (replica, conversation), in order of arrival
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
         self._cache_tokens: dict[str, int] = {}  # by replica, for as long as the run lasts; it may leave and come back
@@ -136,13 +137,19 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._outlasting = outlasting
 
     def require_acquire_fields(self) -> list[str]:
-        return ["context_tokens", "attempt", "worker", "floor"]
+        return ["context_tokens", "attempt", "worker", "floor", "session"]
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
 
     def acquire_server(
-        self, request_id: str, context_tokens: int | None = None, attempt: str = "", worker: str = "", floor: int = 0
+        self,
+        request_id: str,
+        context_tokens: int | None = None,
+        attempt: str = "",
+        worker: str = "",
+        floor: int = 0,
+        session: str = "",
     ) -> tuple[str, Any]:
         """As verl's; a conversation goes to the replica of its last turn unless moving pays, or that one is too old.
 
@@ -151,14 +158,15 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             attempt: what the replica will call the request; without it the request is never interrupted.
             worker: who asks; without it the request keeps its place if the one who asked dies.
             floor: oldest version that may serve it.
+            session: what the scheduler calls the conversation's session (`RequestLog.session_of`).
 
         Raises:
             RuntimeError: there is no replica, or none that is new enough (`NONE_NEW_ENOUGH`).
         """
-        self._choose(request_id, context_tokens, floor)
+        self._choose(request_id, context_tokens, floor, session)
         return self._seat(request_id, Attempt(attempt, context_tokens or 0, worker))
 
-    def _choose(self, request_id: str, context_tokens: int | None, floor: int) -> None:
+    def _choose(self, request_id: str, context_tokens: int | None, floor: int, session: str) -> None:
         able = self._able(floor)
         if self._inflight_requests and not able:
             self._refuse(request_id, floor)
@@ -169,7 +177,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
                 self._let_go([request_id])
             self._request_id_to_server[request_id] = place
         elif (self._lent or len(able) < len(self._inflight_requests)) and not self._full_determinism:
-            request = PendingRequest(request=request_id, version=floor, tokens=0, long=request_id in self._outlasting)
+            request = PendingRequest(request=request_id, version=floor, tokens=0, long=session in self._outlasting)
             others = len(self._refused) - (request_id in self._refused)
             for decision in LeastRequests(others).route([request], self._loads()):
                 if isinstance(decision, Route):

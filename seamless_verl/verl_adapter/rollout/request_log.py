@@ -91,6 +91,10 @@ class RequestLog:
         if key is not None:
             self._names.setdefault(request_id, key)
 
+    def session_of(self, request_id: str) -> str:
+        """What the session is called that ``request_id`` is asked for in the events that are taken here."""
+        return (self._names.get(request_id) or _session.get() or ("", request_id))[1]
+
     def group_of(self, request_id: str) -> str:
         """The prompt that ``request_id`` is asked for, ``""`` where nobody said."""
         group, _ = self._names.get(request_id) or _session.get() or ("", "")
@@ -130,12 +134,12 @@ class RequestLog:
 
     def started(self, request: str, request_id: str, server: str, context_tokens: int) -> None:
         self.name(request_id)
-        group, session = self._names.get(request_id, ("", request_id))
+        group, _ = self._names.get(request_id, ("", ""))
         self._keep(
             RequestStarted(
                 at=time.time(),
                 request=request,
-                session=session,
+                session=self.session_of(request_id),
                 group=group,
                 slice=SliceId(server),
                 context_tokens=context_tokens,

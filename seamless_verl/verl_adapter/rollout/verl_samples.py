@@ -67,7 +67,9 @@ def row_to_output(
     stamp = RowStamp(
         digest=row_digest(prompt_ids, response_ids, mask, log_probs),
         violations=violations,
-        made_by=[(span.start - len(prompt_ids), span.stop - len(prompt_ids), span.version) for span in row.version_spans],
+        made_by=[
+            (span.start - len(prompt_ids), span.stop - len(prompt_ids), span.version) for span in row.version_spans
+        ],
         cut_off=any(turn.trained and turn.finish_reason is FinishReason.LENGTH for turn in row.turns),
     )
     return AgentLoopOutput(

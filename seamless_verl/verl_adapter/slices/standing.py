@@ -126,10 +126,11 @@ class StandingServers:
         tell_cache_sizes(managers[0].global_load_balancer, known)
 
     def _balancer_class(self) -> Any:
-        return (
-            None
-            if self.own_router
-            else balancer_class(self._router, self._config.actor_rollout_ref.rollout.max_num_seqs)
+        if self.own_router:
+            return None
+        rollout = self._config.actor_rollout_ref.rollout
+        return balancer_class(
+            self._router, rollout.max_num_seqs, full_determinism=bool(rollout.get("full_determinism"))
         )
 
 

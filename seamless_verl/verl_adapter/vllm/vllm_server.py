@@ -68,7 +68,8 @@ class _Parts:
         if end - start < self._every:
             return
         ids = so_far.token_ids[start:]
-        log_probs = [so_far.logprobs[start + at][token].logprob for at, token in enumerate(ids)]
+        told = so_far.logprobs  # None with rollout.calculate_log_probs=false
+        log_probs = None if told is None else [told[start + at][token].logprob for at, token in enumerate(ids)]
         spans = self._spans(start, end)
         part = TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=PART, extra_fields={VERSION_SPANS: spans})
         self.waiting.put_nowait(part)

@@ -38,6 +38,7 @@ from seamless_verl.verl_adapter.weights.weight_store import SHARED
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
 _PULL_S = 120.0
+_SLOWEST = 50e6  # bytes per second that a copy to another node may take
 _WAKE_S = 600.0  # as patient as the scheduler
 _LOOK_S = 0.25
 _ANSWER_S = 0.2  # of a replica that is asked what it has to do
@@ -51,7 +52,7 @@ class _State:
 
     Attributes:
         version: of its weights; None: it has none, or broke.
-        call: the pull under way, and since when.
+        call: the pull under way, since when, and for how long at most.
         failed: pulls that failed since the last one that did not.
         load: requests that run and wait, as of the last answer.
         lost: why it will not come back by itself; empty: it has not died.
@@ -60,6 +61,7 @@ class _State:
     version: int | None = None
     call: Any = None
     since: float = 0.0
+    limit_s: float = 0.0
     again_at: float = 0.0
     failed: int = 0
     load: tuple[int, int] = (0, 0)
@@ -247,6 +249,9 @@ class RollingWeights:
         address = replica.server_address
         self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
         server = replica.servers[0]
+        # To another node a pull begins with a copy of the version.
+        copied = weight_store.newest(self._folder) if self._carrier is not None else None
+        state.limit_s = self._limit_s + (copied.nbytes / _SLOWEST if copied is not None else 0.0)
         state.since = time.monotonic()
         told = str(self._folder), pull.at_least, self._keep, self._router, address, self._carrier
         state.call = server.pull.remote(*told)
@@ -256,12 +261,12 @@ class RollingWeights:
             if state.call is None:
                 continue
             is_over = bool(ray.wait([state.call], timeout=0)[0])
-            if not is_over and time.monotonic() - state.since < self._limit_s:
+            if not is_over and time.monotonic() - state.since < state.limit_s:
                 continue
             call, state.call = state.call, None
             try:
                 if not is_over:
-                    raise TimeoutError(f"its pull has not ended for {self._limit_s:.0f} s")
+                    raise TimeoutError(f"its pull has not ended for {state.limit_s:.0f} s")
                 done = ray.get(call)
             except (RayError, TimeoutError) as error:
                 self._failed(replica, state, error)

@@ -306,7 +306,11 @@ async def test_a_client_tells_which_group_it_asks_for_and_when_its_session_is_ov
     client = VersionedLLMClient(OmegaConf.create({}), Handle())
     with request_log.session("prompt", 0):
         await client._acquire_server("chat", prompt_ids=[1, 2, 3])
-    assert ("acquire_server", (), {"request_id": "chat", "context_tokens": 3, "group": "prompt"}) in told
+    assert (
+        "acquire_server",
+        (),
+        {"request_id": "chat", "context_tokens": 3, "group": "prompt", "session": "prompt_0"},
+    ) in told
 
     log = RequestLog()
     log.over = client.conversations_over

@@ -28,15 +28,50 @@ def test_among_equals_a_long_session_stays_off_what_is_lent_until_that_is_taken_
 
     balancer = MeteredLoadBalancer(servers={"a": "A", "b": "B"}, max_cache_size=1000)
     for n in range(20):
-        balancer.set_horizon(["b"], frozenset({f"long{n}"}))
-        if n % 2:
-            assert [balancer.acquire_server(f"{kind}{n}")[0] for kind in ("long", "new")] == ["a", "b"]
-        else:
-            assert [balancer.acquire_server(f"{kind}{n}")[0] for kind in ("new", "long")] == ["b", "a"]
+        balancer.set_horizon(["b"], frozenset({f"group_long{n}"}))
+        order = ("long", "new") if n % 2 else ("new", "long")
+        places = {kind: balancer.acquire_server(f"{kind}{n}", session=f"group_{kind}{n}")[0] for kind in order}
+        assert places == {"long": "a", "new": "b"}
     balancer.remove_servers(["b"])
     assert balancer.acquire_server("new0")[0] == "a"  # its place is gone
     balancer.add_servers({"b": "B"})
     assert balancer.acquire_server("long99")[0] == "b"  # the fewest; nothing is lent
+
+
+async def test_the_router_knows_long_sessions_by_the_names_that_the_scheduler_learns_from_their_requests(monkeypatch):
+    from omegaconf import OmegaConf
+
+    from seamless_verl.scheduling.events import RequestStarted
+    from seamless_verl.verl_adapter.rollout import llm_client
+    from seamless_verl.verl_adapter.rollout.load_balancer import MeteredLoadBalancer
+    from seamless_verl.verl_adapter.rollout.request_log import request_log
+
+    balancer = MeteredLoadBalancer(servers={"a": "A", "b": "B"}, max_cache_size=1000)
+
+    async def seat(client, request_id, **extra):
+        wanted = {key: extra[key] for key in balancer.require_acquire_fields() if key in extra}
+        return balancer.acquire_server(request_id, **wanted)
+
+    monkeypatch.setattr(llm_client.VersionedLLMClient, "_seat", seat)
+    client = llm_client.VersionedLLMClient(OmegaConf.create({"actor_rollout_ref": {"rollout": {}}}))
+    request_log.take()
+    with request_log.session("prompt", 3):
+        request_log.name("the proxy's")  # of its session, as whoever opened that was told
+        request_log.started("turn 1", "the proxy's", "a", 10)
+        (started,) = [event for event in request_log.take() if isinstance(event, RequestStarted)]
+        balancer.set_horizon(["b"], frozenset({started.session}))
+        assert (await client._acquire_server("another", prompt_ids=[1]))[0] == "b"
+        for _ in range(3):
+            assert (await client._acquire_server("the proxy's", prompt_ids=[1]))[0] == "a"
+
+
+def test_a_router_of_ours_is_told_of_full_determinism_which_verl_tells_its_own_only():
+    from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
+
+    made = balancer_class(RouterConfig(), 64, full_determinism=True)(servers={"a": "A", "b": "B"}, max_cache_size=10)
+    names = [f"det-{n}" for n in range(12)]
+    # By the hash of its name, not by load.
+    assert [made.acquire_server(name)[0] for name in names] == [["a", "b"][hash(name) % 2] for name in names]
 
 
 async def test_requests_spread_and_a_conversation_stays_where_it_is():

@@ -196,6 +196,20 @@ def test_a_request_that_is_ended_half_way_into_the_engine_is_ended_there(monkeyp
     asyncio.run(scenario())
 
 
+async def test_parts_of_an_answer_need_no_log_probs():
+    from seamless_verl.verl_adapter.vllm.vllm_server import _Parts
+
+    async def answering():
+        for num in (1, 2, 3):
+            answer = SimpleNamespace(token_ids=[7, 8, 9][:num], logprobs=None)
+            yield SimpleNamespace(finished=False, outputs=[answer])
+
+    parts = _Parts(2, lambda start, end: [(5, end - start)])
+    assert len([output async for output in parts.noted(answering())]) == 3
+    part = parts.waiting.get_nowait()
+    assert (part.token_ids, part.log_probs, part.extra_fields["version_spans"]) == ([7, 8], None, [(5, 2)])
+
+
 @pytest.mark.parametrize("sync", ["together", "rolling"])
 def test_our_trainer_starts_such_servers(sync):
     from verl.workers.rollout.replica import RolloutReplicaRegistry

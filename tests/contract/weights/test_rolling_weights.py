@@ -140,7 +140,7 @@ def start(fake_ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     made: list[Any] = []
 
-    def begin(*replicas: Replica, limit_s: float = 60.0) -> Any:
+    def begin(*replicas: Replica, limit_s: float = 60.0, carrier: Any = None) -> Any:
         def publish(global_steps: int, mode: str) -> list[Future[Any]]:
             fake_ray.published.append(global_steps)
             return [done({"weights/bytes": 1.0})]
@@ -159,6 +159,7 @@ def start(fake_ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., Any]]:
             trainers,
             some,
             folder=tmp_path / "published",
+            carrier=carrier,
             config=config,
             router=router,
             record=events.append,
@@ -249,6 +250,23 @@ def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ra
     other.answers.append("whole")
     weights.update_weights(3)
     assert other.has(3)
+
+
+def test_a_pull_to_another_node_has_time_for_the_copy(
+    start: Callable[..., Any], fake_ray: FakeRay, tmp_path: Path
+) -> None:
+    from seamless_verl.verl_adapter.weights.weight_store import Manifest, encode
+
+    replica = Replica(0)
+    weights, _ = start(replica, limit_s=0.3, carrier=object())
+    folder = tmp_path / "published"
+    folder.mkdir(exist_ok=True)
+    (folder / "2.json").write_text(encode(Manifest(version=2, file="", nbytes=64 << 30, tensors=())))
+    weights.update_weights(2)
+    assert replica.asked.wait(10)
+    assert not fake_ray.has_killed.wait(1.5), "64 GiB are under way"
+    replica.open.set_result(replica.pulled(2))
+    assert replica.has(2)
 
 
 def test_a_version_is_published_once_and_what_that_took_is_told_once(
