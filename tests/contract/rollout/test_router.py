@@ -60,7 +60,8 @@ async def test_the_router_knows_long_sessions_by_the_names_that_the_scheduler_le
         request_log.started("turn 1", "the proxy's", "a", 10)
         (started,) = [event for event in request_log.take() if isinstance(event, RequestStarted)]
         balancer.set_horizon(["b"], frozenset({started.session}))
-        assert (await client._acquire_server("another", prompt_ids=[1]))[0] == "b"
+        with request_log.session("prompt", 4):
+            assert (await client._acquire_server("another", prompt_ids=[1]))[0] == "b"
         for _ in range(3):
             assert (await client._acquire_server("the proxy's", prompt_ids=[1]))[0] == "a"
 
