@@ -33,7 +33,7 @@ from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, read_records
 from seamless_verl.run import capacity, check_combinations, check_machine, checkpoints, compose, preflight
 from seamless_verl.run.environment import IMPORTED, cpu_environment, trainer_environment
-from seamless_verl.run.recipe_assets import find_or_build
+from seamless_verl.run.recipe_assets import find_or_build, plain
 from seamless_verl.run.restarts import End, Restarts, obstacle, visible
 from seamless_verl.run.supervisor import run_trainer
 from seamless_verl.scheduling.declaration import verl_keys, with_policy
@@ -110,7 +110,7 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     resumed = checkpoints.have_one(Path(config.trainer.default_local_dir))
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
     _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
-    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **trainer_environment(_plain(config))}
+    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **trainer_environment(plain(config))}
     on_cpu = config.trainer.device == "cpu"
     if (cluster := _cluster(config)) is not None:
         environment[check_machine.VARIABLE] = cluster
@@ -161,11 +161,11 @@ def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_d
     """Refuse what cannot work, and say what will be done; writes declared resources into verl's keys."""
     mode, device = config.trainer.v1.trainer_mode, config.trainer.device
     if mode == "seamless":
-        check_combinations.check_resources(_plain(config), seamless)
+        check_combinations.check_resources(plain(config), seamless)
         for key, value in verl_keys(seamless.resources).items():
             OmegaConf.update(config, key, value)
-    plain = _plain(config)
-    unused = check_combinations.unused_by_verls_trainer(plain, seamless)
+    values = plain(config)
+    unused = check_combinations.unused_by_verls_trainer(values, seamless)
     if mode != "seamless":
         ignored = f"; it does not read {', '.join(unused)}" if unused else ""
         _say(f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}")
@@ -175,12 +175,12 @@ def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_d
         _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
     if (cluster := _cluster(config)) is not None:
         _say(f"joining the Ray cluster at {cluster}")
-    for warning in preflight.check_settings(plain, seamless, machine):
+    for warning in preflight.check_settings(values, seamless, machine):
         _say(f"warning: {warning}")
     journals = seamless.agent.runner is not None and seamless.proxy.journal
-    told = [check_combinations.told_of_layout(plain, seamless)] if mode == "seamless" else []
+    told = [check_combinations.told_of_layout(values, seamless)] if mode == "seamless" else []
     told.append(told_of_journal(seamless.proxy.journal_dir, run_dir) if journals else "")
-    for line in filter(None, [*told, capacity.told_of_cap(plain, seamless)]):
+    for line in filter(None, [*told, capacity.told_of_cap(values, seamless)]):
         _say(line)
     chosen = HydraConfig.get().runtime.choices.get("platform")
     check_machine.check_platform(chosen, device, check_machine.installed_vllm())
@@ -188,10 +188,6 @@ def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_d
 
 def _cluster(config: DictConfig) -> str | None:
     return check_machine.cluster_address(OmegaConf.select(config, check_machine.ADDRESS))
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    return dict(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
 
 
 def _explain_end(code: int, run_dir: Path) -> None:

@@ -18,9 +18,6 @@ from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.scheduler import Scheduler
 from seamless_verl.scheduling.slices import ACTIVE_TAG, Slice, SliceId, SliceState
 
-# They move no slice, so nobody has to look whether they did.
-_REQUEST_EVENTS = (ev.RequestStarted, ev.RequestFinished, ev.SessionFinished)
-
 
 class RecordedScheduler:
     """Stands in for its scheduler.
@@ -61,7 +58,7 @@ class RecordedScheduler:
             self._record(flight.WeightsPublished(at=event.at, version=event.version))
         for command in given:
             self._record(self._of_command(event.at, command))
-        if not isinstance(event, _REQUEST_EVENTS):
+        if not isinstance(event, ev.REQUEST_EVENTS):
             self._moves(event)
         return given
 

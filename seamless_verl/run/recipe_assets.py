@@ -32,10 +32,10 @@ def find_or_build(config: DictConfig, seamless: SeamlessConfig) -> None:
         folder = _folder(seamless.assets.module, seamless.assets.cache)
         config.seamless.assets.dir = str(folder)
         pending = None if folder.is_dir() else folder
-    check_files(_plain(config), seamless, pending)
+    check_files(plain(config), seamless, pending)
     if pending is not None:
         _build(str(seamless.assets.module), seamless.assets.cache, pending)
-        check_files(_plain(config), seamless)
+        check_files(plain(config), seamless)
 
 
 def _folder(module: str, cache: str | None) -> Path:
@@ -61,5 +61,6 @@ def _build(module: str, cache: str | None, folder: Path) -> None:
         raise ConfigError(_KEY, module, f"building ended with exit code {code}", "see above")
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Its values, interpolations resolved."""
     return dict(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]

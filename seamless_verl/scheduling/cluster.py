@@ -138,7 +138,6 @@ class Cluster:
         ready: groups that the trainer could take now.
         in_flight: groups on their way.
         running: generations under way, and where.
-        steps: training steps that ended.
         last_step: no step follows the one that ended.
         generated: tokens that finished requests generated, by slice.
         training_s: seconds that gangs were held, all grants that ended.
@@ -155,7 +154,6 @@ class Cluster:
     published: int | None = None
     ready: int = 0
     in_flight: int = 0
-    steps: int = 0
     last_step: bool = False
     training_s: float = 0.0
     costs: SwitchTimes = field(default_factory=SwitchTimes)

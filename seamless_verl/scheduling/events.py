@@ -209,3 +209,7 @@ class SessionFinished(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
     """The time of the last `SetTimer` has come. An early or surplus tick is harmless."""
+
+
+# They move no slice, and nothing has to be decided after them.
+REQUEST_EVENTS = (RequestStarted, RequestFinished, SessionFinished)

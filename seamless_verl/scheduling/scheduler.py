@@ -40,8 +40,6 @@ from seamless_verl.scheduling.issuing import Issuer, LoanBook, Patience
 from seamless_verl.scheduling.policies import Policy
 from seamless_verl.scheduling.slices import SERVING_SOON, InvalidTransition, Repair, SliceState, SliceStatus, Tag
 
-_REQUEST_EVENTS = (ev.RequestStarted, ev.RequestFinished, ev.SessionFinished)
-
 
 class Scheduler:
     """See the module. Not thread-safe: whoever drives it hands in one event after the other."""
@@ -85,7 +83,7 @@ class Scheduler:
         self.cluster.now = event.at
         self._handlers[type(event)](event)
         self._policy.observe(event, self.cluster)
-        if not isinstance(event, _REQUEST_EVENTS):
+        if not isinstance(event, ev.REQUEST_EVENTS):
             self._settle()
         return self._issuer.flush()
 
@@ -163,7 +161,7 @@ class Scheduler:
         self._closed.add(request)
 
     def _step_ended(self, event: ev.StepEnded) -> None:
-        self.cluster.steps, self.cluster.last_step = event.step, event.last
+        self.cluster.last_step = event.last
 
     def _weights_published(self, event: ev.WeightsPublished) -> None:
         self.cluster.published = event.version
