@@ -3,6 +3,7 @@
 import pytest
 from ray.exceptions import RayError
 
+from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 from tests.replicas import FakeStore, fake_slices, given
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -35,6 +36,26 @@ def test_a_lent_slice_wakes_with_the_weights_and_the_others_sleep_again(edge):
     del router.even_out  # a router of the user's own, which spreads conversations anew when it is told to
     slices.even_out()
     assert router.evened == [{"r/0", "t/0"}]
+
+
+@pytest.mark.parametrize("fails_in", ["weights", "resume"])
+def test_when_a_wake_fails_all_sleep_but_who_serves_and_who_died(fails_in):
+    """verl has woken all of them by then, and the trainer may get its GPUs next."""
+
+    def dies(address, what):
+        if what == fails_in == "weights":
+            raise TransferBroken(3, {slices._replicas["t/1"]: "killed"}, "")
+        if what == fails_in:
+            raise RayError("killed")
+
+    with given():
+        slices, _ = fake_slices(["t/0", "t/1", "t/2", "t/3"], ["r/0"], dies)
+        with pytest.raises((TransferBroken, RayError)):
+            slices.wake(["t/0"], version=3, serving=["t/3"])
+    asleep = ["t/0", "t/2"] if fails_in == "weights" else ["t/0", "t/1", "t/2"]
+    assert [told(slices, name)[-2:] for name in asleep] == [["abort", "sleep"]] * len(asleep)
+    assert told(slices, "t/3") == []
+    assert fails_in == "resume" or told(slices, "t/1") == []
 
 
 def test_with_published_weights_each_lent_slice_takes_them_by_itself_and_nobody_else_notices():
