@@ -68,7 +68,7 @@ class ReplicaSlices:
         self._published_weights = published_weights
         self._checks = checks
         self._store = store
-        self._restarts = ThreadPoolExecutor(1, thread_name_prefix="restart")
+        self._restarts = ThreadPoolExecutor(len(self._replicas), thread_name_prefix="restart")
         self._given_up: dict[SliceId, str] = {}  # what a transfer found out that nobody else can
         self.sync_metrics: dict[str, Any] = {}
 
@@ -209,7 +209,10 @@ class ReplicaSlices:
         self._standing_weights.add_replicas(new)
 
     def restart(self, slice_id: SliceId) -> Future[None]:
-        """Start the servers of a replica anew; those on the trainer's GPUs need them to be free until it is done."""
+        """Start the servers of a replica anew; those on the trainer's GPUs need them to be free until it is done.
+
+        All restarts go on side by side: the scheduler's patience begins when it orders one.
+        """
         return self._restarts.submit(self._restart, slice_id)
 
     def _restart(self, slice_id: SliceId) -> None:

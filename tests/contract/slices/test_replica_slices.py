@@ -1,5 +1,7 @@
 """What our slices tell verl's replicas, router and checkpoint engine, and that one loan stays within its files."""
 
+import threading
+
 import pytest
 from ray.exceptions import RayError
 
@@ -100,6 +102,16 @@ def test_the_router_is_told_what_outlasts_a_loan(edge):
     slices, router = edge
     slices.set_horizon(["t/0"], frozenset({"s"}))
     assert router.outlasting == {"s"}
+
+
+def test_replicas_are_restarted_side_by_side(edge, monkeypatch):
+    from seamless_verl.verl_adapter.slices import replica_slices
+
+    slices, _ = edge
+    both = threading.Barrier(2, timeout=10)
+    monkeypatch.setattr(replica_slices, "restart_replica", lambda replica: both.wait())
+    for restart in (slices.restart("t/0"), slices.restart("r/0")):
+        restart.result(timeout=20)
 
 
 def test_a_loan_passes_few_of_our_files():
