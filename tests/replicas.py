@@ -27,6 +27,7 @@ class FakeReplica:
 
     def __init__(self, address: str, takes: Switch = _at_once) -> None:
         self.server_address, self.server_handle = address, f"server of {address}"
+        self.replica_rank, self.rollout_mode, self.servers = 0, None, []
         self.told: list[str] = []
         self._takes = takes
 

@@ -53,7 +53,8 @@ class SliceReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceDrained(Event):
-    """Answer to `DrainSlice`: nothing runs on it and its memory is the trainer's again."""
+    """Answer to `DrainSlice`, or to another command that could not be carried out since another replica died: nothing
+    runs on it and its memory is the trainer's again."""
 
     slice: SliceId
     command: int

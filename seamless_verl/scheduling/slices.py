@@ -10,6 +10,8 @@
       ▼  release
     TRAINING ────► IDLE                    any ── fail ──► FAILED ── return ──► IDLE
 
+A switch that ends since another replica died leads from WAKING or SYNCING to IDLE at once (`drained`).
+
 Invariant: a slice changes only through the methods of `SliceStatus`, one per move; a move that is not in the table
 raises `InvalidTransition` with its story.
 """
@@ -63,10 +65,12 @@ TRANSITIONS: dict[tuple[SliceState, Move], SliceState] = {
     (_S.IDLE, Move.GRANT): _S.TRAINING,
     (_S.WAKING, Move.READY): _S.ROLLOUT,
     (_S.WAKING, Move.DRAIN): _S.DRAINING,
+    (_S.WAKING, Move.DRAINED): _S.IDLE,
     (_S.ROLLOUT, Move.SYNC): _S.SYNCING,
     (_S.ROLLOUT, Move.DRAIN): _S.DRAINING,
     (_S.SYNCING, Move.READY): _S.ROLLOUT,
     (_S.SYNCING, Move.DRAIN): _S.DRAINING,
+    (_S.SYNCING, Move.DRAINED): _S.IDLE,
     (_S.DRAINING, Move.DRAINED): _S.IDLE,
     (_S.TRAINING, Move.RELEASE): _S.IDLE,
     (_S.IDLE, Move.LOSE_ROLLOUT): _S.IDLE,
@@ -310,8 +314,9 @@ class SliceStatus:
 
     def drained(self, at: float) -> int | None:
         """Returns: the decision that had lent it."""
+        end = self.costs.end if self.state is SliceState.DRAINING else self.costs.abandon
         self._move(Move.DRAINED, at, "SliceDrained")
-        self.costs.end(self.slice.id, at)
+        end(self.slice.id, at)
         return self._leave_rollout()
 
     # ---------------------------------------------------------------- grants

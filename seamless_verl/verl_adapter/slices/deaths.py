@@ -13,6 +13,7 @@ Actors are asked again and again without waiting, since whoever lives may be too
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import threading
@@ -27,12 +28,14 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from seamless_verl.run.restarts import RunBroken
+from seamless_verl.scheduling.issuing import Patience
 from seamless_verl.verl_adapter.vllm.engine_death import engine_died
 
 _log = logging.getLogger(__name__)
 
 _GONE_S = 10.0
 _AGAIN_S = 10.0  # the memory of a killed engine may come back a little after its process is gone
+_RESTART_S = Patience().restart_s - 60.0  # with its last tidying it ends before its GPUs may be the trainer's
 _INTERVAL_S = 5.0
 _LAST_ANSWERS_S = 3.0  # the dead answer at once, the busy not at all
 _LAST_RESORT_S = 45.0  # for the run to end by itself once it is known why it must
@@ -60,8 +63,7 @@ class Liveness(Generic[Key]):
 
     def _ask(self, key: Key) -> None:
         actor = self._actors[key]
-        is_server = key in self._servers
-        call = actor.__ray_call__.remote(engine_died) if is_server else actor.__ray_ready__.remote()
+        call = actor.__ray_call__.remote(engine_died) if key in self._servers else actor.__ray_ready__.remote()
         self._asked[key] = (call, time.monotonic())
 
     def deaths(self, wait_s: float = 0.0) -> dict[Key, str]:
@@ -125,38 +127,40 @@ class ReplicaHealth:
 
 
 def restart_replica(replica: RolloutReplica) -> None:
-    """Start a replica anew and wait until it answers; a hybrid one is put to sleep then."""
+    """Start a replica anew and wait until it answers; a hybrid one is put to sleep then.
+
+    If it does not start in time, nothing of it is on its GPUs any more when this raises.
+    """
+    until = time.monotonic() + _RESTART_S
     if replica.rollout_mode is RolloutMode.STANDALONE:
         _replace_dead_workers(replica)
     try:
-        _launch(replica)
+        _launch(replica, until)
     except Exception as error:  # noqa: BLE001 - whatever vLLM raises for lack of memory; the second time it goes through
-        _log.warning("replica %s did not start (%s), once more in %.0f s", replica.replica_rank, error, _AGAIN_S)
-        time.sleep(_AGAIN_S)
-        _launch(replica)
-    if replica.rollout_mode is RolloutMode.HYBRID:
-        asyncio.run(replica.sleep())
-    ray.get([worker.__ray_call__.remote(_forget_server) for worker in replica.workers])
+        _log.warning("replica %s did not start (%s), once more", replica.replica_rank, error)
+        _launch(replica, until)
+    ray.get([w.__ray_call__.remote(_forget_server) for w in replica.workers], timeout=max(until - time.monotonic(), 0))
 
 
-def _launch(replica: RolloutReplica) -> None:
-    for server in replica.servers:
-        ray.kill(server)
-    _until_gone(replica.servers)  # then their names are free
+def _launch(replica: RolloutReplica, until: float) -> None:
+    _kill(replica.servers)  # then their names are free
     replica.servers = []
-    asyncio.run(replica.launch_servers())
+    try:
+        asyncio.run(asyncio.wait_for(replica.launch_servers(), until - time.monotonic()))
+        if replica.rollout_mode is RolloutMode.HYBRID:
+            asyncio.run(asyncio.wait_for(replica.sleep(), until - time.monotonic()))
+    except BaseException:
+        _kill(replica.servers)
+        time.sleep(_AGAIN_S)
+        raise
 
 
 def _replace_dead_workers(replica: RolloutReplica) -> None:
     """Start all workers anew, on the same GPUs, if one of them does not answer."""
-    try:
+    with contextlib.suppress(RayError):  # one is dead, or silent: `GetTimeoutError` is one of them
         ray.get([worker.__ray_ready__.remote() for worker in replica.workers], timeout=_GONE_S)
         return
-    except RayError:  # one is dead, or silent: `GetTimeoutError` is one of them
-        pass
-    for worker in replica.workers:
-        ray.kill(worker)
-    _until_gone(replica.workers)
+    _kill(replica.workers)
     replica.workers = start_workers(replica, f"_{time.time_ns()}")
 
 
@@ -173,7 +177,10 @@ def start_workers(replica: RolloutReplica, suffix: str = "") -> list[Any]:
     return workers
 
 
-def _until_gone(actors: list[Any]) -> None:
+def _kill(actors: list[Any]) -> None:
+    """And wait until they are gone."""
+    for actor in actors:
+        ray.kill(actor)
     calls = [actor.__ray_ready__.remote() for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_GONE_S)
 

@@ -14,7 +14,7 @@ else to do meanwhile, its gang is released, or it waits for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -68,7 +68,7 @@ class ReplicaSlices:
         self._published_weights = published_weights
         self._checks = checks
         self._store = store
-        self._restarts = ThreadPoolExecutor(1, thread_name_prefix="restart")
+        self._restarts = ThreadPoolExecutor(len(self._replicas), thread_name_prefix="restart")
         self._given_up: dict[SliceId, str] = {}  # what a transfer found out that nobody else can
         self.sync_metrics: dict[str, Any] = {}
 
@@ -110,27 +110,31 @@ class ReplicaSlices:
         """Requests that come before `wake` has ended wait for it, instead of being sent away."""
         _together([self._replicas[s].abort_all_requests() for s in slices])
 
-    def wake(self, slices: Sequence[SliceId], version: int, serving: Iterable[SliceId]) -> dict[SliceId, RayError]:
+    def wake(self, slices: Sequence[SliceId], version: int, serving: Collection[SliceId]) -> dict[SliceId, RayError]:
         """Weights of ``version`` into ``slices``, which generate then; those neither among them nor ``serving`` sleep.
 
         Returns:
             The slices that could not take them by themselves; the others generate.
 
         Raises:
-            RayError, TransferBroken: none of them is known to be awake.
+            RayError, TransferBroken: all sleep, but for those that are `dead` and those that serve.
         """
-        if self._store is not None:
-            named = {self._replicas[s]: s for s in slices}
-            failed = {named[replica]: error for replica, error in self._store.wake(list(named), version).items()}
-            awake, asleep = [s for s in slices if s not in failed], []
-        else:
-            with self._published_weights(), self._noting_deaths():
-                self._hybrid_weights.update_weights(version)
-            failed, awake, busy = {}, list(slices), {*slices, *serving}
-            asleep = [replica.sleep() for s, replica in self._hybrid.items() if s not in busy]
-        self.check(awake, version)
-        _together([self._replicas[s].resume_generation() for s in awake] + asleep)
-        return failed
+        try:
+            if self._store is not None:
+                named = {self._replicas[s]: s for s in slices}
+                failed = {named[replica]: error for replica, error in self._store.wake(list(named), version).items()}
+                awake, asleep = [s for s in slices if s not in failed], []
+            else:
+                with self._published_weights(), self._noting_deaths():
+                    self._hybrid_weights.update_weights(version)
+                failed, awake, busy = {}, list(slices), {*slices, *serving}
+                asleep = [replica.sleep() for s, replica in self._hybrid.items() if s not in busy]
+            self.check(awake, version)
+            _together([self._replicas[s].resume_generation() for s in awake] + asleep)
+            return failed
+        except (RayError, TransferBroken):  # verl wakes all, and the trainer may get its GPUs next
+            self.interrupt(list(self._hybrid.keys() - self.dead(self._hybrid) - set(serving)))
+            raise
 
     def publish(self, version: int) -> None:
         """Called when the trainer's workers hold this version, of which all following loans are."""
@@ -205,7 +209,10 @@ class ReplicaSlices:
         self._standing_weights.add_replicas(new)
 
     def restart(self, slice_id: SliceId) -> Future[None]:
-        """Start the servers of a replica anew; those on the trainer's GPUs need them to be free until it is done."""
+        """Start the servers of a replica anew; those on the trainer's GPUs need them to be free until it is done.
+
+        All restarts go on side by side: the scheduler's patience begins when it orders one.
+        """
         return self._restarts.submit(self._restart, slice_id)
 
     def _restart(self, slice_id: SliceId) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -115,7 +115,7 @@ class SliceDriver:
                 self._warn(f"slice {slice_id} is back")
                 self.tell(ev.SliceReturned(at=self.now(), slice=slice_id))
             else:
-                reason = f"restarting it failed: {error}"
+                reason = f"restarting it failed: {str(error) or type(error).__name__}"
                 self._warn(f"slice {slice_id} stays out: {reason}")
                 gone = ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT, restartable=False)
                 self.tell(gone)
@@ -155,7 +155,7 @@ class SliceDriver:
         horizons = [c for c in commands if isinstance(c, cm.SetHorizon)]
         if horizons:  # before the slices are on the router
             self._replicas.set_horizon([c.slice for c in horizons], horizons[-1].outlasting)
-        done = self._drain([c for c in commands if isinstance(c, cm.DrainSlice)])
+        done = self._drain({c.slice: c.command for c in commands if isinstance(c, cm.DrainSlice)})
         lends = [c for c in commands if isinstance(c, cm.LendSlice)]
         done += self._lend(lends, [c for c in commands if isinstance(c, cm.SyncWeights)])
         for command in commands:
@@ -178,17 +178,15 @@ class SliceDriver:
                 f"{command.request} has waited {command.waited_s:.0f} s for its GPUs: {', '.join(command.waiting_for)}"
             )
 
-    def _drain(self, drains: Sequence[cm.DrainSlice]) -> list[ev.Event]:
+    def _drain(self, commands: dict[SliceId, int]) -> list[ev.Event]:
         """Off the router, interrupted, back to the trainer."""
-        if not drains:
+        if not commands:
             return []
-        commands = {c.slice: c.command for c in drains}
         self._replicas.unregister(list(commands))
         failed = self._replicas.interrupt(list(commands))
-        drained = {s: number for s, number in commands.items() if s not in failed}
-        lost = self._failures({s: commands[s] for s in failed}, next(iter(failed.values()))) if failed else []
-        told = [*lost, *self._requests()]  # what the interrupted generations were worth belongs to this loan
-        return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained.items())]
+        told = [*self._failures(failed), *self._requests()]  # interrupted tokens belong to this loan
+        drained = [(s, number) for s, number in commands.items() if s not in failed]
+        return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained)]
 
     def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:
         """Standing replicas first: verl's checkpoint engine loads them together, or the weights are published and each
@@ -212,7 +210,7 @@ class SliceDriver:
                 self._replicas.hold(lent)
                 self._replicas.register(lent)
         except RayError as error:
-            told += self._failures(hybrid, error)
+            told += self._cut_short(hybrid, error)
             hybrid = {}
         if syncs:
             self._replicas.forget_caches()
@@ -231,10 +229,10 @@ class SliceDriver:
         if hybrid:
             try:
                 refused = self._replicas.wake(list(hybrid), version, self._awake())
-                for slice_id, reason in refused.items():
-                    told += self._failures({slice_id: hybrid.pop(slice_id)}, reason)
+                told += self._failures(refused)
+                hybrid = {s: number for s, number in hybrid.items() if s not in refused}
             except (RayError, TransferBroken) as error:
-                told += self._failures(hybrid, error)
+                told += self._cut_short(hybrid, error)
                 hybrid = {}
         self._replicas.even_out()
         return [*told, *self._requests(), *self._ready(hybrid, version)]
@@ -263,10 +261,20 @@ class SliceDriver:
                     self._replicas.leave_out(slice_id)
                     failed.append(self._failed(slice_id, reason))
 
-    def _failures(self, slices: dict[SliceId, int], error: RayError | TransferBroken) -> list[ev.SliceFailed]:
-        """Which replicas made a command fail. If none is found dead, all count as failed: their state is unknown."""
-        dead = self._replicas.dead(slices) or dict.fromkeys(slices, f"{type(error).__name__}: {error}")
-        return [self._failed(slice_id, dead.get(slice_id, "its switch was cut short")) for slice_id in slices]
+    def _cut_short(self, commands: dict[SliceId, int], error: RayError | TransferBroken) -> list[ev.Event]:
+        """A loan failed: the trainer's replicas that died are lost, lent or not, and the others are handed back.
+
+        If none is found dead, all that were to be lent count as failed: their state is unknown.
+        """
+        trainers = [s.slice.id for s in self._cluster if s.slice.lendable and Tag.ROLLOUT in s.usable]
+        dead = self._replicas.dead(trainers) or dict.fromkeys(commands, f"{type(error).__name__}: {error}")
+        failed = [self._failed(slice_id, reason) for slice_id, reason in dead.items()]
+        return [*failed, *self._drain({s: number for s, number in commands.items() if s not in dead})]
+
+    def _failures(self, errors: Mapping[SliceId, RayError]) -> list[ev.SliceFailed]:
+        """Replicas that failed each by itself."""
+        dead = self._replicas.dead(errors)
+        return [self._failed(s, dead.get(s, f"{type(error).__name__}: {error}")) for s, error in errors.items()]
 
     def _failed(self, slice_id: SliceId, reason: str) -> ev.SliceFailed:
         return ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT)

@@ -15,8 +15,10 @@ import pytest
 
 pytest.importorskip("verl")
 import ray
+from verl.workers.rollout.replica import RolloutMode
 
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
+from seamless_verl.scheduling.issuing import Patience
 from seamless_verl.verl_adapter import job
 from seamless_verl.verl_adapter.slices import deaths
 from seamless_verl.verl_adapter.slices.deaths import Watchdog
@@ -151,6 +153,33 @@ def test_a_server_without_its_engine_counts_as_dead(actor: Any, monkeypatch: pyt
         told = dog.cause_of(ValueError("32 prompt groups failed"))
         assert told == "rollout replica 0 died: its engine process ended (it is gone)"
     ray.kill(server)
+
+
+def test_a_restart_that_takes_too_long_ends_before_others_may_have_its_gpus_and_leaves_nothing_on_them(
+    actor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidying_s = 2 * (deaths._GONE_S + deaths._AGAIN_S)
+    assert deaths._RESTART_S + tidying_s < Patience().restart_s
+    monkeypatch.setattr(deaths, "_RESTART_S", 5.0)
+    monkeypatch.setattr(deaths, "_AGAIN_S", 0.1)
+    launched: list[Any] = []
+
+    async def launch() -> None:
+        launched.append(actor.options(num_cpus=0).remote())
+        replica.servers.append(launched[-1])
+        if len(launched) == 1:
+            raise RuntimeError("no memory")
+        await asyncio.sleep(60)
+
+    replica = SimpleNamespace(
+        rollout_mode=RolloutMode.HYBRID, replica_rank=0, workers=[], servers=[], launch_servers=launch
+    )
+    with pytest.raises(asyncio.TimeoutError):
+        deaths.restart_replica(replica)  # type: ignore[arg-type]
+    assert len(launched) == 2, "it was tried again"
+    for server in launched:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(server.pid.remote())
 
 
 def test_the_router_transferqueue_trainer_and_reward_workers_are_watched_by_name(actor: Any) -> None:

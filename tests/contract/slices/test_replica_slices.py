@@ -1,8 +1,11 @@
 """What our slices tell verl's replicas, router and checkpoint engine, and that one loan stays within its files."""
 
+import threading
+
 import pytest
 from ray.exceptions import RayError
 
+from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 from tests.replicas import FakeStore, fake_slices, given
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -35,6 +38,26 @@ def test_a_lent_slice_wakes_with_the_weights_and_the_others_sleep_again(edge):
     del router.even_out  # a router of the user's own, which spreads conversations anew when it is told to
     slices.even_out()
     assert router.evened == [{"r/0", "t/0"}]
+
+
+@pytest.mark.parametrize("fails_in", ["weights", "resume"])
+def test_when_a_wake_fails_all_sleep_but_who_serves_and_who_died(fails_in):
+    """verl has woken all of them by then, and the trainer may get its GPUs next."""
+
+    def dies(address, what):
+        if what == fails_in == "weights":
+            raise TransferBroken(3, {slices._replicas["t/1"]: "killed"}, "")
+        if what == fails_in:
+            raise RayError("killed")
+
+    with given():
+        slices, _ = fake_slices(["t/0", "t/1", "t/2", "t/3"], ["r/0"], dies)
+        with pytest.raises((TransferBroken, RayError)):
+            slices.wake(["t/0"], version=3, serving=["t/3"])
+    asleep = ["t/0", "t/2"] if fails_in == "weights" else ["t/0", "t/1", "t/2"]
+    assert [told(slices, name)[-2:] for name in asleep] == [["abort", "sleep"]] * len(asleep)
+    assert told(slices, "t/3") == []
+    assert fails_in == "resume" or told(slices, "t/1") == []
 
 
 def test_with_published_weights_each_lent_slice_takes_them_by_itself_and_nobody_else_notices():
@@ -79,6 +102,16 @@ def test_the_router_is_told_what_outlasts_a_loan(edge):
     slices, router = edge
     slices.set_horizon(["t/0"], frozenset({"s"}))
     assert router.outlasting == {"s"}
+
+
+def test_replicas_are_restarted_side_by_side(edge, monkeypatch):
+    from seamless_verl.verl_adapter.slices import replica_slices
+
+    slices, _ = edge
+    both = threading.Barrier(2, timeout=10)
+    monkeypatch.setattr(replica_slices, "restart_replica", lambda replica: both.wait())
+    for restart in (slices.restart("t/0"), slices.restart("r/0")):
+        restart.result(timeout=20)
 
 
 def test_a_loan_passes_few_of_our_files():

@@ -219,6 +219,40 @@ def test_one_of_two_replicas_of_the_trainer_dies_the_other_hands_its_memory_back
     assert run.state("t/0") == run.state("t/1") == run.state("r/0") == "rollout"
 
 
+@pytest.mark.parametrize("method", ["hold", "wake"])
+def test_of_a_loan_in_which_a_replica_dies_the_others_are_handed_back_and_not_restarted(method):
+    run = Run("t/0", "t/1", "t/2")
+    run.step()
+    run.replicas.dies_in[method] = "t/1"
+    run.step()
+    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/1"]
+    assert [line for line in run.lines if "is out" in line] == ["slice t/1 is out: killed"]
+    assert [run.state(name) for name in run.trainers] == ["idle"] * 3
+    assert run.replicas.told.count("interrupt") == 3, "two gangs, and those that were to be lent"
+    assert run.replicas.on_router == {"r/0"}
+    run.replicas.restarts[0][1].set_result(None)
+    run.driver.tell_restarts()
+    assert [run.state(name) for name in run.trainers] == ["rollout"] * 3
+    run.step()
+    assert run.replicas.on_router == {*run.trainers, "r/0"}
+
+
+def test_a_replica_that_died_asleep_fails_a_loan_of_others_and_is_named():
+    from seamless_verl.scheduling import commands as cm
+
+    run = Run("t/0", "t/1")
+    run.replicas.dies_in["wake"] = "t/0"
+    told = run.driver._carry_out([cm.LendSlice(command=7, slice="t/1", version=0)])
+    assert [(type(event).__name__, event.slice) for event in told] == [("SliceFailed", "t/0"), ("SliceDrained", "t/1")]
+
+
+def test_of_a_loan_that_failed_though_nobody_died_all_are_restarted():
+    run = Run("t/0", "t/1")
+    run.replicas.dies_in["wake"] = "nobody"
+    run.step()
+    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0", "t/1"]
+
+
 def test_slices_that_take_weights_by_themselves_are_lent_while_another_is_started_again():
     run = Run("t/0", "t/1", wakes_apart=True)
     run.replicas.refuse["t/0"] = RayError("killed")

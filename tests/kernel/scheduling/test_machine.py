@@ -206,6 +206,14 @@ class ClusterLife(RuleBasedStateMachine):
             assert command.version is not None
             self.do(ev.SliceReady(at=self.now(), slice=command.slice, command=command.command, version=command.version))
 
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def hand_back(self, data: st.DataObject) -> None:
+        """Whatever it was told: another replica died, and with it the switch."""
+        command = self.open.pop(data.draw(st.sampled_from(sorted(self.open))))
+        self.running = {r: s for r, s in self.running.items() if s != command.slice}
+        self.do(ev.SliceDrained(at=self.now(), slice=command.slice, command=command.command))
+
     @precondition(lambda self: self.stale)
     @rule(data=st.data())
     def late_answer(self, data: st.DataObject) -> None:

@@ -141,6 +141,16 @@ def test_a_drain_that_cuts_a_waking_off_says_how_long_that_took() -> None:
     assert status.costs.counts == {Switch.TO_ROLLOUT: 0, Switch.TO_TRAIN: 1}
 
 
+def test_a_switch_that_ends_since_another_replica_died_leaves_the_slice_as_it_was_and_counts_as_none() -> None:
+    status = a_slice()
+    status.lend(1.0, order(), decision=4)
+    assert status.drained(6.0) == 4
+    assert (status.state, status.command, status.deadline) == (SliceState.IDLE, None, None)
+    assert (status.usable, status.repair, status.failed_wakes) == (BOTH, Repair.NOT_NEEDED, 0)
+    assert status.costs.counts[Switch.TO_ROLLOUT] == 0
+    assert status.costs.typical_s(Switch.TO_ROLLOUT) == 5.0, "at least"
+
+
 def test_slices_that_were_ordered_together_are_one_switch_that_ends_with_the_last() -> None:
     costs = SwitchTimes()
     gang = [a_slice(name=name) for name in "abc"]
