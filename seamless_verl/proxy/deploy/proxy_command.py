@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -114,6 +115,10 @@ def _run_alone(options: argparse.Namespace) -> int:
     from seamless_verl.proxy.deploy.standalone import Ready, serve, stopped_by_signal
 
     keep_one_heap()
+    said = sys.stdout
+    if options.shard is not None:  # the front reads one line; what else is printed (vLLM's log) would fill the pipe
+        said = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
     key_file = _admin_key_file(options)
     config = _config(options, key_file)
 
@@ -125,6 +130,7 @@ def _run_alone(options: argparse.Namespace) -> int:
         print(
             f"proxy {state.base_url} -> {config.engine} ({config.model}, {state.max_model_len} tokens); "
             f"{where}{found}{blind}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
+            file=said,
             flush=True,
         )
 

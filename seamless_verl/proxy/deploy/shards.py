@@ -206,11 +206,12 @@ class LocalShards:
             stderr=None,
         )
         assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        if not line.startswith("proxy http"):
-            await process.wait()
-            raise ConfigError("--shards", shard, "this shard did not start", "see its message above")
-        return _LocalShard(process, line.split()[1])
+        async for line in process.stdout:  # others come before it where something prints as Python starts
+            if line.startswith(b"proxy http"):
+                return _LocalShard(process, line.decode().split()[1])
+            sys.stderr.write(line.decode(errors="replace"))
+        await process.wait()
+        raise ConfigError("--shards", shard, "this shard did not start", "see its message above")
 
 
 class _LocalShard:

@@ -22,6 +22,20 @@ from tests.standalone import KEY, Standalone, chat
 pytestmark = pytest.mark.timeout(180)
 ADMIN = {"authorization": f"Bearer {KEY}"}
 
+#: Talks on standard output as vLLM's log does: before a shard is ready, and more than a pipe holds afterwards.
+TALK = """
+import os, sys, threading, time
+def talk():
+    while not os.path.exists("{folder}/ready"):
+        time.sleep(0.01)
+    for _ in range(1000):
+        print("INFO " + 1000 * "x", flush=True)
+    open("{folder}/told-" + sys.orig_argv[sys.orig_argv.index("--shard") + 1], "w").close()
+if "--shard" in sys.orig_argv:
+    print("INFO Triton is installed but 0 active driver(s) found", flush=True)
+    threading.Thread(target=talk, daemon=True).start()
+"""
+
 
 @pytest.fixture
 async def proxy(mock: Mock, tmp_path: Path) -> AsyncIterator[Standalone]:  # noqa: F811
@@ -139,3 +153,21 @@ async def test_shards_end_with_their_front_and_fewer_of_them_keep_old_sessions(m
     await admin.close()
     await again.close()
     await asyncio.to_thread(proxy.stop)
+
+
+
+async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "sitecustomize.py").write_text(TALK.format(folder=tmp_path))
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    await asyncio.to_thread(proxy.start, env={**os.environ, "PYTHONPATH": path})
+    (tmp_path / "ready").touch()
+    while {file.name for file in proxy.record.parent.glob("told-*")} != {"told-0", "told-1"}:  # noqa: ASYNC110 - other processes
+        await asyncio.sleep(0.05)
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    assert (await chat(proxy.url, handle.api_key, HI)).status_code == 200
+    await admin.close()
+    assert await asyncio.to_thread(proxy.stop) == 0
+    assert proxy.log.read_text().count("INFO Triton") == 2
+    assert proxy.log.read_text().count("INFO x") == 2000
