@@ -114,6 +114,12 @@ def _run_alone(options: argparse.Namespace) -> int:
     from seamless_verl.proxy.deploy.http_server import keep_one_heap, search_garbage_rarely
     from seamless_verl.proxy.deploy.standalone import Ready, serve, stopped_by_signal
 
+    if options.shard is None and options.record is not None and (table := options.record / "shards.json").exists():
+        from seamless_verl.proxy.deploy.shards import known_places
+
+        num = len(known_places(table))
+        fix = f"write --shards {num} (with --ray, if it had that), or name another --record"
+        raise ConfigError("--shards", options.shards, f"the sessions in {options.record} belong to {num} shards", fix)
     keep_one_heap()
     said = sys.stdout
     if options.shard is not None:  # the front reads one line; what else is printed (vLLM's log) would fill the pipe
@@ -192,6 +198,9 @@ def _run_shards(options: argparse.Namespace) -> int:
         raise ConfigError("--shards", options.shards, "must be 1 to 256", "write --shards 4")
     if options.record is None:
         raise ConfigError("--shards", options.shards, "needs a folder for the shards' journals", "add --record DIR")
+    if (options.record / "journal.sqlite").exists() and not (options.record / "shards.json").exists():
+        fix = "leave out --shards and --ray, or name another --record"
+        raise ConfigError("--shards", options.shards, f"the sessions in {options.record} belong to no shard", fix)
     key_file = _admin_key_file(options)
     common = _config(options, key_file)
     config = ShardsConfig(

@@ -92,7 +92,7 @@ class Shards:
         self._config = config
         self._launcher = launcher
         self._file = config.record / "shards.json"
-        self._places: dict[int, str] = _known_places(self._file)
+        self._places: dict[int, str] = known_places(self._file)
         self._book = AddressBook(addresses={})
         self._watchers: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, RunningShard] = {}
@@ -256,7 +256,7 @@ async def serve_shards(config: ShardsConfig, launcher: Launcher, *, ready: Calla
         await front.close()
 
 
-def _known_places(file: Path) -> dict[int, str]:
+def known_places(file: Path) -> dict[int, str]:
     """Shards that the folder has seen before.
 
     Raises:

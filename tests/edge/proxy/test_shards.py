@@ -17,7 +17,7 @@ import pytest
 from seamless_verl.proxy.client import ProxyRefused
 from seamless_verl.proxy.session.sessions import SessionSpec
 from tests.edge.proxy.test_standalone import HI, Mock, folder, mock  # noqa: F401 - fixtures
-from tests.standalone import KEY, Standalone, chat
+from tests.standalone import KEY, Standalone, chat, refused
 
 pytestmark = pytest.mark.timeout(180)
 ADMIN = {"authorization": f"Bearer {KEY}"}
@@ -171,3 +171,19 @@ async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them
     assert await asyncio.to_thread(proxy.stop) == 0
     assert proxy.log.read_text().count("INFO Triton") == 2
     assert proxy.log.read_text().count("INFO x") == 2000
+
+
+async def test_a_folder_is_refused_with_shards_and_without_where_its_sessions_would_not_be_found(
+    mock: Mock,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "3")
+    options = proxy.command[proxy.command.index("proxy") + 1 :]
+    proxy.record.mkdir()
+    (proxy.record / "journal.sqlite").touch()
+    assert "Fix: leave out --shards" in await asyncio.to_thread(refused, tmp_path, *options)
+    (proxy.record / "journal.sqlite").rename(tmp_path / "journal.sqlite")
+    (proxy.record / "shards.json").write_text(json.dumps({str(n): f"127.0.0.1:{7000 + n}" for n in range(4)}))
+    told = await asyncio.to_thread(refused, tmp_path, *options[: options.index("--shards")])
+    assert "--shards=1" in told
+    assert "Fix: write --shards 4" in told
