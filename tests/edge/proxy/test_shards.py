@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
 from seamless_verl.proxy.session.sessions import SessionSpec
 from tests.edge.proxy.test_standalone import HI, Mock, folder, mock  # noqa: F401 - fixtures
 from tests.standalone import KEY, Standalone, chat, refused
@@ -154,6 +154,17 @@ async def test_shards_end_with_their_front_and_fewer_of_them_keep_old_sessions(m
     await again.close()
     await asyncio.to_thread(proxy.stop)
 
+
+async def test_a_shard_that_was_not_there_when_weights_changed_knows_their_version(proxy: Standalone) -> None:
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60, headers=ADMIN) as http:
+        for url in (await http.get("/shards")).json()["shards"].values():
+            assert (await http.post(f"{url}/resume", json={"version": 8})).status_code == 204
+        added = ProxyAdmin((await http.post("/shards")).json()["shards"]["2"], KEY)
+    handle = await added.open_session(SessionSpec())
+    assert (await chat(handle.base_url.removesuffix("/v1"), handle.api_key, HI)).status_code == 200
+    (row,) = (await added.close_session(handle.id)).rows
+    assert [span.version for span in row.version_spans] == [8]
+    await added.close()
 
 
 async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
