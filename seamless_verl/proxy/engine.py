@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 from seamless_verl.trajectory.audit import LedgerEntry, ledger_entry
@@ -177,16 +178,19 @@ __all__ = [
 
 
 class Gate:
-    """Open at first.
+    """Open at first, unless it was closed when an earlier process ended.
 
     Args:
         stamp: told of the weight version before the gate opens with a new one; an OSError keeps the gate closed.
+        paused: file that is there while the gate is closed; None for a gate that no other process remembers.
     """
 
-    def __init__(self, stamp: Callable[[int], None]) -> None:
+    def __init__(self, stamp: Callable[[int], None], paused: Path | None = None) -> None:
         self._stamp = stamp
+        self._paused = paused
         self._is_open = asyncio.Event()
-        self._is_open.set()
+        if paused is None or not paused.exists():
+            self._is_open.set()
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
         self._num_inside = 0
@@ -201,7 +205,13 @@ class Gate:
         return self._num_inside
 
     async def close(self, timeout_s: float) -> bool:
-        """Let nothing through any more; whether all that was inside ended within ``timeout_s``."""
+        """Let nothing through any more; whether all that was inside ended within ``timeout_s``.
+
+        Raises:
+            OSError: nobody would know after a crash, so it stays open.
+        """
+        if self._paused is not None:
+            self._paused.touch()
         self._is_open.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_quiet.wait(), timeout_s)
@@ -211,6 +221,8 @@ class Gate:
         """Let everything through; from now on under weight version ``version``, where one is given."""
         if version is not None:
             self._stamp(version)
+        if self._paused is not None:
+            self._paused.unlink(missing_ok=True)
         self._is_open.set()
 
     async def __aenter__(self) -> None:

@@ -12,6 +12,7 @@ The front keeps no state: the owner of a session is in its name (:mod:`seamless_
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
@@ -55,7 +56,8 @@ class Front:
         self._add_shard = add_shard
         self._client = httpx.AsyncClient(trust_env=False, timeout=None, limits=httpx.Limits(max_connections=None))
 
-    async def open_session(self, request: Request) -> Response:
+    async def some(self, request: Request) -> Response:
+        """What any shard can answer, a new session first of all."""
         try:
             shard = self._book().place(uuid.uuid4().hex)
         except LookupError as error:
@@ -63,14 +65,19 @@ class Front:
         return await self._pass_on(request, shard)
 
     async def any(self, request: Request) -> Response:
-        """Whatever names a session, by its path or by its key."""
-        book = self._book()
-        named = request.path_params.get("session_id")
-        shard = book.owner(named) if named is not None else book.owner(api_key_of(request))
-        if shard is None:
-            story = "No shard knows this session." if named is not None else "This API key belongs to no session."
-            raise ApiError(404 if named is not None else 401, "session_not_found", story)
-        return await self._pass_on(request, shard)
+        """Whatever names a session, by its path or by its key; what names none, any shard refuses or answers."""
+        named = request.path_params.get("session_id", "")
+        with contextlib.suppress(ApiError):  # it has no key
+            named = named or api_key_of(request)
+        shard = self._book().owner(named)
+        if shard is not None:
+            return await self._pass_on(request, shard)
+        if "session_id" in request.path_params:
+            raise ApiError(404, "session_not_found", "No shard knows this session.")
+        return await self.some(request)
+
+    async def for_each(self, request: Request) -> Response:
+        raise ApiError(400, "for_each_shard", "The front holds nothing back: send this to each shard (GET /shards).")
 
     async def shards(self, request: Request) -> Response:
         """The address book; ``POST`` adds a shard."""
@@ -188,7 +195,9 @@ def make_front(front: Front) -> FastAPI:
         (["GET"], "/metrics", front.metrics),
         (["GET"], "/stats", front.stats),
         (["GET", "POST"], "/shards", front.shards),
-        (["POST"], "/sessions", front.open_session),
+        (["POST"], "/sessions", front.some),
+        (["POST"], "/pause", front.for_each),
+        (["POST"], "/resume", front.for_each),
         (_METHODS, "/sessions/{session_id}", front.any),
         (_METHODS, "/sessions/{session_id}/{rest:path}", front.any),
         (_METHODS, "/{rest:path}", front.any),

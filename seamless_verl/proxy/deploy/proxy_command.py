@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -113,7 +114,17 @@ def _run_alone(options: argparse.Namespace) -> int:
     from seamless_verl.proxy.deploy.http_server import keep_one_heap, search_garbage_rarely
     from seamless_verl.proxy.deploy.standalone import Ready, serve, stopped_by_signal
 
+    if options.shard is None and options.record is not None and (table := options.record / "shards.json").exists():
+        from seamless_verl.proxy.deploy.shards import known_places
+
+        num = len(known_places(table))
+        fix = f"write --shards {num} (with --ray, if it had that), or name another --record"
+        raise ConfigError("--shards", options.shards, f"the sessions in {options.record} belong to {num} shards", fix)
     keep_one_heap()
+    said = sys.stdout
+    if options.shard is not None:  # the front reads one line; what else is printed (vLLM's log) would fill the pipe
+        said = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
     key_file = _admin_key_file(options)
     config = _config(options, key_file)
 
@@ -125,6 +136,7 @@ def _run_alone(options: argparse.Namespace) -> int:
         print(
             f"proxy {state.base_url} -> {config.engine} ({config.model}, {state.max_model_len} tokens); "
             f"{where}{found}{blind}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
+            file=said,
             flush=True,
         )
 
@@ -186,6 +198,9 @@ def _run_shards(options: argparse.Namespace) -> int:
         raise ConfigError("--shards", options.shards, "must be 1 to 256", "write --shards 4")
     if options.record is None:
         raise ConfigError("--shards", options.shards, "needs a folder for the shards' journals", "add --record DIR")
+    if (options.record / "journal.sqlite").exists() and not (options.record / "shards.json").exists():
+        fix = "leave out --shards and --ray, or name another --record"
+        raise ConfigError("--shards", options.shards, f"the sessions in {options.record} belong to no shard", fix)
     key_file = _admin_key_file(options)
     common = _config(options, key_file)
     config = ShardsConfig(

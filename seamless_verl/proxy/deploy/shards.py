@@ -92,7 +92,7 @@ class Shards:
         self._config = config
         self._launcher = launcher
         self._file = config.record / "shards.json"
-        self._places: dict[int, str] = _known_places(self._file)
+        self._places: dict[int, str] = known_places(self._file)
         self._book = AddressBook(addresses={})
         self._watchers: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, RunningShard] = {}
@@ -206,11 +206,12 @@ class LocalShards:
             stderr=None,
         )
         assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        if not line.startswith("proxy http"):
-            await process.wait()
-            raise ConfigError("--shards", shard, "this shard did not start", "see its message above")
-        return _LocalShard(process, line.split()[1])
+        async for line in process.stdout:  # others come before it where something prints as Python starts
+            if line.startswith(b"proxy http"):
+                return _LocalShard(process, line.decode().split()[1])
+            sys.stderr.write(line.decode(errors="replace"))
+        await process.wait()
+        raise ConfigError("--shards", shard, "this shard did not start", "see its message above")
 
 
 class _LocalShard:
@@ -255,7 +256,7 @@ async def serve_shards(config: ShardsConfig, launcher: Launcher, *, ready: Calla
         await front.close()
 
 
-def _known_places(file: Path) -> dict[int, str]:
+def known_places(file: Path) -> dict[int, str]:
     """Shards that the folder has seen before.
 
     Raises:

@@ -61,7 +61,7 @@ class StandaloneConfig:
         admin_key: opens and closes sessions.
         engine_key: the server's own key, "" for none.
         version: weight version that answers are stamped with, until ``POST /resume`` tells another; where a higher one
-            was told to an earlier process on this folder, that one.
+            was told to an earlier process on this folder, or to a shard beside it, that one.
         parquet: rows as Parquet instead of JSON lines.
         durable: the journal also survives the loss of power.
         think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
@@ -129,7 +129,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     if config.ends_with_stdin:
         _watch_stdin(asyncio.get_running_loop(), stop)
     tokenizer = open_tokenizer(config.tokenizer)
-    version = max(config.version, _last_version(config.record))
+    version = max(config.version, _last_version(config))
     engine = VllmHttpEngine(
         config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
     )
@@ -197,7 +197,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         images=images,
         blind=blind or TEXT_ONLY,
         abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
-        gate=Gate(_stamping(engine, config.record)),
+        gate=_gate(engine, config.record),
         base_url=config.base_url,
         on_unsupported=config.on_unsupported,
     )
@@ -214,28 +214,36 @@ async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits)
         return None, str(error)
 
 
-def _stamping(engine: VllmHttpEngine, record: Path | None) -> Callable[[int], None]:
-    """Stamps answers with a new weight version, and writes it down first: a process started after us has to know."""
+def _gate(engine: VllmHttpEngine, record: Path | None) -> Gate:
+    """What it is told is written down first: a process started after us has to know."""
+    if record is None:
+        return Gate(engine.stamp)
+    paused = record / "paused"
+    if paused.exists():
+        _log.warning("%s: an earlier process was paused, so requests wait for POST /resume", paused)
 
     def stamp(version: int) -> None:
-        if record is not None:
-            temporary = record / f"{_VERSION_FILE}.part"
-            temporary.write_text(f"{version}\n", encoding="ascii")
-            temporary.replace(record / _VERSION_FILE)
+        temporary = record / f"{_VERSION_FILE}.part"
+        temporary.write_text(f"{version}\n", encoding="ascii")
+        temporary.replace(record / _VERSION_FILE)
         engine.stamp(version)
 
-    return stamp
+    return Gate(stamp, paused)
 
 
-def _last_version(record: Path | None) -> int:
-    file = record / _VERSION_FILE if record is not None else None
-    if file is None or not file.exists():
+def _last_version(config: StandaloneConfig) -> int:
+    """The newest that this proxy, or a shard beside it, was told: a shard that was not there was told nothing."""
+    if config.record is None:
         return 0
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError) as error:
-        fix = "write the served weights' version into it, or remove it"
-        raise ConfigError("--record", file, f"holds no weight version: {error}", fix) from error
+    folders = config.record.parent.glob("shard-*") if config.prefix else (config.record,)
+    versions = [0]
+    for file in (folder / _VERSION_FILE for folder in folders):
+        try:
+            versions.append(int(file.read_text(encoding="ascii")) if file.exists() else 0)
+        except (OSError, ValueError) as error:
+            fix = "write the served weights' version into it, or remove it"
+            raise ConfigError("--record", file, f"holds no weight version: {error}", fix) from error
+    return max(versions)
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -41,14 +41,7 @@ from seamless_verl.proxy.dialects.responses import parse_responses
 from seamless_verl.proxy.dialects.shared import refused_preference, validated
 from seamless_verl.proxy.engine import Ability, Engine, Gate, GatedEngine
 from seamless_verl.proxy.http.openapi import OpenBody, PauseBody, ResumeBody, RewardBody, describe
-from seamless_verl.proxy.http.requests import (
-    BodyIntake,
-    ClientGone,
-    Reply,
-    StreamTiming,
-    api_key_of,
-    retry_count_of,
-)
+from seamless_verl.proxy.http.requests import BodyIntake, ClientGone, Reply, StreamTiming, api_key_of, retry_count_of
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.attempts import Attempt, State
@@ -278,7 +271,11 @@ class Proxy:
         """Hold requests back; answers when the engine has nothing to do any more, or after ``timeout_s``."""
         gate = self._require_gate(request)
         body = await self._body(PauseBody, request)
-        is_quiet = await gate.close(body.timeout_s)
+        try:
+            is_quiet = await gate.close(body.timeout_s)
+        except OSError as error:
+            story = f"The pause could not be recorded, so the gate stays open: {error}."
+            raise ApiError(503, "pause_not_recorded", story, retry_after_s=5.0) from None
         return _json({"quiet": is_quiet, "at_engine": gate.num_inside})
 
     async def resume(self, request: Request) -> Response:

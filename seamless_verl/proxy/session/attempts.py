@@ -106,6 +106,7 @@ class Attempt:
         self.wanted = asyncio.Event()
         self._listeners: set[asyncio.Event] = set()
         self._task: asyncio.Task[None] | None = None
+        self._grace: asyncio.TimerHandle | None = None
 
     @property
     def name(self) -> tuple[bytes, int]:
@@ -159,8 +160,10 @@ class Attempt:
     def attended(self, news: asyncio.Event, *, orphan_grace_s: float) -> Iterator[None]:
         """While the block runs, somebody waits for the answers, and is told ``news`` of them.
 
-        The last one to leave starts the grace period.
+        The last one to leave starts the grace period; whoever joins within it ends it.
         """
+        if self._grace is not None:
+            self._grace.cancel()
         self.num_waiting += 1
         self.wanted.set()
         self._listeners.add(news)
@@ -171,7 +174,7 @@ class Attempt:
             self.num_waiting -= 1
             if not self.num_waiting and self._task is not None and not self._task.done():
                 self.wanted.clear()
-                asyncio.get_running_loop().call_later(orphan_grace_s, self._cancel_orphan)
+                self._grace = asyncio.get_running_loop().call_later(orphan_grace_s, self.cancel)
 
     async def landed(self) -> Sequence[Answer]:
         """All answers, in order, once they are recorded.
@@ -197,10 +200,6 @@ class Attempt:
         """Returns when it has ended, in whatever way."""
         if self._task is not None:
             await asyncio.wait({self._task})
-
-    def _cancel_orphan(self) -> None:
-        if not self.num_waiting:
-            self.cancel()
 
 
 class AttemptBoard:

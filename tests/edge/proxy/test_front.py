@@ -118,3 +118,19 @@ async def _until_accepted(http: httpx.AsyncClient, body: dict[str, Any]) -> None
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the bytes of a client that left count for ever")
+
+
+async def test_what_belongs_to_no_session_is_answered_as_by_one_proxy() -> None:
+    admin = {"authorization": "Bearer admin-key"}
+    async with _fronted() as (_, url), httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http:
+        assert "/sessions" in (await http.get("/openapi.json")).json()["paths"]
+        assert [(await http.head(path)).status_code for path in ("/", "/v1")] == [200, 200]
+        for headers in ({}, {"authorization": "Bearer sk-seamless-7-abc"}, admin):
+            assert (await http.post("/v1/chat/completions", json=BODY, headers=headers)).status_code == 401
+            unknown = await http.post("/v1/embeddings", json=BODY, headers=headers)
+            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_path")
+            assert "GET /openapi.json describes every route" in unknown.json()["error"]["message"]
+        for path in ("/pause", "/resume"):
+            refused = await http.post(path, headers=admin)
+            assert refused.status_code == 400
+            assert "to each shard (GET /shards)" in refused.json()["error"]["message"]

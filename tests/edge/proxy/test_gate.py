@@ -8,13 +8,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
 from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.engine import EngineUnavailable, Gate, GatedEngine, Generation, GenerationRequest, TokenChunk
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
@@ -235,3 +236,11 @@ async def test_the_gate_is_the_admins(path: str, body: dict[str, Any]) -> None:
     async with serving() as proxy:
         refused = await proxy.http.post(path, json={}, headers=admin)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_gate")
+
+
+async def test_a_pause_that_cannot_be_written_down_leaves_the_gate_open(tmp_path: Path) -> None:
+    gate = Gate(lambda version: None, tmp_path / "gone" / "paused")
+    async with serving(gate=gate) as proxy:
+        with pytest.raises(ProxyRefused, match="503 pause_not_recorded"):
+            await proxy.admin.pause()
+        assert gate.is_open

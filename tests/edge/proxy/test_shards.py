@@ -14,13 +14,27 @@ import httpx
 import psutil
 import pytest
 
-from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
 from seamless_verl.proxy.session.sessions import SessionSpec
 from tests.edge.proxy.test_standalone import HI, Mock, folder, mock  # noqa: F401 - fixtures
-from tests.standalone import KEY, Standalone, chat
+from tests.standalone import KEY, Standalone, chat, refused
 
 pytestmark = pytest.mark.timeout(180)
 ADMIN = {"authorization": f"Bearer {KEY}"}
+
+#: Talks on standard output as vLLM's log does: before a shard is ready, and more than a pipe holds afterwards.
+TALK = """
+import os, sys, threading, time
+def talk():
+    while not os.path.exists("{folder}/ready"):
+        time.sleep(0.01)
+    for _ in range(1000):
+        print("INFO " + 1000 * "x", flush=True)
+    open("{folder}/told-" + sys.orig_argv[sys.orig_argv.index("--shard") + 1], "w").close()
+if "--shard" in sys.orig_argv:
+    print("INFO Triton is installed but 0 active driver(s) found", flush=True)
+    threading.Thread(target=talk, daemon=True).start()
+"""
 
 
 @pytest.fixture
@@ -139,3 +153,48 @@ async def test_shards_end_with_their_front_and_fewer_of_them_keep_old_sessions(m
     await admin.close()
     await again.close()
     await asyncio.to_thread(proxy.stop)
+
+
+async def test_a_shard_that_was_not_there_when_weights_changed_knows_their_version(proxy: Standalone) -> None:
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60, headers=ADMIN) as http:
+        for url in (await http.get("/shards")).json()["shards"].values():
+            assert (await http.post(f"{url}/resume", json={"version": 8})).status_code == 204
+        added = ProxyAdmin((await http.post("/shards")).json()["shards"]["2"], KEY)
+    handle = await added.open_session(SessionSpec())
+    assert (await chat(handle.base_url.removesuffix("/v1"), handle.api_key, HI)).status_code == 200
+    (row,) = (await added.close_session(handle.id)).rows
+    assert [span.version for span in row.version_spans] == [8]
+    await added.close()
+
+
+async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "sitecustomize.py").write_text(TALK.format(folder=tmp_path))
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    await asyncio.to_thread(proxy.start, env={**os.environ, "PYTHONPATH": path})
+    (tmp_path / "ready").touch()
+    while {file.name for file in proxy.record.parent.glob("told-*")} != {"told-0", "told-1"}:  # noqa: ASYNC110 - other processes
+        await asyncio.sleep(0.05)
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    assert (await chat(proxy.url, handle.api_key, HI)).status_code == 200
+    await admin.close()
+    assert await asyncio.to_thread(proxy.stop) == 0
+    assert proxy.log.read_text().count("INFO Triton") == 2
+    assert proxy.log.read_text().count("INFO x") == 2000
+
+
+async def test_a_folder_is_refused_with_shards_and_without_where_its_sessions_would_not_be_found(
+    mock: Mock,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "3")
+    options = proxy.command[proxy.command.index("proxy") + 1 :]
+    proxy.record.mkdir()
+    (proxy.record / "journal.sqlite").touch()
+    assert "Fix: leave out --shards" in await asyncio.to_thread(refused, tmp_path, *options)
+    (proxy.record / "journal.sqlite").rename(tmp_path / "journal.sqlite")
+    (proxy.record / "shards.json").write_text(json.dumps({str(n): f"127.0.0.1:{7000 + n}" for n in range(4)}))
+    told = await asyncio.to_thread(refused, tmp_path, *options[: options.index("--shards")])
+    assert "--shards=1" in told
+    assert "Fix: write --shards 4" in told

@@ -233,6 +233,26 @@ async def test_rows_that_cannot_be_written_are_kept(mock: Mock, tmp_path: Path) 
     proxy.stop()
 
 
+async def test_a_proxy_that_was_killed_while_paused_waits_for_the_resume(mock: Mock, tmp_path: Path) -> None:
+    proxy = await _proxy(mock, tmp_path)
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    await admin.pause()
+    proxy.kill()
+    await asyncio.to_thread(proxy.start)
+    assert "wait for POST /resume" in proxy.log.read_text()
+    asking = asyncio.create_task(chat(proxy.url, handle.api_key, HI))
+    await asyncio.wait({asking}, timeout=1.0)
+    assert not asking.done()
+    await admin.resume(version=8)
+    assert (await asking).status_code == 200
+    (row,) = (await admin.close_session(handle.id)).rows
+    assert [span.version for span in row.version_spans] == [8]
+    assert not (proxy.record / "paused").exists()
+    await admin.close()
+    assert proxy.stop() == 0
+
+
 async def test_two_processes_do_not_share_a_folder(mock: Mock, tmp_path: Path) -> None:
     proxy = await _proxy(mock, tmp_path)
     options = proxy.command[proxy.command.index("proxy") + 1 :]

@@ -165,3 +165,18 @@ async def test_whoever_joins_what_has_just_failed_is_told_why() -> None:
     assert (attempt.state, board.find(b"request", 1)) == (State.FAILED, None)
     with pytest.raises(ApiError, match="away"):
         await attempt.landed()
+
+
+async def test_each_departure_has_a_grace_period_of_its_own() -> None:
+    board, attempt, news = AttemptBoard(max_parallel=4), Attempt(b"request", 1), asyncio.Event()
+    board.launch(attempt, asyncio.sleep(60))
+    with attempt.attended(news, orphan_grace_s=0.2):
+        await asyncio.sleep(0)
+    with attempt.attended(news, orphan_grace_s=60.0):  # a retry that leaves before the first period would have ended
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.4)
+    assert attempt.state is State.GENERATING
+    with attempt.attended(news, orphan_grace_s=0.0):
+        await asyncio.sleep(0)
+    await asyncio.wait_for(attempt.ended(), 30)
+    assert attempt.state is State.CANCELLED
