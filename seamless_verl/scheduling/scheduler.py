@@ -16,6 +16,7 @@ Liveness: every acquire is granted, refused or withdrawn, whatever the policy do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -189,7 +190,9 @@ class Scheduler:
             for pending in self.cluster.pending.values()
             if pending.due_since is not None and not pending.stall_reported
         ]
-        self._issuer.set_timer([*(status.deadline for status in self.cluster), *stalls, *looks])
+        soon = math.nextafter(self.cluster.now, math.inf)  # for what has expired already: see `_expire`
+        deadlines = [max(status.deadline, soon) for status in self.cluster if status.deadline is not None]
+        self._issuer.set_timer([*deadlines, *stalls, *looks])
 
     def _expire(self) -> None:
         """At ticks only: of events that happened together each may be the answer that another one came too late for."""

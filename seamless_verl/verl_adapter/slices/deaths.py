@@ -143,14 +143,14 @@ def restart_replica(replica: RolloutReplica) -> None:
 
 
 def _launch(replica: RolloutReplica, until: float) -> None:
-    _kill(replica.servers)  # then their names are free
+    kill(replica.servers)  # then their names are free
     replica.servers = []
     try:
         asyncio.run(asyncio.wait_for(replica.launch_servers(), until - time.monotonic()))
         if replica.rollout_mode is RolloutMode.HYBRID:
             asyncio.run(asyncio.wait_for(replica.sleep(), until - time.monotonic()))
     except BaseException:
-        _kill(replica.servers)
+        kill(replica.servers)
         time.sleep(_AGAIN_S)
         raise
 
@@ -160,7 +160,7 @@ def _replace_dead_workers(replica: RolloutReplica) -> None:
     with contextlib.suppress(RayError):  # one is dead, or silent: `GetTimeoutError` is one of them
         ray.get([worker.__ray_ready__.remote() for worker in replica.workers], timeout=_GONE_S)
         return
-    _kill(replica.workers)
+    kill(replica.workers)
     replica.workers = start_workers(replica, f"_{time.time_ns()}")
 
 
@@ -177,12 +177,13 @@ def start_workers(replica: RolloutReplica, suffix: str = "") -> list[Any]:
     return workers
 
 
-def _kill(actors: list[Any]) -> None:
-    """And wait until they are gone."""
+def kill(actors: list[Any]) -> None:
+    """And wait until they are gone, with the engines that servers started."""
     for actor in actors:
         ray.kill(actor)
     calls = [actor.__ray_ready__.remote() for actor in actors]
-    ray.wait(calls, num_returns=len(calls), timeout=_GONE_S)
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=_GONE_S)
 
 
 def _forget_server(worker: Any) -> None:

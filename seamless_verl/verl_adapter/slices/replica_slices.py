@@ -14,25 +14,26 @@ else to do meanwhile, its gang is released, or it waits for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 from seamless_verl.scheduling.slices import SliceId
-from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth, restart_replica
+from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth, kill, restart_replica
 from seamless_verl.verl_adapter.slices.standing import tell_cache_sizes
 from seamless_verl.verl_adapter.weights.rolling_weights import RollingWeights
 from seamless_verl.verl_adapter.weights.weight_checks import WeightChecks
 from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 
 _PROBE_S = 10.0
+_ANSWER_S = 100.0  # for an engine to end its requests, to sleep, or to go on; the scheduler waits for 120
 
 
 class ReplicaSlices:
@@ -157,11 +158,13 @@ class ReplicaSlices:
         """Requests end with the tokens they have and continue elsewhere; then the memory is the trainer's.
 
         Returns:
-            The slices whose replica could not do so, most likely since it died; the others have.
+            The slices whose replica could not do so, most likely since it died. It is ended then: the trainer may get
+            its GPUs next.
         """
 
         async def all_of_them() -> list[BaseException | None]:
-            return await asyncio.gather(*(_hand_back(self._replicas[s]) for s in slices), return_exceptions=True)
+            handing_back = (_answered(_hand_back(self._replicas[s])) for s in slices)
+            return await asyncio.gather(*handing_back, return_exceptions=True)
 
         failed: dict[SliceId, RayError] = {}
         for slice_id, error in zip(slices, asyncio.run(all_of_them()), strict=True):
@@ -169,6 +172,7 @@ class ReplicaSlices:
                 failed[slice_id] = error
             elif error is not None:
                 raise error
+        kill([server for s in failed for server in self._replicas[s].servers])
         return failed
 
     def sync(self, version: int) -> None:
@@ -228,8 +232,16 @@ async def _hand_back(replica: RolloutReplica) -> None:
     await replica.sleep()
 
 
+async def _answered(call: Awaitable[None]) -> None:
+    """An engine that hangs without dying would keep the trainer's thread for ever, and every deadline with it."""
+    try:
+        await asyncio.wait_for(call, _ANSWER_S)
+    except asyncio.TimeoutError:
+        raise GetTimeoutError(f"its engine has not answered for {_ANSWER_S:.0f} s") from None
+
+
 def _together(calls: Sequence[Any]) -> None:
     async def gather() -> None:
-        await asyncio.gather(*calls)
+        await asyncio.gather(*map(_answered, calls))
 
     asyncio.run(gather())

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from seamless_verl.errors import SeamlessError
+from seamless_verl.run.restarts import RunBroken
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
@@ -22,7 +22,7 @@ _ROLLOUT = frozenset({Tag.ROLLOUT})
 _TOLERATED_SKEW_S = 1.0  # of wall clocks, before the user is told
 
 
-class WeightsLost(SeamlessError):
+class WeightsLost(RunBroken):
     """New weights could not be handed to replicas that live."""
 
 
@@ -242,21 +242,25 @@ class SliceDriver:
         return [ev.SliceReady(at=at, slice=s, command=number, version=version) for s, number in commands.items()]
 
     def _sync(self, commands: dict[SliceId, int], version: int) -> list[ev.SliceFailed]:
-        """A replica that dies meanwhile is left out, and the transfer begins anew for the others.
+        """A replica that died is left out, and the transfer begins anew for the others.
+
+        A transfer is for all replicas that stand alone, also those that have no part in ``commands``.
 
         Raises:
             WeightsLost: it fails although all of them live.
         """
         failed: list[ev.SliceFailed] = []
+        standing = [s.slice.id for s in self._cluster if not s.slice.lendable and Tag.ROLLOUT in s.usable]
         while True:
             try:
                 self._replicas.sync(version)
                 return failed
             except (RayError, TransferBroken) as error:
-                living = [s for s in commands if s not in {f.slice for f in failed}]
+                living = [s for s in {**dict.fromkeys(standing), **commands} if s not in {f.slice for f in failed}]
                 dead = self._replicas.dead(living)
                 if not dead:
-                    raise WeightsLost(f"weights of version {version} did not reach {', '.join(living)}") from error
+                    story = f"weights of version {version} did not reach {', '.join(commands)}, and none is dead"
+                    raise WeightsLost(f"{story}: {error}") from error
                 for slice_id, reason in dead.items():
                     self._replicas.leave_out(slice_id)
                     failed.append(self._failed(slice_id, reason))

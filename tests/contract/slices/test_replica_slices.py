@@ -1,5 +1,6 @@
 """What our slices tell verl's replicas, router and checkpoint engine, and that one loan stays within its files."""
 
+import asyncio
 import threading
 
 import pytest
@@ -83,6 +84,30 @@ def test_what_is_taken_back_is_interrupted_before_it_sleeps_and_who_cannot_is_na
         failed = slices.interrupt(["t/0", "t/1"])
     assert told(slices, "t/0") == ["abort", "sleep"]
     assert list(failed) == ["t/1"]
+
+
+@pytest.mark.parametrize("hangs_in", ["abort_all_requests", "sleep", "resume_generation"])
+def test_an_engine_that_hangs_is_a_failure_and_ended_before_the_trainer_may_have_its_gpus(monkeypatch, hangs_in):
+    from seamless_verl.verl_adapter.slices import replica_slices
+
+    async def forever(*_, **__):
+        await asyncio.Event().wait()
+
+    ended = []
+    monkeypatch.setattr(replica_slices, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(replica_slices, "kill", ended.extend)
+    with given():
+        slices, _ = fake_slices(["t/0", "t/1"], ["r/0"])
+        monkeypatch.setattr(slices._replicas["t/1"], hangs_in, forever)
+        if hangs_in == "resume_generation":
+            with pytest.raises(RayError, match="has not answered"):
+                slices.wake(["t/0", "t/1"], version=3, serving=[])
+            assert told(slices, "t/0")[-2:] == ["abort", "sleep"]
+            return
+        slices._replicas["t/1"].servers = ["its server"]
+        failed = slices.interrupt(["t/0", "t/1"])
+    assert (list(failed), ended) == (["t/1"], ["its server"])
+    assert told(slices, "t/0") == ["abort", "sleep"]
 
 
 def test_standing_replicas_take_weights_together_and_one_that_is_out_takes_none(edge):

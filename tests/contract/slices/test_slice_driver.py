@@ -283,12 +283,32 @@ def test_the_last_replica_that_only_rolls_out_dies_and_the_trainers_own_goes_on(
 
 
 def test_weights_that_reach_nobody_although_all_live_end_the_run():
+    from seamless_verl.run.restarts import Exit, exit_of
     from seamless_verl.verl_adapter.slices.slice_driver import WeightsLost
 
     run = Run()
     run.replicas.dies_in["sync"] = "nobody"
-    with pytest.raises(WeightsLost, match="version 1 did not reach r/0"):
+    with pytest.raises(WeightsLost, match="version 1 did not reach r/0, and none is dead: nobody died") as lost:
         run.step()
+    assert exit_of(lost.value) is Exit.DIED, "it goes on from its last checkpoint"
+
+
+def test_a_transfer_fails_for_a_replica_that_died_unnoticed_and_not_for_the_one_that_came_back():
+    from seamless_verl.scheduling.slices import Gpu, Slice, SliceState
+
+    run = Run()
+    other = Slice(id="r/1", pool="r", gpus=(Gpu(node="r/1", index=0),), capabilities=frozenset({Tag.ROLLOUT}))
+    run.replicas.addresses["r/1"] = "r/1"
+    run.driver.tell(run.ev.SliceAdded(at=run.clock(), slice=other, state=SliceState.ROLLOUT, version=0))
+    run.replicas.died.add("r/0")
+    lost = frozenset({Tag.ROLLOUT})
+    run.driver.tell(run.ev.SliceFailed(at=run.clock(), slice="r/0", reason="killed", lost=lost))
+    run.replicas.restarts[0][1].set_result(None)
+    run.replicas.dies_in["sync"] = "r/1"  # as all standing replicas it takes part
+    run.driver.tell_restarts()
+    assert (run.state("r/0"), run.replicas.on_router) == ("rollout", {"t/0", "r/0"})
+    assert [line for line in run.lines if "is out" in line][-1] == "slice r/1 is out: killed"
+    assert [slice_id for slice_id, _ in run.replicas.restarts] == ["r/0", "r/1"]
 
 
 def test_what_the_other_replicas_take_first_is_no_part_of_a_switch():

@@ -323,6 +323,16 @@ def test_answers_that_came_together_and_late_count_each() -> None:
     assert not world.given(cm.FailOver)
 
 
+def test_what_expired_before_something_else_happened_fails_at_the_tick_that_is_asked_for_then() -> None:
+    world = world_of(decision(Verb.RECLAIM, "a"), a=BOTH, r=ROLLOUT)
+    world.do(groups(2.0, 0, 8))
+    (asked,) = [command for command in world.do(groups(130.0, 0, 8)) if isinstance(command, cm.SetTimer)]
+    assert 130.0 < asked.at < 130.001
+    assert not world.given(cm.FailOver)
+    world.do(ev.Tick(at=asked.at))
+    assert [gone.slice for gone in world.given(cm.FailOver)] == ["a"]
+
+
 def test_a_restart_that_is_not_answered_is_given_up_after_its_time() -> None:
     world = world_of(a=BOTH, r=ROLLOUT)
     world.do(ev.SliceFailed(at=10.0, slice=SliceId("r"), reason="gone"))
