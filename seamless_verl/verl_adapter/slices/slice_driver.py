@@ -269,8 +269,14 @@ class SliceDriver:
         """A loan failed: the trainer's replicas that died are lost, lent or not, and the others are handed back.
 
         If none is found dead, all that were to be lent count as failed: their state is unknown.
+
+        Raises:
+            WeightsLost: it is a replica whose slice only trains, which nobody can start again.
         """
         trainers = [s.slice.id for s in self._cluster if s.slice.lendable and Tag.ROLLOUT in s.usable]
+        never_lent = [s.slice.id for s in self._cluster if s.slice.capabilities == {Tag.TRAIN}]
+        for slice_id, reason in self._replicas.dead(never_lent).items():
+            raise WeightsLost(f"the replica of {slice_id}, which verl wakes with those that are lent, died: {reason}")
         dead = self._replicas.dead(trainers) or dict.fromkeys(commands, f"{type(error).__name__}: {error}")
         failed = [self._failed(slice_id, reason) for slice_id, reason in dead.items()]
         return [*failed, *self._drain({s: number for s, number in commands.items() if s not in dead})]

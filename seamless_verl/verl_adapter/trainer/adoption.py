@@ -53,10 +53,10 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         if agent is not None and agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = MANAGER
         check_engine(config, seamless)
-        check_weights(config, seamless)
         if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
-        if seamless.weights.sync == "rolling":
+        rolls = seamless.weights.sync == "rolling"
+        if rolls and engine.backend in (None, "naive", SHARED):  # `refuse_early` is about to refuse any other
             run = os.environ.get(RUN_ID) or uuid.uuid4().hex
             engine.backend = SHARED
             engine.custom_backend_module = "seamless_verl.verl_adapter.weights.shared_engine"

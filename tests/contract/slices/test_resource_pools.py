@@ -44,6 +44,21 @@ def test_tags_become_verls_keys_and_slices_of_one_replica_each():
     assert {len(s.gpus) for s in slices} == {4}
 
 
+def test_declared_slices_that_stand_alone_may_take_weights_in_turn_and_another_engine_for_them_is_refused():
+    """Under verl's own entry point too, where nobody has written verl's keys before."""
+    from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early
+    from seamless_verl.verl_adapter.weights.weight_store import SHARED
+
+    rolling = ["seamless.weights.sync=rolling", "trainer.device=cpu", "actor_rollout_ref.rollout.name=vllm"]
+    config, _ = adopted(MIXED, *rolling)
+    refuse_early(config, adopt_config(config))
+    assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == SHARED
+    backend = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    config, _ = adopted(MIXED, *rolling, f"{backend}=nixl")
+    with pytest.raises(ConfigError, match="rolling brings one of its own"):
+        refuse_early(config, adopt_config(config))
+
+
 def test_a_slice_has_the_seats_that_verl_gives_its_replica():
     _, slices = adopted(MIXED, "actor_rollout_ref.rollout.max_num_seqs=48")
     assert {s.seats for s in slices} == {48}

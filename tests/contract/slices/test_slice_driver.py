@@ -293,6 +293,22 @@ def test_weights_that_reach_nobody_although_all_live_end_the_run():
     assert exit_of(lost.value) is Exit.DIED, "it goes on from its last checkpoint"
 
 
+def test_a_dead_replica_of_a_slice_that_only_trains_is_named_and_the_run_starts_again():
+    """verl wakes it with the others, and the scheduler can start it as little as lend it."""
+    from seamless_verl.run.restarts import Exit, exit_of
+    from seamless_verl.scheduling.slices import Gpu, Slice, SliceState
+    from seamless_verl.verl_adapter.slices.slice_driver import WeightsLost
+
+    run = Run()
+    only = Slice(id="t/9", pool="t", gpus=(Gpu(node="t/9", index=0),), capabilities=frozenset({Tag.TRAIN}))
+    run.driver.tell(run.ev.SliceAdded(at=run.clock(), slice=only, state=SliceState.IDLE))
+    run.replicas.died.add("t/9")
+    run.replicas.dies_in["wake"] = "t/9"
+    with pytest.raises(WeightsLost, match="the replica of t/9, .* died: killed") as lost:
+        run.step()
+    assert exit_of(lost.value) is Exit.DIED
+
+
 def test_a_transfer_fails_for_a_replica_that_died_unnoticed_and_not_for_the_one_that_came_back():
     from seamless_verl.scheduling.slices import Gpu, Slice, SliceState
 
