@@ -41,7 +41,7 @@ def _no_parquet(folder: Path) -> None:
 
 
 def _living_run(folder: Path) -> None:
-    from seamless_verl.run.supervisor import identity
+    from seamless_verl.machine import identity
 
     (folder / "run").mkdir()
     (folder / "run" / "pid").write_text(identity(os.getpid()))

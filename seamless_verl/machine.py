@@ -30,6 +30,7 @@ APART = "seamless-journal-"
 WEIGHTS = Path("/dev/shm/seamless-weights-")
 """How the folder begins in which a run publishes weights; its id follows."""
 _MOUNTS = Path("/proc/self/mounts")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _OF_CLUSTERS = ("beegfs", "ceph", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs")
 _SHARED = frozenset((*_OF_CLUSTERS, "9p", "afs", "cifs", "nfs", "nfs4", "smb3", "smbfs", "vboxsf"))
 # What a user-space program serves is as good as always elsewhere; these lie on the node's own disk.
@@ -193,3 +194,25 @@ def _problem(kind: str) -> str:
 
 def _unescaped(point: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)
+
+
+def identity(pid: int) -> str:
+    """A process by number, start, boot and host: numbers alone come again, and clocks are set anew."""
+    return f"{pid} {started_ticks(pid)} {_BOOT.read_text().strip()} {socket.gethostname()}"
+
+
+def is_alive(identified: str) -> bool | None:
+    """Whether the process of an `identity` still runs; None: it is another machine's."""
+    number, _, rest = identified.partition(" ")
+    if rest.rpartition(" ")[2] != socket.gethostname():
+        return None
+    return number.isdigit() and started_ticks(int(number)) != "" and identity(int(number)) == identified
+
+
+def started_ticks(number: int) -> str:
+    """Clock ticks between the machine's start and the process's; empty when it has ended."""
+    try:
+        fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]

@@ -7,6 +7,7 @@ The composition root of the user's process. It stays light: verl, torch and Ray 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,7 +101,8 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
         config.seamless.scheduler.policy = seamless.scheduler.policy
     run_dir = Path(seamless.run_dir or hydra_runtime.output_dir).absolute()
     if compose.run_is_alive(run_dir):
-        raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", "choose another folder")
+        fix = f"choose another folder; where its machine is gone, remove {run_dir / 'pid'}"
+        raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", fix)
     if run_dir.is_dir():  # as Hydra makes it; it may be on another disk than runs/
         machine = replace(machine, disk_free=shutil.disk_usage(run_dir).free)
     _check(config, seamless, machine, run_dir)
@@ -115,7 +117,7 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     if (cluster := _cluster(config)) is not None:
         environment[check_machine.VARIABLE] = cluster
     if on_cpu:
-        environment.update(cpu_environment(seamless.resources, machine.cores, run_dir / "memory.jsonl"))
+        environment.update(cpu_environment(plain(config), seamless.resources, machine.cores, run_dir / "memory.jsonl"))
     with _pages(run_dir) if seamless.watch else nullcontext():
         code = _run_with_restarts(config, seamless.supervise.restarts, run_dir, environment, IMPORTED if on_cpu else ())
     if code:
@@ -192,7 +194,8 @@ def _cluster(config: DictConfig) -> str | None:
 
 def _explain_end(code: int, run_dir: Path) -> None:
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
-    folder = f"hydra.sweep.dir={run_dir.parent}" if multirun else f"hydra.run.dir={run_dir}"
+    key, value = ("hydra.sweep.dir", run_dir.parent) if multirun else ("hydra.run.dir", run_dir)
+    folder = shlex.quote(f"{key}={compose.quoted(value)}")
     resume = f"to continue from the last checkpoint: the same command with {folder}"
     if code > 128:
         _say(f"interrupted (signal {code - 128}); nothing is left running; {resume}", sys.stderr)
@@ -201,7 +204,7 @@ def _explain_end(code: int, run_dir: Path) -> None:
         if full := checkpoints.told_of_full_disk(run_dir, folder):
             _say(full, sys.stderr)
     if (run_dir / FLIGHT).is_dir():
-        _say(f"what it did until then: seamless-verl report {run_dir} --open", sys.stderr)
+        _say(f"what it did until then: seamless-verl report {shlex.quote(str(run_dir))} --open", sys.stderr)
 
 
 def _say(line: str, stream: Any = None) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.machine import started_ticks
 
 BOOK = "SEAMLESS_MEMORY_BOOK"
 """In the environment of a run's processes: the file."""
@@ -252,19 +253,10 @@ def entries(text: bytes) -> Iterator[Entry]:
 
 def this_process() -> str:
     """Number and start of this process."""
-    return f"{os.getpid()} {_start(os.getpid())}"
+    return f"{os.getpid()} {started_ticks(os.getpid())}"
 
 
 def is_alive(process: str) -> bool:
     """Whether the process of a `this_process` still runs here; one that was killed and not yet waited for does not."""
     number, _, start = process.partition(" ")
-    return _start(int(number)) == start
-
-
-def _start(number: int) -> str:
-    """Clock ticks between the machine's start and the process's; empty when it has ended."""
-    try:
-        fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+    return started_ticks(int(number)) == start

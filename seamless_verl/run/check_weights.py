@@ -12,6 +12,7 @@ from seamless_verl.run.check_combinations import MANAGER, replica_size
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _KEY = "seamless.weights.sync"
+_QUANTISED = "what a quantised engine has cannot be compared with what is published"
 _FIX = f"or write {_KEY}=together"
 
 
@@ -52,8 +53,10 @@ def _check_replicas(config: Mapping[str, Any]) -> None:
         (f"{_ROLLOUT}.disaggregation.enabled", (None, False), "verl starts servers of its own for such replicas"),
         (f"{_ROLLOUT}.data_parallel_size", (None, 1), "replicas of several engine cores are untried"),
         (engine_kwargs, (None, 1), "replicas of several engine cores are untried"),
-        (f"{_ROLLOUT}.quantization", (None,), "what a quantised engine has cannot be compared with what is published"),
+        *((key, (None, False), _QUANTISED) for key in (f"{_ROLLOUT}.quantization", f"{_ROLLOUT}.qat.enable")),
+        (f"{_ROLLOUT}.engine_kwargs.vllm.quantization", (None,), _QUANTISED),
         (f"{_ROLLOUT}.mtp.enable_rollout", (None, False), "speculative drafters are untried"),
+        (f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config", (None,), "speculative drafters are untried"),
         (f"{_ROLLOUT}.checkpoint_engine.backend", (None, "naive", "seamless_shared"), "rolling brings one of its own"),
     )
     for key, able, problem in needed:

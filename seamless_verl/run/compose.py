@@ -23,7 +23,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.run.supervisor import is_alive
+from seamless_verl.machine import is_alive
+from seamless_verl.observe.recording import FLIGHT
 
 _FLAGS_WITH_VALUE = frozenset(
     [
@@ -56,6 +57,7 @@ _MODES = {
     "-sc": "--shell-completion",
 }
 GROUPS = ("seamless", "platform", "recipe")
+_QUIET_S = 300.0  # of a recording, after which the run on another machine is taken for dead
 
 
 def verl_config_dir() -> Path:
@@ -143,9 +145,9 @@ def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now:
     ours = []
     if not _sets(arguments, "hydra.run.dir"):
         resumed = _folder_to_resume(arguments, chosen["recipe"], runs)
-        ours.append(f"hydra.run.dir={resumed or runs / name}")
+        ours.append(f"hydra.run.dir={quoted(resumed or runs / name)}")
     if not _sets(arguments, "hydra.sweep.dir"):
-        ours.append(f"hydra.sweep.dir={runs / name}")
+        ours.append(f"hydra.sweep.dir={quoted(runs / name)}")
     ours += ["hydra.job.chdir=false", "hydra.output_subdir=.hydra"]
     if chosen["seamless"] is None:
         ours.append("+seamless=default")
@@ -268,6 +270,14 @@ def _absolute_config_path(flag: str, before: str) -> str:
     return f"{prefix}={relative}" if prefix else str(relative)
 
 
+def quoted(value: object) -> str:
+    """As a value of Hydra's grammar, which knows few characters outside quotes."""
+    text = str(value)
+    if re.fullmatch(r"[\w/.+-]+", text, re.ASCII):
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
+
+
 def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) -> Path | None:
     """With ``trainer.resume_mode=auto`` on the command line: the newest unfinished run of the same recipe.
 
@@ -285,8 +295,11 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
 
 
 def run_is_alive(folder: Path) -> bool:
-    """Whether the process that owns a run folder still lives."""
+    """Whether the process that owns a run folder still lives; of one on another machine its recording tells."""
     try:
-        return is_alive((folder / "pid").read_text())
-    except OSError:
+        alive = is_alive((folder / "pid").read_text())
+        if alive is not None:
+            return alive
+        return time.time() < _QUIET_S + max(file.stat().st_mtime for file in (folder / FLIGHT).iterdir())
+    except (OSError, ValueError):
         return False

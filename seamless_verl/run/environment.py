@@ -14,6 +14,7 @@ from typing import Any
 from seamless_verl.checked import value_of
 from seamless_verl.config import ResourceConfig
 from seamless_verl.memory.book import BOOK
+from seamless_verl.run.check_machine import model_configs
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REWARD = "reward.reward_model"
@@ -81,9 +82,19 @@ def trainer_environment(config: Mapping[str, Any]) -> dict[str, str]:
     return environment
 
 
-def cpu_environment(resources: Sequence[ResourceConfig], cores: int, book: Path) -> dict[str, str | None]:
+def cpu_settings(*models: str | None) -> dict[str, str]:
+    """`CPU_ENVIRONMENT` for processes that load these models; the hub may be asked for one that is not here yet."""
+    to_fetch = any(model and next(model_configs(model), None) is None for model in models)
+    return {name: value for name, value in CPU_ENVIRONMENT.items() if not (to_fetch and name.endswith("_OFFLINE"))}
+
+
+def cpu_environment(
+    config: Mapping[str, Any], resources: Sequence[ResourceConfig], cores: int, book: Path
+) -> dict[str, str | None]:
     """What the user has set stays; the book of an earlier run in this folder goes."""
-    wanted = CPU_ENVIRONMENT | _cores(resources, cores)
+    keys = ["actor_rollout_ref.model.path"]
+    keys += ["critic.model.path"] if value_of(config, "algorithm.adv_estimator", None) == "gae" else []
+    wanted = cpu_settings(*(value_of(config, key, None) for key in keys)) | _cores(resources, cores)
     book.unlink(missing_ok=True)
     environment: dict[str, str | None] = {key: os.environ.get(key, value) for key, value in wanted.items()}
     environment[BOOK] = str(book)

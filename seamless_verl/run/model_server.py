@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import httpx
 
 from seamless_verl.agents.confinement import die_with_parent
 from seamless_verl.errors import MachineError
-from seamless_verl.run.environment import CPU_ENVIRONMENT
+from seamless_verl.run.environment import cpu_settings
 
 SERVED = "tried"
 """Name under which it serves."""
@@ -28,8 +28,11 @@ _LAST_LINES = 12
 
 
 @contextmanager
-def model_server(model: str, *, max_model_len: int, on_cpu: bool, log: Path) -> Iterator[str]:
+def model_server(model: str, flags: Sequence[str], *, on_cpu: bool, log: Path) -> Iterator[str]:
     """Start vLLM, wait until it answers, end it with the block, or with this process.
+
+    Args:
+        flags: of vLLM's own server.
 
     Yields:
         Its address.
@@ -39,10 +42,8 @@ def model_server(model: str, *, max_model_len: int, on_cpu: bool, log: Path) -> 
     """
     port = _free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", SERVED, "--max-model-len", str(max_model_len)]
-    if on_cpu:
-        command += ["--enforce-eager", "--dtype", "float32"]
-    environment = {**(CPU_ENVIRONMENT if on_cpu else {}), **os.environ}
+    command += ["--host", "127.0.0.1", "--served-model-name", SERVED, *flags]
+    environment = {**(cpu_settings(model) if on_cpu else {}), **os.environ}
     with log.open("wb") as out:
         server = subprocess.Popen(
             command,

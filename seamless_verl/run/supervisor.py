@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import psutil
 
 from seamless_verl import nursery
 from seamless_verl.agents.confinement import adopt_orphans, die_with_parent
-from seamless_verl.machine import APART, WEIGHTS
+from seamless_verl.machine import APART, WEIGHTS, identity
 
 RUN_ID = "SEAMLESS_RUN_ID"
 # Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and
@@ -103,6 +102,8 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if interrupts and code and code < 128:  # while it was swept up after: nothing is to start again
+        code = 128 + interrupts[0]
     return _LEFT_BEHIND if swept.survivors else code
 
 
@@ -119,20 +120,6 @@ def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: flo
     shutil.rmtree(ray_dir, ignore_errors=True)
     _remove_shared_memory(swept.shared, since)
     shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
-
-
-def identity(pid: int) -> str:
-    """A process by number, start and host: numbers alone come again."""
-    return f"{pid} {psutil.Process(pid).create_time()} {socket.gethostname()}"
-
-
-def is_alive(identified: str) -> bool:
-    """Whether the process of an `identity` still runs here."""
-    number, _, _ = identified.partition(" ")
-    try:
-        return identity(int(number)) == identified
-    except (ValueError, psutil.Error):
-        return False
 
 
 def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int]) -> int:

@@ -137,8 +137,10 @@ def _composed(parsed: argparse.Namespace, scratch: Path) -> DictConfig:
     if folder is not None and not folder.is_dir():
         raise ConfigError("--config-dir", folder, "is no folder", f"name the one that holds recipe/{recipe}.yaml")
     platform = check_machine.platform_of(survey(Path.cwd()), overrides)
-    ours = [f"hydra.searchpath=[file://{folder.absolute()}]"] if folder is not None else []
-    ours += ["+seamless=default", f"seamless.run_dir={scratch}"]
+    ours = []
+    if folder is not None:
+        ours.append(f"hydra.searchpath=[{compose.quoted(f'file://{folder.absolute()}')}]")
+    ours += ["+seamless=default", f"seamless.run_dir={compose.quoted(scratch)}"]
     if not any(word.lstrip("+").startswith("platform=") for word in overrides):
         ours.append(f"+platform={platform}")
     compose.register_ours()
@@ -155,9 +157,13 @@ def _engine(parsed: argparse.Namespace, config: Mapping[str, Any], scratch: Path
         return
     rollout, started = config["actor_rollout_ref"]["rollout"], time.monotonic()
     length = rollout["max_model_len"] or rollout["prompt_length"] + rollout["response_length"]
+    flags = ["--max-model-len", str(length), "--dtype", str(rollout["dtype"])]
+    flags += ["--tensor-parallel-size", str(rollout["tensor_model_parallel_size"])]
+    flags += ["--enforce-eager"] if rollout["enforce_eager"] else []
+    flags += ["--trust-remote-code"] if config["actor_rollout_ref"]["model"]["trust_remote_code"] else []
     print(f"starting vLLM over {model} (--engine URL takes a server of yours)", flush=True)
     on_cpu = config["trainer"]["device"] == "cpu"
-    with model_server(model, max_model_len=length, on_cpu=on_cpu, log=scratch / "vllm.log") as url:
+    with model_server(model, flags, on_cpu=on_cpu, log=scratch / "vllm.log") as url:
         print(f"it answers after {time.monotonic() - started:.0f} s; the attempt begins", flush=True)
         yield url, SERVED
 

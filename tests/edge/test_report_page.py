@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.cli import main
+from seamless_verl.machine import identity
 from seamless_verl.observe.recording import write_recording
 from seamless_verl.observe.run_folder import write_report
-from seamless_verl.run.supervisor import identity
 from tests.kernel.observe.made_up import HEADER, write_made_up_run
 
 BROWSER = next(

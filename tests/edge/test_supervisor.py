@@ -204,6 +204,30 @@ def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_pa
     assert not (tmp_path / "pid").exists()
 
 
+ENDED = """
+import os, signal, sys
+from pathlib import Path
+from seamless_verl.run import supervisor
+
+def sweep(*arguments, **named):
+    os.kill(os.getpid(), signal.SIGINT)
+    return swept(*arguments, **named)
+
+swept, supervisor.sweep = supervisor.sweep, sweep
+trainer = Path(sys.argv[1]) / "trainer"
+trainer.write_text(f"#!/bin/sh\\nexit {sys.argv[2]}\\n")
+trainer.chmod(0o755)
+supervisor.sys.executable = str(trainer)
+sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}))
+"""
+
+
+@pytest.mark.parametrize(("code", "ends"), [(75, 130), (1, 130), (0, 0)])
+def test_ctrl_c_while_a_dead_trainer_is_swept_up_after_starts_nothing_again(tmp_path, code, ends):
+    done = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path), str(code)], timeout=60)
+    assert done.returncode == ends
+
+
 KILLED = """
 import sys
 from pathlib import Path

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -14,6 +17,7 @@ import pytest
 
 from benchmarks.traffic import model_folder
 from examples.my_task.data import rows
+from seamless_verl.run import try_command
 from seamless_verl.run.new_command import write
 from tests.standalone import ROOT, Mock
 
@@ -75,3 +79,20 @@ async def test_an_agent_that_raises_is_told_with_its_line(tried: tuple[Path, lis
     assert "(the agent failed after " in said
     assert f"KeyError: 'size' in {agent}:{line} in converse: turns += task['size']" in said
     assert "Traceback" not in said
+
+
+def test_vllm_is_started_as_the_runs_engines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence[str]] = []
+
+    @contextmanager
+    def server(model: str, flags: Sequence[str], **_: Any) -> Iterator[str]:
+        asked.append(flags)
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(try_command, "model_server", server)
+    rollout = {"max_model_len": 32768, "tensor_model_parallel_size": 4, "dtype": "bfloat16", "enforce_eager": False}
+    model = {"path": "Qwen/Qwen3-32B", "trust_remote_code": True}
+    config = {"actor_rollout_ref": {"rollout": rollout, "model": model}, "trainer": {"device": "cuda"}}
+    with try_command._engine(argparse.Namespace(engine=None), config, tmp_path):
+        flags = " ".join(asked[0])
+    assert flags == "--max-model-len 32768 --dtype bfloat16 --tensor-parallel-size 4 --trust-remote-code"

@@ -205,7 +205,10 @@ class PullingServer(InterruptibleServer):
 
     def _checked(self, folder: Path, at_least: int, before: int | None) -> Manifest | None:
         """The newest version, whole and of the shapes that the engine has; None: it has it already."""
-        manifest = weight_store.newest(folder) if self._carrier is None else self._carrier.newest(folder)
+        try:
+            manifest = weight_store.newest(folder) if self._carrier is None else self._carrier.newest(folder)
+        except FileNotFoundError as error:  # superseded while it was copied; asked again, it finds the next one
+            raise WeightsRefused(f"{error}") from error
         if manifest is None or manifest.version < at_least:
             found = "nothing" if manifest is None else f"version {manifest.version}"
             raise WeightsRefused(f"{folder} on {ray.util.get_node_ip_address()} has {found}, not version {at_least}")

@@ -103,6 +103,7 @@ class RollingWeights:
         self._clock = clock
         self._limit_s = limit_s
         self._newest: int | None = None
+        self._copy_s = 0.0
         self._published: dict[str, Any] = {}  # what the last publication took, until it is told
         self._states = {replica: _State() for replica in replicas}
         self._news = threading.Condition()
@@ -135,6 +136,8 @@ class RollingWeights:
         told = ray.get(self._actor_wg.update_weights(global_steps=version, mode=SHARED))
         self._published = {key: value for each in told if isinstance(each, dict) for key, value in each.items()}
         self._published["weights/wait_s"] = time.perf_counter() - began
+        if self._carrier is not None:  # to another node a pull begins with a copy of the version
+            self._copy_s = self._published.get("weights/bytes", 0.0) / _SLOWEST
         with self._news:
             self._newest = version
             self._news.notify_all()
@@ -154,7 +157,7 @@ class RollingWeights:
         failed: dict[RolloutReplica, RayError] = {}
         for replica, call in calls.items():
             try:
-                ray.get(call, timeout=_WAKE_S)
+                ray.get(call, timeout=_WAKE_S + self._copy_s)
             except RayError as error:
                 failed[replica] = error
         return failed
@@ -249,9 +252,7 @@ class RollingWeights:
         address = replica.server_address
         self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
         server = replica.servers[0]
-        # To another node a pull begins with a copy of the version.
-        copied = weight_store.newest(self._folder) if self._carrier is not None else None
-        state.limit_s = self._limit_s + (copied.nbytes / _SLOWEST if copied is not None else 0.0)
+        state.limit_s = self._limit_s + self._copy_s
         state.since = time.monotonic()
         told = str(self._folder), pull.at_least, self._keep, self._router, address, self._carrier
         state.call = server.pull.remote(*told)

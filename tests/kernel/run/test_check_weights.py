@@ -64,6 +64,24 @@ def test_replicas_that_cannot_pull_are_refused(rollout: dict[str, Any], key: str
     assert "seamless.weights.sync=together" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("qat.enable", True),
+        ("engine_kwargs.vllm.quantization", "fp8"),
+        ("engine_kwargs.vllm.speculative_config", {"method": "ngram"}),
+    ],
+)
+def test_engines_that_are_quantised_or_draft_by_another_key_are_refused_too(key: str, value: Any) -> None:
+    rollout: dict[str, Any] = {"name": "vllm", "nnodes": 1, "n_gpus_per_node": 8, "tensor_model_parallel_size": 1}
+    *parents, last = key.split(".")
+    section = rollout
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[last] = value
+    assert refusal(rollout).key == f"actor_rollout_ref.rollout.{key}"
+
+
 def test_vllm_replicas_on_any_number_of_nodes_may_roll() -> None:
     rollout = {"name": "vllm", "nnodes": 3, "agent": {"agent_loop_manager_class": MANAGER}}
     rollout |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "n_gpus_per_node": 8}

@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.machine import identity
 from seamless_verl.run import compose
-from seamless_verl.run.supervisor import identity
 
 RUNS = Path("/somewhere/runs")
 
@@ -92,6 +93,35 @@ def test_resuming_picks_the_newest_unfinished_run_of_the_recipe_that_nobody_runs
         os.utime(tmp_path / name, (number, number))
     made = arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
     assert f"hydra.run.dir={tmp_path / 'swe-new'}" in made
+
+
+def test_a_run_on_another_machine_is_alive_while_its_recording_grows(tmp_path):
+    (tmp_path / "pid").write_text("7 123 a-boot another-host")
+    assert not compose.run_is_alive(tmp_path), "it has recorded nothing"
+    recording = tmp_path / "flight" / "0.jsonl"
+    recording.parent.mkdir()
+    recording.write_text("{}")
+    assert compose.run_is_alive(tmp_path)
+    os.utime(recording, (1, 1))
+    assert not compose.run_is_alive(tmp_path)
+
+
+def test_a_run_is_alive_whatever_happens_to_the_clock_and_dead_after_a_reboot(tmp_path, monkeypatch):
+    mine = identity(os.getpid())
+    (tmp_path / "pid").write_text(mine)
+    monkeypatch.setattr("psutil.boot_time", lambda: 0.0)
+    assert compose.run_is_alive(tmp_path)
+    number, ticks, _, host = mine.split()
+    (tmp_path / "pid").write_text(f"{number} {ticks} another-boot {host}")
+    assert not compose.run_is_alive(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/runs/one", "/home/j\u00fcrgen/my runs", "/x/R&D (mine), [a]{b}", "/it's/#1", "file:///a b/c"]
+)
+def test_any_path_is_a_value_of_hydras(path):
+    parsed = OverridesParser.create().parse_override(f"hydra.run.dir={compose.quoted(path)}").value()
+    assert str(parsed) == path
 
 
 def test_without_resume_mode_on_the_command_line_a_run_starts_afresh(tmp_path):
