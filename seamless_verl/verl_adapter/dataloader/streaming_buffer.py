@@ -213,7 +213,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         last_debug_time = time.time()
         with self.stragglers.waiting(global_steps):
             while True:
-                if self._look(global_steps):
+                # A count that verl made meanwhile may have taken in what ended, too.
+                if self._look(global_steps) or self.admits:
                     self.admit(global_steps)
                 self._on_progress(self.protocol.num_available, target_count)
                 if self.protocol.num_available >= target_count:

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -218,6 +219,41 @@ def test_failed_groups_return_their_slot_and_are_refilled_in_the_same_step(queue
     assert sorted(uids) == ["u0", "u2", "u3", "u4"]
     assert metrics["training/rollout_failure/evicted_samples"] == 1
     assert set(queue.tags["train"]) == {f"{uid}_{member}_0" for uid in uids for member in (0, 1)}
+
+
+@pytest.mark.parametrize("options", [{"eta": 0}, {"eta": 1, "in_flight": 1}])
+def test_a_group_that_a_count_finds_failed_is_refilled_by_the_next_sample(queue, options):
+    """verl's switch counts right before each mini-batch."""
+    rollout = Rollout(queue, **options)
+    rollout.buffer.admit(1)
+    for uid in ("u0", "u1"):
+        rollout.finish(uid)
+    rollout.sample(2)
+    rollout.fail("u2")
+    rollout.finish("u3")
+    assert rollout.buffer.get_sampleable_count(1, "train") == 1
+    rollout.while_waiting = [lambda: rollout.finish("u4")]
+    assert sorted(rollout.sample(2)[0]) == ["u3", "u4"]
+    assert rollout.buffer.get_sampleable_count(2, "train") == 0
+    assert len(rollout.submitted) == 5, "nothing is admitted for the next step before its weights are out"
+
+
+def test_verl_calls_a_step_idle_by_its_own_measure_and_without_a_bell_the_buffer_looks_often(queue, monkeypatch):
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+
+    from seamless_verl.verl_adapter.dataloader import woken_buffer
+
+    trainer = object.__new__(PPOTrainerSeparateAsync)
+    trainer.replay_buffer = buffer = Rollout(queue).buffer
+    trainer._step_sample_wait_seconds = 1.5
+    assert not trainer._step_had_idle()
+    trainer._step_sample_wait_seconds = 2.5
+    assert trainer._step_had_idle()
+    slept, attended = [], []
+    monkeypatch.setattr(woken_buffer, "time", SimpleNamespace(sleep=slept.append))
+    buffer.attend(lambda: attended.append(1))
+    type(buffer)._wait_for_next_poll(buffer, "train", 0.0)
+    assert (slept, attended) == ([0.05], [1])
 
 
 def test_groups_without_signal_are_filtered_and_refilled(queue):
