@@ -199,9 +199,10 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         return self.protocol.num_available
 
     def take_stock(self, global_steps: int) -> tuple[int, int]:
-        """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts."""
+        """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts. When the step has
+        handed out its batch, the next one admits: until its weights are out, prompts would begin with the old ones."""
         self._look(global_steps)
-        if self.admits:
+        if self.admits and self.protocol.version < global_steps:
             self.admit(global_steps)
         return self.protocol.num_available, len(self._groups(EntryState.RESERVED))
 

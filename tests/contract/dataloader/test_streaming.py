@@ -159,6 +159,29 @@ def test_stock_counts_what_took_the_place_of_groups_that_failed(queue):
     assert rollout.submitted[4:] == ["u4"]
 
 
+def test_a_step_that_has_handed_out_its_batch_admits_nothing_until_its_weights_are_out(queue):
+    """A scheduler asks at its end; a prompt that is admitted then begins with the old weights."""
+    for options, left in (({"in_flight": 1}, []), ({}, ["u4", "u5", "u6"])):
+        queue.tags.clear()
+        rollout = Rollout(queue, eta=1, **options)
+        assert rollout.buffer.take_stock(0) == (0, 0), "a validation before the first step"
+        rollout.buffer.take_stock(1)
+        for uid in ("u0", "u1", "u2", "u3"):
+            rollout.finish(uid)
+        rollout.sample(2)
+        assert rollout.buffer.take_stock(1) == (2, len(rollout.running))
+        rollout.sample(2)
+        if left:
+            rollout.fail("u7")
+        admitted = len(rollout.submitted)
+        assert rollout.buffer.take_stock(1) == (0, len(left))
+        assert list(rollout.running) == left
+        rollout.end_step()
+        assert len(rollout.submitted) == admitted
+        assert rollout.buffer.take_stock(2) == (0, 8 if left else 4), "the next step begins"
+        assert {rollout.buffer.floor_of(uid) for uid in rollout.submitted[admitted:]} == {1}
+
+
 def test_under_verls_policy_stock_replaces_what_failed_and_waits_for_what_is_too_old_to_miss(queue):
     from seamless_verl.verl_adapter.dataloader.woken_buffer import WokenReplayBuffer
 
