@@ -106,7 +106,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._on_progress = on_progress
         self._oldest: Callable[[], int | None] = lambda: None
         self._max_lag = 1
-        self._abandoned: set[str] = set()  # surplus groups that are still generated
+        self._abandoned: set[str] = set()  # surplus groups that have not been seen to end
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
         self._metrics: dict[str, float] = defaultdict(float)
@@ -232,6 +232,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self.stragglers.got_some()
         consumption = self.protocol.consume(batch_size)
         self._abandoned.update(consumption.surplus)
+        self.stragglers.give_up(consumption.surplus)
         self._adopted.difference_update(entry.group for entry in consumption.groups)
         rows = self._rows_by_group()
         consumed = {entry.group: rows[entry.group] for entry in consumption.groups}

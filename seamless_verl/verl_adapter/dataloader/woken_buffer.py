@@ -120,6 +120,11 @@ class Stragglers:
         if self._since is not None:
             self._since = self._clock()
 
+    def give_up(self, uids: Sequence[str]) -> None:
+        """These are surplus: have them stopped."""
+        if uids:
+            living([worker.give_up_groups.remote(uids) for worker in self._workers])
+
     def treat(self, protocol: StalenessProtocol, version: int) -> dict[str, int]:
         """Called at every look that brought nothing; the slots of groups that are started anew move.
 
