@@ -12,6 +12,7 @@ earlier. Liveness: every group that is lost is issued again, or the run is given
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -44,6 +45,10 @@ class IssuedGroups:
 
     def __contains__(self, group: str) -> bool:
         return group in self._worker
+
+    def held(self) -> Counter[str]:
+        """How many groups each worker has."""
+        return Counter(self._worker.values())
 
     def issue(self, worker: str, groups: Iterable[str]) -> None:
         """``groups`` go to ``worker``, for the first time or again."""

@@ -51,10 +51,12 @@ class ReplacingManager(AgentLoopManagerTQ):
         self._prompts: dict[str, tuple[TensorDict, int]] = {}  # of what is issued: where its prompt stands
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """As the parent's, and a worker that is found dead is replaced."""
+        """As the parent's, to those with the fewest open groups first; a worker that is found dead is replaced."""
         self._settle(_under_way(tq.kv_list() or {}))
-        chunks = prompts.chunk(len(self.agent_loop_workers))
-        for worker, error in self._hand_out(list(zip(self.agent_loop_workers, chunks, strict=False))):
+        held = self._issued.held()
+        workers = sorted(self.agent_loop_workers, key=lambda worker: held[_name(worker)])
+        # Most refills are of one prompt, which makes one chunk.
+        for worker, error in self._hand_out(list(zip(workers, prompts.chunk(len(workers)), strict=False))):
             self.replace(worker, error)
 
     def replace(self, dead: Any, error: RayActorError) -> Any:

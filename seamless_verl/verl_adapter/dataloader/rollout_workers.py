@@ -32,7 +32,7 @@ from seamless_verl.agents.contract import checked_reward
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.failures import LATE, AttemptNews
-from seamless_verl.observe.flight import BEGUN_ANEW, GROUP_FAILED, SURPLUS
+from seamless_verl.observe.flight import BEGUN_ANEW, GIVEN_UP, GROUP_FAILED, SURPLUS
 from seamless_verl.scheduling.events import Event
 from seamless_verl.staleness.groups import GroupProgress, GroupState
 from seamless_verl.verl_adapter.dataloader.replaced_workers import ReplacingManager
@@ -56,6 +56,7 @@ class _Run:
     tasks: dict[asyncio.Task[None], int] = field(default_factory=dict)  # -> member
     rows: dict[int, int] = field(default_factory=dict)  # member -> rows that it writes, or has written
     restarted: bool = False
+    over: bool = False  # given up
 
     def stop(self, members: Sequence[int], why: str) -> None:
         """Cancel these, but for those that write rows just now: they end at once, and half a row is never seen."""
@@ -91,7 +92,7 @@ class GroupRuns:
             while True:
                 progress = GroupProgress(needed=needed, launched=launched)
                 state, errors = await _attempt(run, progress, launched, roll_out)
-                if not run.restarted:
+                if run.over or not run.restarted:
                     break
                 await self._clear(group, [(member, i) for member, count in run.rows.items() for i in range(count)])
                 run.rows, run.restarted = {}, False
@@ -119,6 +120,12 @@ class GroupRuns:
             run.restarted = True
             run.stop(list(run.tasks.values()), BEGUN_ANEW)
         return accepted
+
+    def give_up(self, groups: Sequence[str]) -> None:
+        """Nobody needs these any more: they end as if they had failed."""
+        for run in [self._runs[group] for group in groups if group in self._runs]:
+            run.restarted = run.over = True
+            run.stop(list(run.tasks.values()), GIVEN_UP)
 
 
 async def _attempt(
@@ -168,7 +175,8 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
         seamless = _seamless(self.config)
         self._late_s = LATE * seamless.agent.deadline_s
         staleness = seamless.staleness
-        self._groups = GroupRuns(staleness.group_redundancy, _clear) if staleness.manages_groups else None
+        managed = staleness.manages_groups or staleness.redundancy > 1
+        self._groups = GroupRuns(staleness.group_redundancy, _clear) if managed else None
 
     async def generate_sequences(self, batch: Any, floors: Mapping[str, int] | None = None) -> None:
         """As the parent; ``floors``: the oldest weights that may begin each prompt (`staleness.floors`)."""
@@ -225,6 +233,11 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
         accepted = self._groups.restart(uids) if self._groups is not None else []
         request_log.reserve(dict.fromkeys(accepted, floor))
         return accepted
+
+    async def give_up_groups(self, uids: Sequence[str]) -> None:
+        """Stop these prompts; the trainer clears what they wrote."""
+        if self._groups is not None:
+            self._groups.give_up(uids)
 
     async def cut_groups(self, uids: Sequence[str]) -> None:
         """End what is generated for these prompts where it is."""

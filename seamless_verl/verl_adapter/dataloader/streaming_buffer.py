@@ -106,7 +106,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._on_progress = on_progress
         self._oldest: Callable[[], int | None] = lambda: None
         self._max_lag = 1
-        self._abandoned: set[str] = set()  # surplus groups that are still generated
+        self._abandoned: set[str] = set()  # surplus groups that have not been seen to end
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
         self._metrics: dict[str, float] = defaultdict(float)
@@ -199,9 +199,10 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         return self.protocol.num_available
 
     def take_stock(self, global_steps: int) -> tuple[int, int]:
-        """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts."""
+        """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts. When the step has
+        handed out its batch, the next one admits: until its weights are out, prompts would begin with the old ones."""
         self._look(global_steps)
-        if self.admits:
+        if self.admits and self.protocol.version < global_steps:
             self.admit(global_steps)
         return self.protocol.num_available, len(self._groups(EntryState.RESERVED))
 
@@ -213,7 +214,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         last_debug_time = time.time()
         with self.stragglers.waiting(global_steps):
             while True:
-                if self._look(global_steps):
+                # A count that verl made meanwhile may have taken in what ended, too.
+                if self._look(global_steps) or self.admits:
                     self.admit(global_steps)
                 self._on_progress(self.protocol.num_available, target_count)
                 if self.protocol.num_available >= target_count:
@@ -230,6 +232,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self.stragglers.got_some()
         consumption = self.protocol.consume(batch_size)
         self._abandoned.update(consumption.surplus)
+        self.stragglers.give_up(consumption.surplus)
         self._adopted.difference_update(entry.group for entry in consumption.groups)
         rows = self._rows_by_group()
         consumed = {entry.group: rows[entry.group] for entry in consumption.groups}

@@ -120,6 +120,11 @@ class Stragglers:
         if self._since is not None:
             self._since = self._clock()
 
+    def give_up(self, uids: Sequence[str]) -> None:
+        """These are surplus: have them stopped."""
+        if uids:
+            living([worker.give_up_groups.remote(uids) for worker in self._workers])
+
     def treat(self, protocol: StalenessProtocol, version: int) -> dict[str, int]:
         """Called at every look that brought nothing; the slots of groups that are started anew move.
 
@@ -166,7 +171,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
     outlives_workers = True
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(poll_interval=_POLL_S, **kwargs)
+        super().__init__(**kwargs)  # keeps verl's `poll_interval`: for its switch a step that waits longer was idle
         self._bell: Bell | None = None
         self.look_s = LOOK_S
         self._meanwhile: Callable[[], None] = lambda: None
@@ -229,11 +234,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
         return keys, metrics
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
-        if self._bell is None:
-            last_debug_time = super()._wait_for_next_poll(partition_id, last_debug_time)
-        else:
-            self._bell.wait(self.look_s)
-        self.desk.look()
+        self.wait_for_news(self.look_s)
         self._meanwhile()
         return last_debug_time
 

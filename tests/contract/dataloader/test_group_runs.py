@@ -1,11 +1,12 @@
 """Surplus rollouts and stragglers under verl's rollout worker: who is stopped, cleared, started anew."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.observe.flight import BEGUN_ANEW, GROUP_FAILED, SURPLUS
+from seamless_verl.observe.flight import BEGUN_ANEW, GIVEN_UP, GROUP_FAILED, SURPLUS
 from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from tests.fakes import ScriptedTransferQueue
 
@@ -128,6 +129,22 @@ async def test_a_group_started_anew_begins_with_its_prompt_and_keeps_no_row_of_b
     assert members.runs.restart(["u"]) == []
 
 
+@pytest.mark.parametrize("begun_anew", [False, True])
+async def test_a_group_that_is_given_up_is_stopped_for_good(begun_anew):
+    members = Members(redundancy=1)
+    group = members.start(needed=2)
+    await until(lambda: len(members.ends) == 2)
+    members.ends[0].set_result(1)
+    await until(lambda: (0, 0) in members.rows)
+    if begun_anew:
+        members.runs.restart(["u"])
+    members.runs.give_up(["u", "unknown"])
+    assert members.runs.restart(["u"]) == []
+    assert await group == (False, [])
+    assert (members.starts, members.cancelled) == ([0, 1], [1])
+    assert members.told == {BEGUN_ANEW if begun_anew else GIVEN_UP}
+
+
 async def test_a_worker_that_is_ended_takes_its_rollouts_along():
     members = Members(redundancy=1)
     group = members.start(needed=2)
@@ -190,6 +207,35 @@ async def test_a_prompt_is_finished_with_exactly_as_many_rollouts_as_the_trainer
     assert ours._news == 1
 
 
+async def test_a_surplus_prompt_is_stopped_and_ends_as_one_that_the_trainer_clears(monkeypatch):
+    queue = ScriptedTransferQueue()
+    ours = worker(monkeypatch, queue, redundancy=1)
+    group = asyncio.ensure_future(ours._run_prompt({"uid": "u"}, {}, {"validate": False}))
+    await until(lambda: len(ours.ends) == 2)
+    await ours.give_up_groups(["u"])
+    await group
+    assert queue.tags["train"] == {"u": {"status": "failure"}}
+    assert all(end.cancelled() for end in ours.ends.values())
+    assert ours._news == 1
+
+
+@pytest.mark.parametrize(("staleness", "managed"), [({}, False), ({"redundancy": 1.5}, True)])
+def test_workers_can_stop_a_prompt_where_there_are_surplus_ones(monkeypatch, staleness, managed):
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter.dataloader import rollout_workers
+
+    def init(self, config, client):
+        self.config, self.llm_client = config, client
+
+    monkeypatch.setattr(rollout_workers.NotifyingWorker.__mro__[1], "__init__", init)
+    monkeypatch.setattr(rollout_workers, "request_log", SimpleNamespace())
+    config = OmegaConf.create({"seamless": {"staleness": staleness}})
+    ours = rollout_workers.NotifyingWorker(config, SimpleNamespace(conversations_over=None))
+    assert (ours._groups is not None) is managed
+    asyncio.run(ours.give_up_groups(["u"]))
+
+
 # ---------------------------------------------------------------- the trainer's end
 
 
@@ -210,6 +256,10 @@ class ScriptedHandle:
     @property
     def cut_groups(self):
         return self._remote(lambda uids: None, "cut")
+
+    @property
+    def give_up_groups(self):
+        return self._remote(lambda uids: None, "give up")
 
     def _remote(self, answer, name):
         class Method:
@@ -284,6 +334,26 @@ def test_stragglers_are_cut_short_and_trained(queue):
     uids, _, metrics = rollout.sample(2)
     assert (uids, handle.told) == (["u0", "u1"], [("cut", ["u0", "u1"])])
     assert metrics["training/stuck/truncated"] == 2
+
+
+def test_the_surplus_of_a_step_is_stopped(queue):
+    import verl.trainer.ppo.v1  # noqa: F401
+
+    from tests.contract.dataloader.test_streaming import Rollout
+
+    rollout = Rollout(queue, eta=0, batch_size=2, redundancy=2)
+    handle = ScriptedHandle(rollout)
+    rollout.buffer.listen([handle])
+    rollout.buffer.admit(1)
+    for uid in ("u1", "u2", "u3"):
+        rollout.finish(uid)
+    assert rollout.sample(1)[0] == ["u1"]
+    assert handle.told == []
+    assert rollout.sample(1)[0] == ["u2"]
+    assert [(name, sorted(uids)) for name, uids in handle.told] == [("give up", ["u0", "u3"])]
+    rollout.fail("u0")
+    rollout.buffer.get_sampleable_count(2, "train")
+    assert not {"u0", "u3"} & {key.split("_")[0] for key in queue.tags["train"]}
 
 
 def test_only_time_in_which_the_trainer_waits_for_a_step_counts_as_patience(queue):

@@ -293,6 +293,26 @@ def test_what_has_ended_is_forgotten(fleet):
     assert set(fleet.manager._prompts) == {"c", "d"}
 
 
+def test_prompts_go_to_the_workers_with_the_fewest_open_groups(fleet):
+    """Most refills are of one prompt; all of them went to the first worker."""
+    fleet.manager.agent_loop_workers = workers = [Handle(f"w{number}") for number in range(4)]
+    fleet.submit([f"b{number}" for number in range(8)])
+    assert [[uid for uid, *_ in worker.given()] for worker in workers] == [
+        ["b0", "b1"],
+        ["b2", "b3"],
+        ["b4", "b5"],
+        ["b6", "b7"],
+    ]
+    for number in range(8):
+        fleet.submit([f"r{number}"])
+    assert [len(worker.given()) for worker in workers] == [4, 4, 4, 4]
+    fleet.mark("finished", "b6")
+    fleet.mark("failure", "b7")
+    for uid in ("s0", "s1"):
+        fleet.submit([uid])
+    assert [uid for uid, *_ in workers[3].given()][-2:] == ["s0", "s1"], "what has ended does not count"
+
+
 def test_stragglers_are_treated_without_the_dead(fleet):
     from seamless_verl.verl_adapter.dataloader.woken_buffer import living
 

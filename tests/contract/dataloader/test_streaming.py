@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,6 +159,29 @@ def test_stock_counts_what_took_the_place_of_groups_that_failed(queue):
     assert rollout.submitted[4:] == ["u4"]
 
 
+def test_a_step_that_has_handed_out_its_batch_admits_nothing_until_its_weights_are_out(queue):
+    """A scheduler asks at its end; a prompt that is admitted then begins with the old weights."""
+    for options, left in (({"in_flight": 1}, []), ({}, ["u4", "u5", "u6"])):
+        queue.tags.clear()
+        rollout = Rollout(queue, eta=1, **options)
+        assert rollout.buffer.take_stock(0) == (0, 0), "a validation before the first step"
+        rollout.buffer.take_stock(1)
+        for uid in ("u0", "u1", "u2", "u3"):
+            rollout.finish(uid)
+        rollout.sample(2)
+        assert rollout.buffer.take_stock(1) == (2, len(rollout.running))
+        rollout.sample(2)
+        if left:
+            rollout.fail("u7")
+        admitted = len(rollout.submitted)
+        assert rollout.buffer.take_stock(1) == (0, len(left))
+        assert list(rollout.running) == left
+        rollout.end_step()
+        assert len(rollout.submitted) == admitted
+        assert rollout.buffer.take_stock(2) == (0, 8 if left else 4), "the next step begins"
+        assert {rollout.buffer.floor_of(uid) for uid in rollout.submitted[admitted:]} == {1}
+
+
 def test_under_verls_policy_stock_replaces_what_failed_and_waits_for_what_is_too_old_to_miss(queue):
     from seamless_verl.verl_adapter.dataloader.woken_buffer import WokenReplayBuffer
 
@@ -218,6 +242,41 @@ def test_failed_groups_return_their_slot_and_are_refilled_in_the_same_step(queue
     assert sorted(uids) == ["u0", "u2", "u3", "u4"]
     assert metrics["training/rollout_failure/evicted_samples"] == 1
     assert set(queue.tags["train"]) == {f"{uid}_{member}_0" for uid in uids for member in (0, 1)}
+
+
+@pytest.mark.parametrize("options", [{"eta": 0}, {"eta": 1, "in_flight": 1}])
+def test_a_group_that_a_count_finds_failed_is_refilled_by_the_next_sample(queue, options):
+    """verl's switch counts right before each mini-batch."""
+    rollout = Rollout(queue, **options)
+    rollout.buffer.admit(1)
+    for uid in ("u0", "u1"):
+        rollout.finish(uid)
+    rollout.sample(2)
+    rollout.fail("u2")
+    rollout.finish("u3")
+    assert rollout.buffer.get_sampleable_count(1, "train") == 1
+    rollout.while_waiting = [lambda: rollout.finish("u4")]
+    assert sorted(rollout.sample(2)[0]) == ["u3", "u4"]
+    assert rollout.buffer.get_sampleable_count(2, "train") == 0
+    assert len(rollout.submitted) == 5, "nothing is admitted for the next step before its weights are out"
+
+
+def test_verl_calls_a_step_idle_by_its_own_measure_and_without_a_bell_the_buffer_looks_often(queue, monkeypatch):
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+
+    from seamless_verl.verl_adapter.dataloader import woken_buffer
+
+    trainer = object.__new__(PPOTrainerSeparateAsync)
+    trainer.replay_buffer = buffer = Rollout(queue).buffer
+    trainer._step_sample_wait_seconds = 1.5
+    assert not trainer._step_had_idle()
+    trainer._step_sample_wait_seconds = 2.5
+    assert trainer._step_had_idle()
+    slept, attended = [], []
+    monkeypatch.setattr(woken_buffer, "time", SimpleNamespace(sleep=slept.append))
+    buffer.attend(lambda: attended.append(1))
+    type(buffer)._wait_for_next_poll(buffer, "train", 0.0)
+    assert (slept, attended) == ([0.05], [1])
 
 
 def test_groups_without_signal_are_filtered_and_refilled(queue):

@@ -128,6 +128,15 @@ def test_a_group_that_ended_while_its_worker_died_is_not_handed_out_again():
     assert "a" not in issued, "forgotten"
 
 
+def test_groups_are_counted_by_the_worker_that_has_them_now():
+    issued = IssuedGroups()
+    issued.issue("w0", ["a", "b", "c"])
+    issued.issue("w1", ["c"])
+    issued.settle({"b", "c"})
+    assert dict(issued.held()) == {"w0": 1, "w1": 1}
+    assert issued.held()["w2"] == 0
+
+
 def test_losses_are_counted_per_group_until_it_ends():
     issued = IssuedGroups()
     for life in range(MOST_LOSSES):
