@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import sys
@@ -22,6 +23,8 @@ from typing import Any, TextIO
 
 from seamless_verl.observe.alternation import Alternation
 from seamless_verl.observe.failures import alarm
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,26 +204,33 @@ class Reporter:
         if self._folder is None:
             return
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with (self._folder / name).open("ab", buffering=0) as file:
+        with (self._folder / name).open("ab+", buffering=0) as file:
             before = file.tell()
+            if before and os.pread(file.fileno(), 1, before - 1) != b"\n":  # the machine died while it was written
+                before = file.truncate(os.pread(file.fileno(), before, 0).rfind(b"\n") + 1)
             if file.write(line) < len(line):  # what the run adds when it goes on would follow on a line cut short
                 file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSONL file; a last line cut short by a crash is left out. A missing file has no records."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    """Records of a JSONL file; of lines that a crash cut short the log is told. A missing file has no records."""
     records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+        if (record := json_of(line)) is not None:
+            records.append(record)
+        else:
+            _log.warning("%s: line %d is no record, and is left out", path, number)
     return records
+
+
+def json_of(line: bytes) -> dict[str, Any] | None:
+    """A record; bytes that are no UTF-8 become replacement characters. ``None``: it is none, or nests too deep."""
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _is_number(value: Any) -> bool:
