@@ -309,8 +309,8 @@ def epoch_line(report: EpochReport) -> str:
     )
 
 
-def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequence[str]) -> list[str]:
-    """What a run ends with: before and after, where the files are, what to look at next."""
+def closing_lines(summary: Mapping[str, Any], notes: Sequence[str]) -> list[str]:
+    """What a run ends with: before and after."""
     lines = [""]
     for name in summary.get("validation_sets", []):
         before, after = summary[f"{name}_before"], summary[f"{name}_after"]
@@ -325,23 +325,35 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
     idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
     if summary["attempts_failed"]:
         lines.append(f"{summary['attempts_failed']} of {summary['attempts']} attempts failed")
-    lines += [
+    return [
+        *lines,
         f"{summary['steps']} steps, {summary['rows']} rows, {_audited(summary)}, "
         f"{summary['audit_violations']} violations; idle share: {idle}",
         f"wall time {_duration(summary['wall_s'])}, of which {_duration(summary['time_to_first_step_s'])} "
         "until the first training step began",
+        *notes,
     ]
-    lines += notes
-    if run_dir is not None:
-        lines += [
-            f"files: {run_dir}",
-            "  summary.json  these figures     metrics.jsonl  every metric of every step",
-            "  config.yaml   what was run      rows/          the trained rows, a file per step",
-            "  logs/         a log per process checkpoints/   to resume or to export",
-            f"look next at: seamless-verl report {run_dir} --open    (where the time went, on one page)",
-            f"then at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
-        ]
-    return lines
+
+
+def file_lines(run_dir: Path, rows: str | None, checkpoints: str | None, steps: list[dict[str, Any]]) -> Iterator[str]:
+    """Where the files of a run are, and what to look at next.
+
+    Args:
+        rows, checkpoints: their folders; ``None``: there are none.
+        steps: records of ``steps.jsonl``.
+    """
+    yield f"files: {run_dir}"
+    yield "  summary.json  these figures     metrics.jsonl  every metric of every step"
+    yield "  config.yaml   what was run      logs/          a log per process"
+    rows, checkpoints = (at and str(Path(at).absolute()).removeprefix(f"{run_dir}/") for at in (rows, checkpoints))
+    if rows:
+        yield f"  {rows + '/':<13} the trained rows, a file per step"
+    if checkpoints:
+        yield f"  {checkpoints + '/':<13} to resume or to export"
+    yield f"look next at: seamless-verl report {run_dir} --open    (where the time went, on one page)"
+    if rows and steps:
+        first, last = (f"{rows}/{end(record['step'] for record in steps)}.jsonl" for end in (min, max))
+        yield f"then at {first} and {last}: what agents wrote at first and at last"
 
 
 def _audited(summary: Mapping[str, Any]) -> str:
