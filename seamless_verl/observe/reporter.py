@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import sys
@@ -22,6 +23,8 @@ from typing import Any, TextIO
 
 from seamless_verl.observe.alternation import Alternation
 from seamless_verl.observe.failures import alarm
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,26 +204,33 @@ class Reporter:
         if self._folder is None:
             return
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with (self._folder / name).open("ab", buffering=0) as file:
+        with (self._folder / name).open("ab+", buffering=0) as file:
             before = file.tell()
+            if before and os.pread(file.fileno(), 1, before - 1) != b"\n":  # the machine died while it was written
+                before = file.truncate(os.pread(file.fileno(), before, 0).rfind(b"\n") + 1)
             if file.write(line) < len(line):  # what the run adds when it goes on would follow on a line cut short
                 file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSONL file; a last line cut short by a crash is left out. A missing file has no records."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    """Records of a JSONL file; of lines that a crash cut short the log is told. A missing file has no records."""
     records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+        if (record := json_of(line)) is not None:
+            records.append(record)
+        else:
+            _log.warning("%s: line %d is no record, and is left out", path, number)
     return records
+
+
+def json_of(line: bytes) -> dict[str, Any] | None:
+    """A record; bytes that are no UTF-8 become replacement characters. ``None``: it is none, or nests too deep."""
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -299,8 +309,8 @@ def epoch_line(report: EpochReport) -> str:
     )
 
 
-def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequence[str]) -> list[str]:
-    """What a run ends with: before and after, where the files are, what to look at next."""
+def closing_lines(summary: Mapping[str, Any], notes: Sequence[str]) -> list[str]:
+    """What a run ends with: before and after."""
     lines = [""]
     for name in summary.get("validation_sets", []):
         before, after = summary[f"{name}_before"], summary[f"{name}_after"]
@@ -315,23 +325,35 @@ def closing_lines(summary: Mapping[str, Any], run_dir: str | None, notes: Sequen
     idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
     if summary["attempts_failed"]:
         lines.append(f"{summary['attempts_failed']} of {summary['attempts']} attempts failed")
-    lines += [
+    return [
+        *lines,
         f"{summary['steps']} steps, {summary['rows']} rows, {_audited(summary)}, "
         f"{summary['audit_violations']} violations; idle share: {idle}",
         f"wall time {_duration(summary['wall_s'])}, of which {_duration(summary['time_to_first_step_s'])} "
         "until the first training step began",
+        *notes,
     ]
-    lines += notes
-    if run_dir is not None:
-        lines += [
-            f"files: {run_dir}",
-            "  summary.json  these figures     metrics.jsonl  every metric of every step",
-            "  config.yaml   what was run      rows/          the trained rows, a file per step",
-            "  logs/         a log per process checkpoints/   to resume or to export",
-            f"look next at: seamless-verl report {run_dir} --open    (where the time went, on one page)",
-            f"then at rows/1.jsonl and rows/{summary['steps']}.jsonl: what agents wrote at first and at last",
-        ]
-    return lines
+
+
+def file_lines(run_dir: Path, rows: str | None, checkpoints: str | None, steps: list[dict[str, Any]]) -> Iterator[str]:
+    """Where the files of a run are, and what to look at next.
+
+    Args:
+        rows, checkpoints: their folders; ``None``: there are none.
+        steps: records of ``steps.jsonl``.
+    """
+    yield f"files: {run_dir}"
+    yield "  summary.json  these figures     metrics.jsonl  every metric of every step"
+    yield "  config.yaml   what was run      logs/          a log per process"
+    rows, checkpoints = (at and str(Path(at).absolute()).removeprefix(f"{run_dir}/") for at in (rows, checkpoints))
+    if rows:
+        yield f"  {rows + '/':<13} the trained rows, a file per step"
+    if checkpoints:
+        yield f"  {checkpoints + '/':<13} to resume or to export"
+    yield f"look next at: seamless-verl report {run_dir} --open    (where the time went, on one page)"
+    if rows and steps:
+        first, last = (f"{rows}/{end(record['step'] for record in steps)}.jsonl" for end in (min, max))
+        yield f"then at {first} and {last}: what agents wrote at first and at last"
 
 
 def _audited(summary: Mapping[str, Any]) -> str:

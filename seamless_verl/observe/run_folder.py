@@ -99,11 +99,8 @@ def _why_nothing(run: Path, *, running: bool) -> str:
 
 
 def _guard(run: Path) -> list[dict[str, Any]]:
-    """What ``metrics.jsonl`` tells of rows computed both ways; nothing where a line of it is broken."""
-    try:
-        records = read_records(run / METRICS)
-    except ValueError:
-        return []
+    """What ``metrics.jsonl`` tells of rows computed both ways."""
+    records = read_records(run / METRICS)
     kept = ({k: v for k, v in record.items() if k == "step" or "/shared_prefix/" in k} for record in records)
     return [record for record in kept if len(record) > 1 and "step" in record]
 

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.run.check_machine import cluster_address
+from seamless_verl.run.checkpoints import have_one
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
 from seamless_verl.run.supervisor import INTERPRETER, MARKS
 
@@ -276,11 +277,12 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
 
 
 def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> None:
-    from seamless_verl.observe.reporter import STEPS, VALIDATION, closing_lines, read_records
+    from seamless_verl.observe.reporter import STEPS, VALIDATION, closing_lines, file_lines, read_records
     from seamless_verl.observe.summary import summarize
 
+    steps, settings = read_records(run_dir / STEPS), trainer.config.trainer
     summary = summarize(
-        read_records(run_dir / STEPS),
+        steps,
         read_records(run_dir / VALIDATION),
         wall_s=round(time.time() - start_up.started_at, 2),
         time_to_first_step_s=round((trainer.first_step_at or time.time()) - start_up.started_at, 2),
@@ -289,7 +291,9 @@ def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> Non
     temporary = run_dir / "summary.json.part"
     temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     temporary.replace(run_dir / "summary.json")
-    for line in closing_lines(summary, str(run_dir), trainer.seamless.notes):
+    kept = settings.default_local_dir if have_one(Path(settings.default_local_dir)) else None
+    files = file_lines(run_dir, settings.rollout_data_dir, kept, steps)
+    for line in (*closing_lines(summary, trainer.seamless.notes), *files):
         reporter.say(line)
 
 

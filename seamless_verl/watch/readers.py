@@ -12,7 +12,6 @@ No line vanishes without a word: bytes that are no UTF-8 become replacement char
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from urllib.parse import quote
 import msgspec
 
 from seamless_verl.observe import token_signals
-from seamless_verl.observe.reporter import read_records
+from seamless_verl.observe.reporter import json_of, read_records
 from seamless_verl.observe.token_signals import TokenSignals
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.sqlite_journal import check_format, read_sessions, read_turns, restore
@@ -259,26 +258,14 @@ def facts_of_rows(rows: list[dict[str, Any]]) -> AttemptFacts:
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    """As many whole records of ours as there are: of a file that is broken in its middle, the others."""
+    """As many whole records of ours as there are."""
     return _records(file, *(file.stat().st_size, file.stat().st_mtime_ns) if file.exists() else (0, 0))
 
 
 @lru_cache(maxsize=8)
 def _records(file: Path, size: int, changed_ns: int) -> list[dict[str, Any]]:
     """``size`` and ``changed_ns`` are what makes it another list."""
-    try:
-        return read_records(file)
-    except ValueError:
-        return [record for _, line in new_lines(file, 0).lines if (record := json_of(line)) is not None]
-
-
-def json_of(line: bytes) -> dict[str, Any] | None:
-    """A record; bytes that are no UTF-8 become replacement characters. ``None``: it is none, or nests too deep."""
-    try:
-        record = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+    return read_records(file)
 
 
 # ---------------------------------------------------------------- journals
@@ -320,9 +307,9 @@ def _open(file: Path, how: str) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(str(file.absolute()))}?{how}", uri=True, isolation_level=None, timeout=1.0)
 
 
-def sessions_in(db: sqlite3.Connection, only: frozenset[str] | None = None) -> Iterator[AttemptFacts]:
-    """Facts of all sessions, or of some, from their turns."""
-    for name in (None,) if only is None else only:
+def sessions_in(db: sqlite3.Connection, only: frozenset[str]) -> Iterator[AttemptFacts]:
+    """Facts of sessions, from their turns."""
+    for name in only:
         for session in read_sessions(db, name):
             yield _facts(db, session)
 

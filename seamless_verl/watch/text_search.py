@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.observe.reporter import json_of
 from seamless_verl.watch import readers
 
 LOOK_S = 0.4
@@ -81,7 +82,7 @@ class Search:
 
     def _in_line(self, start: int, line: bytes) -> Iterator[dict[str, Any]]:
         for text in readers.trained_texts(readers.Lines(lines=[(start, line)])):
-            record = readers.json_of(line) or {}
+            record = json_of(line) or {}
             for where in ("input", "output", "gts"):
                 if (shown := excerpt(str(record.get(where, "")), self._text)) is not None:
                     yield {"group": text.group, "index": text.index, "where": where, **shown}

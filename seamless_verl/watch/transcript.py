@@ -53,12 +53,9 @@ def _answer(answer: Answer | None) -> dict[str, Any] | None:
         return None
     message = answer.message
     return {
-        "created": answer.created,
         "content": message.content,
         "reasoning": message.reasoning,
         "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
-        "finish_reason": answer.finish_reason,
-        "cached_tokens": answer.cached_tokens,
         "overrides": list(answer.overrides),
     }
 
@@ -93,7 +90,6 @@ def parting(session: Session, segment: Segment, decode: Decode) -> dict[str, Any
         "sent": decode(sent[at : at + _AFTER]),
         "recorded_tokens": len(recorded) - at,
         "sent_tokens": len(sent) - at,
-        "detail": segment.turn.detail,
     }
 
 
@@ -149,7 +145,6 @@ def told_by_rows(rows: Sequence[Row], decode: Decode) -> list[dict[str, Any]]:
                     "generated_tokens": turn.stop - turn.start,
                     "versions": versions,
                     "finish_reason": turn.finish_reason.value,
-                    "is_leaf": turn is row.turns[-1],
                     "given": decode(row.token_ids[before : turn.start]),
                     "num_cut": turn.num_cut,
                     "answer": None,

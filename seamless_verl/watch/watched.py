@@ -193,7 +193,6 @@ class Watched:
                 **self._head(index),
                 "steps": told,
                 "is_behind": index.is_behind or any(line["groups"] is None for line in told),
-                "validations": readers.records(self.place.path / VALIDATION),
                 "flags": watched_groups.FLAGS,
             }
 

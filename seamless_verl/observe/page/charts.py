@@ -9,7 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 34
-_BAND = 40.0
+_BAND, _BINS = 40.0, 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class _Frame:
         return round(HEIGHT - _BOTTOM - (value - self.low_y) / span * (HEIGHT - _TOP - _BOTTOM), 2)
 
 
-def lines(series: Sequence[Series], *, x_label: str, y_format: Callable[[float], str], from_zero: bool = True) -> str:
+def lines(series: Sequence[Series], *, x_label: str, y_format: Callable[[float], str]) -> str:
     """Lines over a shared x axis; empty text when there is nothing to draw."""
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
     ys += [bound for one in series for pair in one.intervals if pair for bound in pair]
     if not xs:
         return ""
-    ticks = _ticks(min(0.0, *ys) if from_zero else min(ys), max(ys))
+    ticks = _ticks(min(0.0, *ys), max(ys))
     margin = (max(xs) - min(xs)) * 0.03 or 1.0
     frame = _Frame(low_x=min(xs) - margin, high_x=max(xs) + margin, low_y=ticks[0], high_y=ticks[-1])
     parts = [_y_axis(frame, ticks, y_format), _x_axis(frame, _step_ticks(min(xs), max(xs)), x_label)]
@@ -83,16 +83,16 @@ def _line(one: Series, frame: _Frame, y_format: Callable[[float], str], x_label:
     return "".join(parts)
 
 
-def histogram(values: Sequence[float], *, x_label: str, style: str, bins: int = 28) -> str:
+def histogram(values: Sequence[float], *, x_label: str, style: str) -> str:
     """How often each value occurs; whole numbers of a small range get a bar each."""
     if not values:
         return ""
     low, high = min(values), max(values)
     whole = all(float(value).is_integer() for value in values)
-    if whole and high - low < bins:
+    if whole and high - low < _BINS:
         start, width, count = low - 0.5, 1.0, int(high - low) + 1
     else:
-        width = _nice((high - low) / bins or 1.0)
+        width = _nice((high - low) / _BINS or 1.0)
         start = math.floor(low / width) * width
         count = int((high - start) / width) + 1
     counts = [0] * count

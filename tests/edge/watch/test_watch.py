@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from seamless_verl.observe.flight import SessionEnded, SessionGivenUp
+from seamless_verl.observe.reporter import STEPS, VALIDATION
 from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
@@ -447,6 +448,16 @@ async def test_a_line_cut_short_is_read_when_it_is_whole(tmp_path: Path) -> None
     async with watching(tmp_path) as http:
         (step,) = (await get(http, f"{at}/steps"))["steps"]
     assert step["attempts"] == 1
+
+
+async def test_the_steps_are_read_around_a_broken_record_and_carry_no_validations(tmp_path: Path) -> None:
+    write_flight(tmp_path)
+    (tmp_path / STEPS).write_text('{"step": 1, "reward": 0.5}\n{"ste{"step": 2}\n17\n{"step": 3, "reward": 1.0}\n{"st')
+    (tmp_path / VALIDATION).write_text('{"step": 0, "name": "held_out", "task_means": {"of-a-task": 1.0}}\n')
+    async with watching(tmp_path) as http:
+        told = await get(http, f"{await only_run(http)}/steps")
+    assert [(step["step"], step["reward"]) for step in told["steps"]] == [(3, 1.0), (1, 0.5)]
+    assert "of-a-task" not in str(told), "of a long run they are megabytes, with every look"
 
 
 async def test_broken_bytes_are_shown_as_such_and_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:

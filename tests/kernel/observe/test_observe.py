@@ -19,6 +19,7 @@ from seamless_verl.observe.reporter import (
     ValidationReport,
     as_record,
     closing_lines,
+    file_lines,
     read_records,
     step_line,
 )
@@ -121,9 +122,7 @@ def test_a_curriculum_is_on_the_step_line_in_a_file_and_in_the_summary(tmp_path)
     assert [record["removed"] for record in read_records(tmp_path / "curriculum.jsonl")] == [[4, 2, 7]]
     summary = summary_of([step(3), step(4, curriculum=standing)], [])
     assert summary["curriculum"] == {"stage": "math", "epochs_ended": 1, "pool": 5, "left": 3}
-    assert "1 epochs ended, now stage math with 5 prompts; 3 solved prompts" in "\n".join(
-        closing_lines(summary, None, [])
-    )
+    assert "1 epochs ended, now stage math with 5 prompts; 3 solved prompts" in "\n".join(closing_lines(summary, []))
     assert summary_of([step(3)], [])["curriculum"] is None
 
 
@@ -156,13 +155,35 @@ def test_records_survive_the_way_through_the_file(tmp_path):
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1, "actor/loss": None, "n": 3}]
 
 
-def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_inside_is_an_error(tmp_path):
+def test_lines_cut_short_by_a_crash_are_left_out_and_told_of_wherever_they_stand(tmp_path, caplog):
     path = tmp_path / "records.jsonl"
     path.write_text('{"step": 1}\n{"ste')
     assert read_records(path) == [{"step": 1}]
-    path.write_text('{"ste\n{"step": 1}\n')
-    with pytest.raises(json.JSONDecodeError):
-        read_records(path)
+    path.write_text('{"step": 1}\n{"ste{"step": 2}\n17\n{"step": 3}\n')
+    caplog.clear()
+    assert read_records(path) == [{"step": 1}, {"step": 3}]
+    assert caplog.messages == [f"{path}: line {number} is no record, and is left out" for number in (2, 3)]
+
+
+def test_a_run_whose_machine_lost_its_power_goes_on_behind_the_last_whole_record(tmp_path):
+    files = [tmp_path / name for name in (STEPS, "metrics.jsonl")]
+    Reporter(tmp_path, io.StringIO()).step(step(1), {"n": 1})
+    first = [path.read_bytes() for path in files]
+    Reporter(tmp_path, io.StringIO()).step(step(2), {"n": 2})
+    whole = [path.read_bytes() for path in files]
+    for before, after in zip(first, whole, strict=True):
+        assert after.startswith(before)
+    for cut in (1, 5, len(whole[1]) - len(first[1])):  # of both last lines, the second only once as a whole
+        for path, content in zip(files, whole, strict=True):
+            path.write_bytes(content[:-cut])
+        resumed = Reporter(tmp_path, io.StringIO())
+        resumed.step(step(2), {"n": 2})
+        assert [path.read_bytes() for path in files] == whole
+        resumed.step(step(3), {"n": 3})
+        assert [record["step"] for record in read_records(tmp_path / STEPS)] == [1, 2, 3]
+    files[0].write_bytes(b"\0" * 9)  # nothing but a cut line
+    Reporter(tmp_path, io.StringIO()).step(step(1), {})
+    assert files[0].read_bytes() == first[0]
 
 
 def test_a_resumed_run_counts_each_step_once_and_takes_the_first_and_last_validation():
@@ -189,7 +210,7 @@ def test_a_single_task_has_no_interval_and_breaks_nothing(tmp_path):
     summary = summarize([], records, wall_s=1.0, time_to_first_step_s=0.5, start_up_s={})
     assert summary["held_out_pass_rate_gain"] == 1.0
     assert summary["held_out_pass_rate_gain_ci"] == [None, None]
-    assert "no interval" in "\n".join(closing_lines(summary, None, []))
+    assert "no interval" in "\n".join(closing_lines(summary, []))
     json.dumps(summary, allow_nan=False)
 
 
@@ -208,14 +229,30 @@ def test_idle_shares_are_weighted_by_the_length_of_the_step_and_unknown_stays_un
     ],
 )
 def test_the_end_of_a_run_says_which_rows_were_not_audited_and_why(audited, told):
-    assert told in "\n".join(closing_lines(summary_of([step(1, rows_audited=audited)], []), None, []))
+    assert told in "\n".join(closing_lines(summary_of([step(1, rows_audited=audited)], []), []))
 
 
-def test_the_end_of_a_run_says_what_changed_and_where_things_are():
+def test_the_end_of_a_run_says_what_changed():
     validations = [validation(0, {"a": 0.0, "b": 0.5}), validation(3, {"a": 0.5, "b": 1.0})]
-    text = "\n".join(closing_lines(summary_of([step(1)], validations), "/runs/x", []))
-    for part in ("held out pass rate: 0.250 before, 0.750 after", "/runs/x", "summary.json", "0 violations"):
+    text = "\n".join(closing_lines(summary_of([step(1)], validations), ["a note"]))
+    for part in ("held out pass rate: 0.250 before, 0.750 after", "0 violations", "a note"):
         assert part in text
+
+
+def test_the_end_of_a_run_points_to_files_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, steps = tmp_path / "run", [{"step": number} for number in (5, 6, 7, 6, 7, 8)]  # went on in a new folder, twice
+    text = "\n".join(file_lines(run, str(run / "rows"), "run/checkpoints", steps))
+    for part in (f"files: {run}\n", "  rows/         the", "  checkpoints/  to", "at rows/5.jsonl and rows/8.jsonl:"):
+        assert part in text
+    text = "\n".join(file_lines(run, "/data/rows", "checkpoints/p/e", steps))
+    for part in ("  /data/rows/   the", f"  {tmp_path}/checkpoints/p/e/ to", "/data/rows/5.jsonl and /data/rows/8"):
+        assert part in text
+    text = "\n".join(file_lines(run, None, None, steps))
+    assert "report" in text
+    assert "rows" not in text
+    assert "checkpoints" not in text
+    assert "then at" not in "\n".join(file_lines(run, "rows", None, []))
 
 
 def test_a_record_that_a_full_disk_cuts_short_is_left_out_so_that_the_next_life_of_a_run_can_be_read(tmp_path):
