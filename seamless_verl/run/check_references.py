@@ -20,7 +20,7 @@ from typing import Any
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import AgentConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, meant
-from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_replay
+from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_replay, uses_critic
 from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_configs
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -68,7 +68,7 @@ def _check_estimator(name: str) -> None:
 
 def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
     _check_model("actor_rollout_ref.model.path", config["actor_rollout_ref"]["model"]["path"], pending)
-    if config["algorithm"]["adv_estimator"] == "gae":
+    if uses_critic(config):
         _check_model("critic.model.path", config["critic"]["model"]["path"], pending)
     for key in ("train_files", "val_files"):
         for name in _files(config, key):

@@ -14,6 +14,7 @@ import types
 import numpy as np
 import pytest
 
+from seamless_verl.run.check_combinations import uses_critic
 from seamless_verl.run.check_references import ESTIMATORS
 from tests.contract.moved import users
 
@@ -470,6 +471,22 @@ def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1
     trainer.use_critic = critic_mini_batch is not None
     trainer.critic_wg = types.SimpleNamespace(_query_dispatch_info=lambda mesh: list(range(critic_ranks)))
     return trainer
+
+
+def test_verl_pads_an_update_to_mini_batches_of_actor_and_critic():
+    """Why `check_batches` refuses a critic's that does not divide the actor's; may go when verl pads each by its own."""
+    assert _balancing_trainer(1, 2, critic_mini_batch=8)._get_required_batch_multiple(1) == 2 * 8
+    assert _balancing_trainer(1, 8, critic_mini_batch=2)._get_required_batch_multiple(1) == 2 * 8
+
+
+@pytest.mark.parametrize("enabled", [None, True, False])
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_we_know_as_verl_whether_there_is_a_critic(estimator, enabled):
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic
+
+    config = {"algorithm": {"adv_estimator": estimator}, "critic": {"enable": enabled}}
+    assert uses_critic(config) == need_critic(OmegaConf.create(config))
 
 
 def _lengths_per_optimizer_step(batch, ranks, mini_batch_rows):

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
-from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
+from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_batches, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
 from seamless_verl.run.check_weights import check_weights
@@ -80,6 +80,7 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
         ConfigError: key, value and fix, before a worker has been started.
     """
     settings, machine = plain(config), survey(Path.cwd())
+    check_batches(settings)
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, machine)
