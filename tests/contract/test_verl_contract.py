@@ -474,7 +474,7 @@ def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1
 
 
 def test_verl_pads_an_update_to_mini_batches_of_actor_and_critic():
-    """Why `check_batches` refuses a critic's that does not divide the actor's; may go when verl pads each by its own."""
+    """Why `check_batches` refuses a critic's that does not divide the actor's; may go when verl pads each alone."""
     assert _balancing_trainer(1, 2, critic_mini_batch=8)._get_required_batch_multiple(1) == 2 * 8
     assert _balancing_trainer(1, 8, critic_mini_batch=2)._get_required_batch_multiple(1) == 2 * 8
 

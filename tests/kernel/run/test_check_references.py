@@ -210,3 +210,9 @@ def test_an_estimator_that_is_nearly_one_of_verls_is_refused():
     check(config(algorithm__adv_estimator="my_own"))
     with pytest.raises(ConfigError, match=r"adv_estimator=grop: .*did you mean grpo\?"):
         check(config(algorithm__adv_estimator="grop"))
+
+
+@pytest.mark.parametrize("estimator", ["remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_an_estimator_that_verls_trainer_falls_over_is_refused(estimator):
+    with pytest.raises(ConfigError, match=f"adv_estimator={estimator}: .*does not compute.* Fix: write grpo"):
+        check(config(algorithm__adv_estimator=estimator))
