@@ -79,7 +79,10 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
     if name in UNSERVED:
         fix = "write grpo, or use verl's old trainer: python -m verl.trainer.main_ppo trainer.use_v1=false"
         raise ConfigError(_ESTIMATOR, name, "verl 0.9.1's V1 trainer does not compute what it needs", fix)
-    return []
+    if seamless.agent.runner is None or name not in OF_ROWS:
+        return []
+    told = f"compares rows of a prompt: a rollout of {_RUNNER} that left several (it forked or compacted its context)"
+    return [f"{_ESTIMATOR}={name} {told} weighs more (docs/limits.md); write grpo, or use agents that do neither"]
 
 
 def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:

@@ -15,6 +15,7 @@ from seamless_verl.machine import WEIGHTS, survey
 from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_batches, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
+from seamless_verl.run.check_references import check_estimator
 from seamless_verl.run.check_weights import check_weights
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.scheduling.declaration import with_policy
@@ -84,7 +85,7 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, machine)
-    for warning in check_memory(settings, machine):
+    for warning in (*check_estimator(settings, seamless), *check_memory(settings, machine)):
         _log.warning("%s", warning)
 
 

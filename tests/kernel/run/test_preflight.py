@@ -61,8 +61,9 @@ def config(**changes):
 
 def check(changed, machine=MACHINE, **seamless):
     settings = SeamlessConfig.from_mapping(seamless)
-    preflight.check_settings(changed, settings, machine)
+    warnings = preflight.check_settings(changed, settings, machine)
     check_references.check_files(changed, settings)
+    return warnings
 
 
 def test_a_sound_configuration_passes():
