@@ -696,6 +696,33 @@ def _with_versions(*versions):
     return KVBatchMeta(partition_id="train", keys=keys, tags=[*tags], extra_info={})
 
 
+def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_what_did_not(monkeypatch):
+    """What `report_validation` and docs/running.md say."""
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+    from verl.trainer.ppo.v1 import replay_buffer
+
+    from seamless_verl.verl_adapter.trainer.step_report import report_validation
+
+    prompt = {"is_prompt": True, "status": "failure", "global_steps": 3}
+    monkeypatch.setattr(replay_buffer.tq, "kv_list", lambda: {"val": {"a": prompt, "a_0_0": {"seq_len": 4}}})
+    monkeypatch.setattr(replay_buffer.tq, "kv_clear", lambda **_: None)
+    buffer = replay_buffer.ReplayBufferAsync("", {}, None, "drop", {})
+    batch, _ = buffer.sample(global_steps=3, partition_id="val", batch_size=1)
+    assert batch.keys == ["a_0_0"]
+
+    infos = {"reward": [1.0], "acc": [1.0], "passed": [1.0]}
+    found = process_validation_metrics(["sums"], ["a"], infos, expected_acc_counts={("sums", "a"): 2})["sums"]
+    assert (found["acc"]["mean@2"], found["reward"]["mean@1"], found["passed"]["mean@1"]) == (0.5, 1.0, 1.0)
+    told, reports = [], []
+    reporter = types.SimpleNamespace(validation=reports.append, say=told.append)
+    report_validation(reporter, 3, 2, ["sums"], ["a"], infos)
+    assert reports[0].mean == 1.0
+    assert told == [
+        "validation after step 3: 1 of 2 rollouts are missing, and in none of these figures; verl's acc counts them "
+        "as 0 (the reasons are in logs/)"
+    ]
+
+
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
     from seamless_verl.verl_adapter.trainer import step_report
 
