@@ -202,26 +202,28 @@ def replica_size(config: Mapping[str, Any]) -> int:
     return size
 
 
+def uses_critic(config: Mapping[str, Any]) -> bool:
+    """As verl's `need_critic`."""
+    is_ppo = value_of(config, "algorithm.adv_estimator", None) == "gae"
+    enabled = value_of(config, "critic.enable", None)
+    return is_ppo if enabled is None else bool(enabled)
+
+
 def check_batches(config: Mapping[str, Any]) -> None:
-    batch = whole_number(config, "data.train_batch_size")
-    mini = whole_number(config, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    batch, mini = whole_number(config, "data.train_batch_size"), whole_number(config, key)
     if batch % mini:
         near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
-        raise ConfigError(
-            "actor_rollout_ref.actor.ppo_mini_batch_size",
-            mini,
-            f"does not divide data.train_batch_size={batch}",
-            f"write {near}",
-        )
+        raise ConfigError(key, mini, f"does not divide data.train_batch_size={batch}", f"write {near}")
+    critics = whole_number(config, "critic.ppo_mini_batch_size", default=mini)
+    if uses_critic(config) and mini % critics:
+        problem = f"does not divide {key}={mini}, so verl would fill up each update with rows that train nothing"
+        raise ConfigError("critic.ppo_mini_batch_size", critics, problem, f"write {mini}")
     group = whole_number(config, "actor_rollout_ref.rollout.n")
     devices = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
     if mini * group % devices:
-        raise ConfigError(
-            "actor_rollout_ref.actor.ppo_mini_batch_size",
-            mini,
-            f"{mini} prompts x {group} rollouts do not divide evenly over {devices} trainer devices",
-            f"make ppo_mini_batch_size x rollout.n a multiple of {devices}",
-        )
+        problem = f"{mini} prompts x {group} rollouts do not divide evenly over {devices} trainer devices"
+        raise ConfigError(key, mini, problem, f"make ppo_mini_batch_size x rollout.n a multiple of {devices}")
     _check_micro_batches(config, batch * group, mini * group, devices)
 
 

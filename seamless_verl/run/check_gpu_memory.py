@@ -24,6 +24,7 @@ from seamless_verl.memory.gpu_memory import (
     beyond,
     highest_utilization,
 )
+from seamless_verl.run.check_combinations import uses_critic
 from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_configs
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -86,7 +87,7 @@ def _beside_the_trainer(config: Mapping[str, Any], card: int, shape: ModelShape)
     if not value_of(config, "actor_rollout_ref.hybrid_engine", True):
         return []
     trained = [_trained(config, "actor_rollout_ref.actor", "fsdp_config", shape)]
-    if value_of(config, "algorithm.adv_estimator", None) == "gae":
+    if uses_critic(config):
         critic = model_shape(value_of(config, "critic.model.path", None), headless=True)
         trained += [_trained(config, "critic", "fsdp", critic)] if critic else []
     resident = sum(part.at_rest for part in trained)

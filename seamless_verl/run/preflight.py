@@ -13,7 +13,7 @@ from typing import Any
 from seamless_verl.checked import value_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.machine import Machine
-from seamless_verl.run import check_combinations, check_gpu_memory, check_machine
+from seamless_verl.run import check_combinations, check_gpu_memory, check_machine, check_references
 from seamless_verl.run.check_weights import check_weights
 
 
@@ -26,13 +26,14 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         machine: where the run would start.
 
     Returns:
-        Warnings: what may be too much for a GPU, or for this machine's shared memory.
+        Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows.
 
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
     """
     check_machine.check_devices(config, machine)
     check_machine.check_cluster(value_of(config, check_machine.RAY_INIT, {}))
+    warnings = check_references.check_estimator(config, seamless)
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         check_combinations.check_layout(config, seamless)
         check_combinations.check_batches(config)
@@ -43,7 +44,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     check_machine.check_packages(config, machine)
     check_machine.check_tracker(config)
     check_combinations.check_lengths(config)
-    warnings = check_machine.check_room(config, machine)
+    warnings += check_machine.check_room(config, machine)
     check_machine.check_ports(config, seamless)
     warnings += check_gpu_memory.check_memory(config, machine)
     check_combinations.check_entry(config)

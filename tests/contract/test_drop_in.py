@@ -19,15 +19,20 @@ OURS = {"trainer.v1.trainer_mode"}
 # What is refused holds on GPUs, too: nothing here looks at the devices. Stem of the list, what the message must say.
 SGLANG = ("rollout.name=sglang: cannot be lent", "trainer.v1.trainer_mode=sync")
 ADAPTER = ("lora.merge=False: a replica that is started anew would put the adapter on random weights",)
+UNSERVED = ("V1 trainer does not compute what it needs", "write grpo")
 REFUSED = {
+    "gdpo_trainer-run_qwen3_8b_fsdp": UNSERVED,
     "lora-run_qwen2_5_vl_7b_fsdp": ADAPTER,
     "lora-run_qwen3_30b_a3b_megatron": ADAPTER,
+    "remax_trainer-run_qwen3_8b_fsdp": UNSERVED,
     "sglang_multiturn-run_qwen2_5_3b_gsm8k_multiturn_fsdp": SGLANG,
     "sglang_multiturn-run_qwen3_4b_dapo_multiturn_fsdp": SGLANG,
 }
 MENDED = {  # by what the message says; then they pass
+    "gdpo_trainer-run_qwen3_8b_fsdp": ["algorithm.adv_estimator=grpo"],
     "lora-run_qwen2_5_vl_7b_fsdp": ["actor_rollout_ref.rollout.load_format=safetensors"],
     "lora-run_qwen3_30b_a3b_megatron": ["actor_rollout_ref.model.lora.merge=true"],
+    "remax_trainer-run_qwen3_8b_fsdp": ["algorithm.adv_estimator=grpo"],
     "sglang_multiturn-run_qwen2_5_3b_gsm8k_multiturn_fsdp": ["actor_rollout_ref.rollout.name=vllm"],
     "sglang_multiturn-run_qwen3_4b_dapo_multiturn_fsdp": [
         "actor_rollout_ref.rollout.nnodes=1",

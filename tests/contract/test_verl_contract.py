@@ -14,6 +14,7 @@ import types
 import numpy as np
 import pytest
 
+from seamless_verl.run.check_combinations import uses_critic
 from seamless_verl.run.check_references import ESTIMATORS
 from tests.contract.moved import users
 
@@ -472,6 +473,22 @@ def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1
     return trainer
 
 
+def test_verl_pads_an_update_to_mini_batches_of_actor_and_critic():
+    """Why `check_batches` refuses a critic's that does not divide the actor's; may go when verl pads each alone."""
+    assert _balancing_trainer(1, 2, critic_mini_batch=8)._get_required_batch_multiple(1) == 2 * 8
+    assert _balancing_trainer(1, 8, critic_mini_batch=2)._get_required_batch_multiple(1) == 2 * 8
+
+
+@pytest.mark.parametrize("enabled", [None, True, False])
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_we_know_as_verl_whether_there_is_a_critic(estimator, enabled):
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic
+
+    config = {"algorithm": {"adv_estimator": estimator}, "critic": {"enable": enabled}}
+    assert uses_critic(config) == need_critic(OmegaConf.create(config))
+
+
 def _lengths_per_optimizer_step(batch, ranks, mini_batch_rows):
     """The lengths that each optimizer step of each rank gets, in order, cut by the iterator of verl's workers."""
     import torch
@@ -677,6 +694,33 @@ def _with_versions(*versions):
     tags = [{"min_global_steps": version, "max_global_steps": version} for version in versions]
     keys = [f"uid_{number}_0" for number in range(len(versions))]
     return KVBatchMeta(partition_id="train", keys=keys, tags=[*tags], extra_info={})
+
+
+def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_what_did_not(monkeypatch):
+    """What `report_validation` and docs/running.md say."""
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+    from verl.trainer.ppo.v1 import replay_buffer
+
+    from seamless_verl.verl_adapter.trainer.step_report import report_validation
+
+    prompt = {"is_prompt": True, "status": "failure", "global_steps": 3}
+    monkeypatch.setattr(replay_buffer.tq, "kv_list", lambda: {"val": {"a": prompt, "a_0_0": {"seq_len": 4}}})
+    monkeypatch.setattr(replay_buffer.tq, "kv_clear", lambda **_: None)
+    buffer = replay_buffer.ReplayBufferAsync("", {}, None, "drop", {})
+    batch, _ = buffer.sample(global_steps=3, partition_id="val", batch_size=1)
+    assert batch.keys == ["a_0_0"]
+
+    infos = {"reward": [1.0], "acc": [1.0], "passed": [1.0]}
+    found = process_validation_metrics(["sums"], ["a"], infos, expected_acc_counts={("sums", "a"): 2})["sums"]
+    assert (found["acc"]["mean@2"], found["reward"]["mean@1"], found["passed"]["mean@1"]) == (0.5, 1.0, 1.0)
+    told, reports = [], []
+    reporter = types.SimpleNamespace(validation=reports.append, say=told.append)
+    report_validation(reporter, 3, 2, ["sums"], ["a"], infos)
+    assert reports[0].mean == 1.0
+    assert told == [
+        "validation after step 3: 1 of 2 rollouts are missing, and in none of these figures; verl's acc counts them "
+        "as 0 (the reasons are in logs/)"
+    ]
 
 
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():

@@ -12,9 +12,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
-from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
+from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_batches, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
+from seamless_verl.run.check_references import check_estimator
 from seamless_verl.run.check_weights import check_weights
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.scheduling.declaration import with_policy
@@ -80,10 +81,11 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
         ConfigError: key, value and fix, before a worker has been started.
     """
     settings, machine = plain(config), survey(Path.cwd())
+    check_batches(settings)
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, machine)
-    for warning in check_memory(settings, machine):
+    for warning in (*check_estimator(settings, seamless), *check_memory(settings, machine)):
         _log.warning("%s", warning)
 
 

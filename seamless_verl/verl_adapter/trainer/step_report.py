@@ -294,8 +294,8 @@ def report_validation(
         reporter.validation(report)
     if missing := wanted - len(uids):
         reporter.say(
-            f"validation after step {step}: {missing} of {wanted} rollouts are missing; verl leaves out the whole "
-            "group of a rollout that failed (the reasons are in logs/)"
+            f"validation after step {step}: {missing} of {wanted} rollouts are missing, and in none of these "
+            "figures; verl's acc counts them as 0 (the reasons are in logs/)"
         )
 
 

@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.run.check_references import task_at
+from seamless_verl.run.check_references import check_estimator, task_at
 from tests.kernel.run.test_preflight import check, config
 
 NO_CLASS = 7
@@ -210,3 +211,21 @@ def test_an_estimator_that_is_nearly_one_of_verls_is_refused():
     check(config(algorithm__adv_estimator="my_own"))
     with pytest.raises(ConfigError, match=r"adv_estimator=grop: .*did you mean grpo\?"):
         check(config(algorithm__adv_estimator="grop"))
+
+
+@pytest.mark.parametrize("estimator", ["remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_an_estimator_that_verls_trainer_falls_over_is_refused(estimator):
+    with pytest.raises(ConfigError, match=f"adv_estimator={estimator}: .*does not compute.* Fix: write grpo"):
+        check(config(algorithm__adv_estimator=estimator))
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"])
+def test_where_agents_may_fork_an_estimator_that_counts_rows_is_told(estimator):
+    forking, plain = SeamlessConfig.from_mapping({"agent": AGENT}), SeamlessConfig.from_mapping({})
+    (told,) = check_estimator(config(algorithm__adv_estimator=estimator), forking)
+    assert f"adv_estimator={estimator} compares rows" in told
+    assert "write grpo" in told
+    assert check_estimator(config(algorithm__adv_estimator=estimator), plain) == []
+    for other in ("grpo", "gae", "reinforce_plus_plus", "my_own"):
+        assert check_estimator(config(algorithm__adv_estimator=other), forking) == []
+    assert told in check(config(algorithm__adv_estimator=estimator), agent=AGENT)

@@ -12,6 +12,7 @@ from seamless_verl.run import check_machine, check_references, preflight
 
 GIB = 1 << 30
 RUNNER = "tests.kernel.run.test_check_references.Runner"
+CRITICS = "critic.ppo_mini_batch_size"
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 MACHINE = Machine(
     accelerators=0,
@@ -60,8 +61,9 @@ def config(**changes):
 
 def check(changed, machine=MACHINE, **seamless):
     settings = SeamlessConfig.from_mapping(seamless)
-    preflight.check_settings(changed, settings, machine)
+    warnings = preflight.check_settings(changed, settings, machine)
     check_references.check_files(changed, settings)
+    return warnings
 
 
 def test_a_sound_configuration_passes():
@@ -73,6 +75,8 @@ def test_a_sound_configuration_passes():
     [
         (dict(data__train_batch_size=10), "actor_rollout_ref.actor.ppo_mini_batch_size", "write 5"),
         (dict(trainer__n_gpus_per_node=3), "actor_rollout_ref.actor.ppo_mini_batch_size", "multiple of 3"),
+        (dict(critic__ppo_mini_batch_size=16, algorithm__adv_estimator="gae"), CRITICS, "write 8"),
+        (dict(critic__ppo_mini_batch_size=3, critic__enable=True), CRITICS, "write 8"),
         (
             dict(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=24),
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -104,6 +108,19 @@ def test_a_setting_that_cannot_work_names_its_key_and_the_fix(changes, key, fix)
         check(config(**changes))
     assert refused.value.key == key
     assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(algorithm__adv_estimator="gae", critic__ppo_mini_batch_size=4),
+        # Nobody asks for a critic.
+        dict(critic__ppo_mini_batch_size=16),
+        dict(algorithm__adv_estimator="gae", critic__enable=False, critic__ppo_mini_batch_size=16),
+    ],
+)
+def test_critics_that_verl_pads_nothing_for_are_not_refused(changes):
+    check(config(**changes))
 
 
 @pytest.mark.parametrize(
