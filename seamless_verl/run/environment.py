@@ -14,6 +14,7 @@ from typing import Any
 from seamless_verl.checked import value_of
 from seamless_verl.config import ResourceConfig
 from seamless_verl.memory.book import BOOK
+from seamless_verl.run.check_combinations import uses_critic
 from seamless_verl.run.check_machine import model_configs
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -92,8 +93,7 @@ def cpu_environment(
     config: Mapping[str, Any], resources: Sequence[ResourceConfig], cores: int, book: Path
 ) -> dict[str, str | None]:
     """What the user has set stays; the book of an earlier run in this folder goes."""
-    keys = ["actor_rollout_ref.model.path"]
-    keys += ["critic.model.path"] if value_of(config, "algorithm.adv_estimator", None) == "gae" else []
+    keys = ["actor_rollout_ref.model.path", *(["critic.model.path"] if uses_critic(config) else [])]
     wanted = cpu_settings(*(value_of(config, key, None) for key in keys)) | _cores(resources, cores)
     book.unlink(missing_ok=True)
     environment: dict[str, str | None] = {key: os.environ.get(key, value) for key, value in wanted.items()}

@@ -102,9 +102,8 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if interrupts and code and code < 128:  # while it was swept up after: nothing is to start again
-        code = 128 + interrupts[0]
-    return _LEFT_BEHIND if swept.survivors else code
+    ended = 128 + interrupts[0] if interrupts and 0 < code < 128 else code  # else a dead trainer would start again
+    return _LEFT_BEHIND if swept.survivors else ended
 
 
 def _environment(added: Mapping[str, str | None], run_id: str, ray_dir: Path) -> dict[str, str]:

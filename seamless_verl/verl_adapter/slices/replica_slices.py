@@ -69,7 +69,7 @@ class ReplicaSlices:
         self._published_weights = published_weights
         self._checks = checks
         self._store = store
-        self._restarts = ThreadPoolExecutor(len(self._replicas), thread_name_prefix="restart")
+        self._restarts = ThreadPoolExecutor(len(self._replicas) or 1, thread_name_prefix="restart")
         self._given_up: dict[SliceId, str] = {}  # what a transfer found out that nobody else can
         self.sync_metrics: dict[str, Any] = {}
 
