@@ -204,9 +204,8 @@ def replica_size(config: Mapping[str, Any]) -> int:
 
 def uses_critic(config: Mapping[str, Any]) -> bool:
     """As verl's `need_critic`."""
-    is_ppo = value_of(config, "algorithm.adv_estimator", None) == "gae"
     enabled = value_of(config, "critic.enable", None)
-    return is_ppo if enabled is None else bool(enabled)
+    return value_of(config, "algorithm.adv_estimator", None) == "gae" if enabled is None else bool(enabled)
 
 
 def check_batches(config: Mapping[str, Any]) -> None:
