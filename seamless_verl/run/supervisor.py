@@ -102,7 +102,7 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         (run_dir / "pid").unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
-    ended = 128 + interrupts[0] if interrupts and 0 < code < 128 else code  # else a dead trainer would start again
+    ended = 128 + interrupts[0] if interrupts and code else code  # else a dead trainer would start again
     return _LEFT_BEHIND if swept.survivors else ended
 
 

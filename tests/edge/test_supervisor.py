@@ -215,17 +215,17 @@ def sweep(*arguments, **named):
 
 swept, supervisor.sweep = supervisor.sweep, sweep
 trainer = Path(sys.argv[1]) / "trainer"
-trainer.write_text(f"#!/bin/sh\\nexit {sys.argv[2]}\\n")
+trainer.write_text(f"#!/bin/sh\\n{sys.argv[2]}\\n")
 trainer.chmod(0o755)
 supervisor.sys.executable = str(trainer)
 sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}))
 """
 
 
-@pytest.mark.parametrize(("code", "ends"), [(75, 130), (1, 130), (0, 0)])
-def test_ctrl_c_while_a_dead_trainer_is_swept_up_after_starts_nothing_again(tmp_path, code, ends):
-    done = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path), str(code)], timeout=60)
-    assert done.returncode == ends
+@pytest.mark.parametrize(("end", "code"), [("exit 75", 130), ("exit 1", 130), ("kill -9 $$", 130), ("exit 0", 0)])
+def test_ctrl_c_while_a_dead_trainer_is_swept_up_after_starts_nothing_again(tmp_path, end, code):
+    done = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path), end], timeout=60)
+    assert done.returncode == code
 
 
 KILLED = """
