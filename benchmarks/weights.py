@@ -68,7 +68,7 @@ class Publisher:
         from seamless_verl.verl_adapter.weights.shared_engine import SharedMemoryEngine
 
         self._weights = load_file(f"{model}/model.safetensors")
-        self._engine = SharedMemoryEngine(1 << 20, is_master=True, folder=folder)
+        self._engine = SharedMemoryEngine(1 << 20, is_master=True, folder=folder, dtype="float32")
 
     async def publish(self, version: int) -> dict[str, float]:
         stepped = ((name, value * (1 + 1e-5 * version)) for name, value in self._weights.items())

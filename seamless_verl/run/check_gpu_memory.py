@@ -1,4 +1,5 @@
-"""Refuses shares of a GPU that cannot hold trainer and engine together, before either is loaded.
+"""Refuses shares of a GPU that cannot hold trainer and engine together, before either is loaded, and shared memory that
+cannot hold the weights which ``seamless.weights.sync=rolling`` publishes.
 
 The arithmetic is `memory.gpu_memory`; here are the keys, the model's ``config.json`` and the card. Where one of
 them is not known (another engine or trainer than vLLM and FSDP, no ``nvidia-smi``) nothing is said; where the model is
@@ -7,6 +8,7 @@ not on this machine yet, that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -31,6 +33,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{_ROLLOUT}.gpu_memory_utilization"
 ALONE = f"{_ROLLOUT}.standalone_gpu_memory_utilization"
 _MODEL = "actor_rollout_ref.model.path"
+_SYNC = "seamless.weights.sync"
 _BUCKET = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _BYTES = {"fp32": 4, "float32": 4, "float": 4}  # all others: 2
 # With one of these vLLM's cache is not what its share leaves, or its numbers are not two bytes each.
@@ -53,20 +56,25 @@ def check_memory(config: Mapping[str, Any], machine: Machine) -> list[str]:
     """
     card = machine.accelerator_memory
     engine = value_of(config, f"{_ROLLOUT}.name", "vllm")
-    if not card or value_of(config, "trainer.device") != "cuda" or engine != "vllm":
+    on_gpus = card and value_of(config, "trainer.device") == "cuda" and engine == "vllm"
+    rolls = value_of(config, _SYNC, None) == "rolling"
+    if not on_gpus and not rolls:
         return []
     path = value_of(config, _MODEL, None)
     shape = model_shape(path)
     if shape is None:
         unseen = f"{_MODEL}={path} is not on this machine yet, so whether it fits into its GPUs was not checked"
-        return [] if any(True for _ in model_configs(path)) else [f"{unseen}. To be told: hf download {path}"]
-    found = _beside_the_trainer(config, card, shape) + _one_row_each(config, card, shape)
+        seen = not on_gpus or any(True for _ in model_configs(path))
+        return [] if seen else [f"{unseen}. To be told: hf download {path}"]
+    found = _published(config, machine.shared_memory_free, shape) if rolls else []
+    if on_gpus:
+        found += _beside_the_trainer(config, card, shape) + _one_row_each(config, card, shape)
     warnings = [problem for problem in found if isinstance(problem, str)]
     for problem in found:
         if isinstance(problem, ConfigError):
             if cluster_address(value_of(config, ADDRESS, None)) is None:
                 raise problem
-            warnings.append(f"with cards as on this machine: {problem}")
+            warnings.append(f"if the cluster's machines are as this one: {problem}")
     return warnings
 
 
@@ -80,6 +88,17 @@ def model_shape(path: str | None, *, headless: bool = False) -> ModelShape | Non
         with suppress(ValueError, KeyError):  # not what it is for the families that are known
             return ModelShape.from_config(found | {"tie_word_embeddings": True} if headless else found)
     return None
+
+
+def _published(config: Mapping[str, Any], free: int, shape: ModelShape) -> list[ConfigError | str]:
+    """Two versions of the weights, each in the narrower of the trainer's and the engine's types."""
+    keys = ("actor_rollout_ref.actor.fsdp_config.model_dtype", f"{_ROLLOUT}.dtype")
+    needed = 2 * shape.parameters * min(_BYTES.get(str(value_of(config, key, "fp32")), 2) for key in keys)
+    if free >= needed:
+        return []
+    problem = f"publishes into /dev/shm, which has {_gib(free)} free; two versions of the weights take {_gib(needed)}"
+    fix = f"give the container more (docker run --shm-size={math.ceil(needed / GIB)}g), or write {_SYNC}=together"
+    return [ConfigError(_SYNC, "rolling", problem, fix)]
 
 
 def _beside_the_trainer(config: Mapping[str, Any], card: int, shape: ModelShape) -> list[ConfigError | str]:
@@ -124,7 +143,7 @@ def _sent(config: Mapping[str, Any], largest: int) -> int:
     verl 0.9.1: ``nccl_checkpoint_engine.prepare`` takes two buckets, ``get_per_tensor_param`` one tensor as a whole.
     """
     alone = value_of(config, f"{_ROLLOUT}.nnodes", 0) and value_of(config, "trainer.v1.trainer_mode", "") == "seamless"
-    in_buckets = value_of(config, "seamless.weights.sync", None) != "rolling"
+    in_buckets = value_of(config, _SYNC, None) != "rolling"
     buckets = 2 * int(value_of(config, _BUCKET, 2048)) << 20
     return (largest + buckets * in_buckets) if alone else 0
 

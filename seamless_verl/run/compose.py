@@ -57,7 +57,7 @@ _MODES = {
     "-sc": "--shell-completion",
 }
 GROUPS = ("seamless", "platform", "recipe")
-_QUIET_S = 300.0  # of a recording, after which the run on another machine is taken for dead
+_QUIET_S = 300.0  # without a sign of life, after which the run on another machine is taken for dead
 
 
 def verl_config_dir() -> Path:
@@ -295,11 +295,10 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
 
 
 def run_is_alive(folder: Path) -> bool:
-    """Whether the process that owns a run folder still lives; of one on another machine its recording tells."""
+    """Whether the process that owns a run folder still lives; one on another machine touches its file meanwhile."""
+    pid = folder / "pid"
     try:
-        alive = is_alive((folder / "pid").read_text())
-        if alive is not None:
-            return alive
-        return time.time() < _QUIET_S + max(file.stat().st_mtime for file in (folder / FLIGHT).iterdir())
+        alive = is_alive(pid.read_text())
+        return time.time() < _QUIET_S + pid.stat().st_mtime if alive is None else alive
     except (OSError, ValueError):
         return False

@@ -51,10 +51,18 @@ _FIRST_JOB = "01000000"
 _SHARED_MEMORY = Path("/dev/shm")
 _SECOND_LOOK_S = 0.2
 _FAR_SWEEP_S = 120.0
+_SIGN_S = 30.0  # between two signs of life (`compose.run_is_alive`), which the sweep may delay
 _CLUSTER = "RAY_ADDRESS"
 
 
-def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None], imported: Sequence[str] = ()) -> int:
+def run_trainer(
+    run_dir: Path,
+    run_id: str,
+    environment: Mapping[str, str | None],
+    imported: Sequence[str] = (),
+    *,
+    interrupts: list[int] | None = None,
+) -> int:
     """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
 
     A first Ctrl-C (or SIGTERM, SIGHUP) lets the trainer clean up, a second one ends it at once; what is left after the
@@ -66,13 +74,14 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         run_id: mark of every process of the run.
         environment: added to this process's own; ``None`` takes a variable away.
         imported: modules that processes of the run find imported already (`seamless_verl.nursery`); none: no nursery.
+        interrupts: signals that the user sends are added to it; empty at first.
 
     Returns:
         The trainer's exit code, or 128 + the signal that ended it; 1 where processes of the run could not be ended,
         which stderr names.
     """
     adopt_orphans()
-    interrupts: list[int] = []
+    interrupts = [] if interrupts is None else interrupts
     trainer: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, _: object) -> None:
@@ -85,7 +94,8 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
     ray_dir = _short_folder()
     started = time.time()
     try:
-        (run_dir / "pid").write_text(identity(os.getpid()))
+        owner = run_dir / "pid"
+        owner.write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
         env = _environment(environment, run_id, ray_dir)
         if imported:
@@ -93,13 +103,13 @@ def run_trainer(run_dir: Path, run_id: str, environment: Mapping[str, str | None
         trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
         if interrupts:  # before there was a trainer to hand them on to
             trainer.kill()
-        code = _wait(trainer, interrupts)
+        code = _wait(trainer, interrupts, owner)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
         _tidy_up(swept, run_id, ray_dir, run_dir, started)
         if joined := environment.get(_CLUSTER):
             _sweep_other_nodes(run_id, started, joined, interrupts)
-        (run_dir / "pid").unlink(missing_ok=True)
+        owner.unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
     ended = 128 + interrupts[0] if interrupts and code else code  # else a dead trainer would start again
@@ -121,18 +131,23 @@ def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: flo
     shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
 
 
-def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int]) -> int:
+def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path) -> int:
     """The trainer's exit code, or 128 + the signal that the user sent; an interrupted trainer has ``_GRACE_S``.
 
-    One that does not even end by force is left to the sweep, which names it.
+    One that does not even end by force is left to the sweep, which names it. Meanwhile ``owner`` is touched.
     """
     deadline: float | None = None
+    touch_at = time.monotonic() + _SIGN_S
     code = -signal.SIGKILL
     while True:
         try:
             code = trainer.wait(timeout=1.0)
             break
         except subprocess.TimeoutExpired:
+            if time.monotonic() > touch_at:
+                touch_at += _SIGN_S
+                with contextlib.suppress(OSError):  # removed by hand, or its disk is away
+                    os.utime(owner)
             if interrupts and deadline is None:
                 deadline = time.monotonic() + _GRACE_S
             if deadline is not None and len(interrupts) > 1:

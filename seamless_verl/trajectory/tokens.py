@@ -221,6 +221,8 @@ class TurnRecord:
 
     Attributes:
         generation_id: the engine's name for this answer; unique in the session.
+        request_digest: of the request; nobody reads it since answers are given again by their own, and it goes with the
+            journal's next form (`turn_bytes.VERSION`).
         anchor: generation id of the answer that the tokens hang under, ``""`` for the root.
         anchor_is_given: the anchor is the given segment directly before that answer instead.
         num_cut: trailing tokens of the anchor left out.

@@ -24,6 +24,7 @@ from fastapi.responses import StreamingResponse
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.calls import ApiError, encoded
+from seamless_verl.proxy.http.openapi import describe_front
 from seamless_verl.proxy.http.requests import BodyIntake, ClientGone, api_key_of, client_left
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import AddressBook
@@ -109,6 +110,9 @@ class Front:
         texts = {shard: answer.text for shard, answer in answers.items() if answer is not None}
         return Response(_merged(texts), media_type="text/plain; version=0.0.4")
 
+    async def openapi(self, request: Request) -> Response:
+        return Response(encoded(describe_front()), media_type="application/json")
+
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -193,6 +197,7 @@ def make_front(front: Front) -> FastAPI:
     routes: tuple[tuple[list[str], str, Callable[[Request], Awaitable[Response]]], ...] = (
         (["GET"], "/healthz", front.healthz),
         (["GET"], "/metrics", front.metrics),
+        (["GET"], "/openapi.json", front.openapi),
         (["GET"], "/stats", front.stats),
         (["GET", "POST"], "/shards", front.shards),
         (["POST"], "/sessions", front.some),

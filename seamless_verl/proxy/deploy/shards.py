@@ -93,7 +93,8 @@ class Shards:
         self._launcher = launcher
         self._file = config.record / "shards.json"
         self._places: dict[int, str] = known_places(self._file)
-        self._book = AddressBook(addresses={})
+        known = {shard: f"http://{place}" for shard, place in self._places.items()}
+        self._book = AddressBook(addresses=known, retired=frozenset(known))  # away until `start` has started them
         self._watchers: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, RunningShard] = {}
         self._adding = asyncio.Lock()

@@ -197,7 +197,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         images=images,
         blind=blind or TEXT_ONLY,
         abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
-        gate=_gate(engine, config.record),
+        gate=_gate(engine, config),
         base_url=config.base_url,
         on_unsupported=config.on_unsupported,
     )
@@ -214,11 +214,12 @@ async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits)
         return None, str(error)
 
 
-def _gate(engine: VllmHttpEngine, record: Path | None) -> Gate:
-    """What it is told is written down first: a process started after us has to know."""
+def _gate(engine: VllmHttpEngine, config: StandaloneConfig) -> Gate:
+    """What it is told is written down first: a process started after us has to know, and a shard added beside us."""
+    record = config.record
     if record is None:
         return Gate(engine.stamp)
-    paused = record / "paused"
+    paused = (record.parent if config.prefix else record) / "paused"
     if paused.exists():
         _log.warning("%s: an earlier process was paused, so requests wait for POST /resume", paused)
 
@@ -236,14 +237,15 @@ def _last_version(config: StandaloneConfig) -> int:
     if config.record is None:
         return 0
     folders = config.record.parent.glob("shard-*") if config.prefix else (config.record,)
-    versions = [0]
-    for file in (folder / _VERSION_FILE for folder in folders):
-        try:
-            versions.append(int(file.read_text(encoding="ascii")) if file.exists() else 0)
-        except (OSError, ValueError) as error:
-            fix = "write the served weights' version into it, or remove it"
-            raise ConfigError("--record", file, f"holds no weight version: {error}", fix) from error
-    return max(versions)
+    files = [file for folder in folders if (file := folder / _VERSION_FILE).exists()]
+    if not files:
+        return 0
+    file = max(files, key=lambda each: each.stat().st_mtime_ns)  # not the highest: trainers go back to a checkpoint
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError) as error:
+        fix = "write the served weights' version into it, or remove it"
+        raise ConfigError("--record", file, f"holds no weight version: {error}", fix) from error
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -114,6 +114,14 @@ def describe() -> dict[str, Any]:
     }
 
 
+def describe_front() -> dict[str, Any]:
+    """The same of the front of several shards: it holds nothing back by itself, and has the list of shards."""
+    told = describe()
+    shards = {"/shards": {method: _operation("admin", []) for method in ("get", "post")}}
+    of_each = {path: methods for path, methods in told["paths"].items() if path not in ("/pause", "/resume")}
+    return {**told, "paths": of_each | shards}
+
+
 def _operation(key: str, parameters: list[Any], body: type[BaseModel] | None = None) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": f"key: {key}",

@@ -61,7 +61,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
             run = os.environ.get(RUN_ID) or uuid.uuid4().hex
             engine.backend = SHARED
             engine.custom_backend_module = "seamless_verl.verl_adapter.weights.shared_engine"
-            engine.engine_kwargs = {SHARED: {"folder": f"{WEIGHTS}{run}"}}
+            dtype = str(config.actor_rollout_ref.rollout.dtype)
+            engine.engine_kwargs = {SHARED: {"folder": f"{WEIGHTS}{run}", "dtype": dtype}}
         elif engine.backend == "naive":
             if config.trainer.device == "cpu":
                 engine.backend = "cpu_zmq"

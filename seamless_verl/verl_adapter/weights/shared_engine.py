@@ -28,11 +28,13 @@ class NotPublished(SeamlessError):
 
 @CheckpointEngineRegistry.register(weight_store.SHARED)
 class SharedMemoryEngine(CheckpointEngineWithCache):
-    """``folder``: of the run, in shared memory."""
+    """``folder``: of the run, in shared memory; ``dtype``: ``rollout.dtype``, in which engines have their weights."""
 
-    def __init__(self, bucket_size: int, is_master: bool = False, *, folder: str, **_: Any) -> None:
+    def __init__(self, bucket_size: int, is_master: bool = False, *, folder: str, dtype: str, **_: Any) -> None:
         self._is_master = is_master
         self._folder = Path(folder)
+        found = getattr(torch, dtype, None)
+        self._dtype = found if isinstance(found, torch.dtype) else None  # "auto": of the model's own file
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -63,7 +65,7 @@ class SharedMemoryEngine(CheckpointEngineWithCache):
         try:
             if global_steps is None:
                 raise NotPublished("weights without a version cannot be published")
-            manifest = weight_store.publish(self._folder, global_steps, weights)
+            manifest = weight_store.publish(self._folder, global_steps, weights, self._dtype)
         except OSError as error:
             await walk_through(weights)  # producing one is a collective call, in which the other ranks wait
             raise NotPublished(

@@ -31,6 +31,7 @@ SHARED = "seamless_shared"
 _ALIGNED = 64  # bytes; every tensor can be viewed in its own type
 _PART = ".part"
 _WORD = 8  # bytes
+_PIECE = 64 << 20  # bytes that are cast, copied from a GPU and written at a time; whole words
 
 
 class WeightsRefused(SeamlessError):
@@ -159,8 +160,14 @@ def newest(folder: Path) -> Manifest | None:
             return decode((folder / f"{max(numbers)}.json").read_text())
 
 
-def publish(folder: Path, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+def publish(
+    folder: Path, version: int, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+) -> Manifest:
     """Write a version; whoever asks for the newest gets it from the return on, and older ones are unlinked.
+
+    Args:
+        dtype: of the engines. Matrices of wider floats are cast to it, as the engine would on loading (and verl's own
+            ``delta_sharded`` before sending); vectors, a thousandth of a model, stay: engines keep some of them in fp32.
 
     Raises:
         OSError: the shared memory is full; what was published before stands.
@@ -171,16 +178,40 @@ def publish(folder: Path, version: int, weights: Iterable[tuple[str, torch.Tenso
     offset = 0
     with _part(file) as stream:
         for name, value in weights:
-            value = value.detach().cpu().contiguous()
-            dtype = str(value.dtype).removeprefix("torch.")
-            values: Any = value.view(-1).view(torch.uint8).numpy()
-            found = checksum_of(values)
-            specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(value.shape), offset=offset, checksum=found))
-            for part in (memoryview(values), memoryview(bytes(-len(values) % _ALIGNED))):
-                offset += _write(stream, part)
+            kind = value.dtype if dtype is None else _stored(value, dtype)
+            begun, found = offset, 0
+            for part in _on_host(value, kind):
+                found += checksum_of(part)
+                offset += _write(stream, memoryview(part))
+            specs.append(
+                TensorSpec(
+                    name=name,
+                    dtype=str(kind).removeprefix("torch."),
+                    shape=tuple(value.shape),
+                    offset=begun,
+                    checksum=found % (1 << 8 * _WORD),
+                )
+            )
+            offset += _write(stream, memoryview(bytes(-offset % _ALIGNED)))
     manifest = Manifest(version=version, file=str(file), nbytes=offset, tensors=tuple(specs))
     _list(manifest)
     return manifest
+
+
+def _stored(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    wider = value.is_floating_point() and value.dtype.itemsize > dtype.itemsize
+    return dtype if wider and value.dim() > 1 else value.dtype
+
+
+def _on_host(value: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[np.uint8]]:
+    """Its bytes, a piece at a time: cast where it lies, and copied from a GPU through pinned memory."""
+    pinned = torch.empty(_PIECE if value.is_cuda else 0, dtype=torch.uint8, pin_memory=value.is_cuda)  # torch keeps it
+    for piece in value.detach().contiguous().view(-1).split(_PIECE // dtype.itemsize):
+        part = piece.to(dtype)
+        if value.is_cuda:
+            part = pinned[: part.nbytes].view(dtype).copy_(part)
+        content: NDArray[np.uint8] = part.cpu().view(torch.uint8).numpy()
+        yield content
 
 
 def copy(manifest: Manifest, content: Iterable[bytes]) -> None:

@@ -36,6 +36,33 @@ def test_what_is_read_is_what_was_published(tmp_path: Path) -> None:
     assert weight_store.decode(weight_store.encode(manifest)) == manifest
 
 
+def test_matrices_are_published_as_the_engine_holds_them(tmp_path: Path) -> None:
+    trained = {"matrix": torch.randn(33, 9), "vector": torch.randn(33), "half": torch.randn(4, 4, dtype=torch.half)}
+    manifest = weight_store.publish(tmp_path, 1, trained.items(), torch.bfloat16)
+    read = dict(manifest.tensors_of(weight_store.map_file(manifest.file)))
+    assert torch.equal(read["matrix"], trained["matrix"].to(torch.bfloat16))
+    assert {name: value.dtype for name, value in read.items()} == {
+        "matrix": torch.bfloat16,
+        "vector": torch.float32,
+        "half": torch.half,  # as wide as the engine's: vLLM converts it on loading
+    }
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_large_tensor_is_written_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    trained = {"first": torch.randn(7, 13), "turned": torch.randn(5, 3).T, "none": torch.empty(0, 2)}
+    whole = weight_store.publish(tmp_path / "whole", 1, trained.items(), dtype)
+    monkeypatch.setattr(weight_store, "_PIECE", 16)
+    manifest = weight_store.publish(tmp_path / "pieces", 1, trained.items(), dtype)
+    manifest.verify()
+    assert manifest.tensors == whole.tensors
+    assert Path(manifest.file).read_bytes() == Path(whole.file).read_bytes()
+    read = dict(manifest.tensors_of(weight_store.map_file(manifest.file)))
+    assert all(torch.equal(read[name], value.to(dtype or value.dtype)) for name, value in trained.items())
+
+
 def test_only_the_newest_is_there_and_a_reader_keeps_his(tmp_path: Path) -> None:
     old = publish(tmp_path, 1)
     memory = weight_store.map_file(old.file)

@@ -47,9 +47,10 @@ CONFIG = {
 }
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollout"
 SHARE, ALONE = f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.standalone_gpu_memory_utilization"
+ROLLING = {"seamless": {"weights": {"sync": "rolling"}}}
 
 
-def machine(card=H100):
+def machine(card=H100, shared=GIB):
     return Machine(
         accelerators=8,
         accelerator_memory=card,
@@ -57,7 +58,7 @@ def machine(card=H100):
         memory_available=16 * GIB,
         memory_total=24 * GIB,
         disk_free=50 * GIB,
-        shared_memory_free=GIB,
+        shared_memory_free=shared,
     )
 
 
@@ -65,7 +66,7 @@ def machine(card=H100):
 def check(tmp_path):
     """Check the 8B on one node of eight 80 GB cards, with changes."""
 
-    def check(changes, *, shape=QWEN3_8B, card=H100):
+    def check(changes, *, shape=QWEN3_8B, card=H100, shared=GIB):
         (tmp_path / "config.json").write_text(json.dumps(shape))
         changed = copy.deepcopy(CONFIG)
         folder = str(tmp_path)
@@ -75,7 +76,7 @@ def check(tmp_path):
             for parent in parents:
                 section = section[parent]
             section[last] = value
-        return check_memory(changed, machine(card))
+        return check_memory(changed, machine(card, shared))
 
     return check
 
@@ -135,7 +136,23 @@ def test_buckets_for_a_replica_that_comes_back_count_where_slices_are_lent_besid
     assert check({**ours, SHARE: 0.72}) == []
     bucket = f"{ROLLOUT}.checkpoint_engine"
     assert check({**ours, bucket: {"update_weights_bucket_megabytes": 512}}) == []
-    assert check({**ours, "seamless": {"weights": {"sync": "rolling"}}}) == [], "no buckets; the matrix still counts"
+    assert check({**ours, **ROLLING}, shared=64 * GIB) == [], "no buckets; the matrix still counts"
+
+
+def test_two_published_versions_must_fit_into_shared_memory(check):
+    cpu = {**ROLLING, "trainer.device": "cpu"}
+    with pytest.raises(
+        ConfigError, match=r"/dev/shm, which has 30\.0 GiB free; two versions .* take 30\.5 GiB"
+    ) as refused:
+        check(cpu, shared=30 * GIB)
+    assert "--shm-size=31g" in refused.value.fix
+    assert check(cpu, shared=31 * GIB) == []
+    fp32 = {**cpu, f"{ROLLOUT}.dtype": "float32"}
+    with pytest.raises(ConfigError, match=r"take 61\.0 GiB"):
+        check(fp32, shared=31 * GIB)
+    (warning,) = check({**cpu, "ray_kwargs.ray_init.address": "10.0.0.1:6379"})
+    assert warning.startswith("if the cluster's machines are as this one:")
+    assert check({"trainer.device": "cpu"}, shared=0) == []
 
 
 def test_engines_that_keep_their_memory_while_the_trainer_trains_are_a_warning(check):
@@ -157,7 +174,7 @@ def test_weights_and_one_row_must_fit_into_an_engine(check):
 
 def test_where_the_cards_may_be_others_it_is_a_warning(check):
     (warning,) = check({"ray_kwargs.ray_init.address": "10.0.0.1:6379"})
-    assert warning.startswith("with cards as on this machine:")
+    assert warning.startswith("if the cluster's machines are as this one:")
     assert "does not fit beside the trainer" in warning
 
 
