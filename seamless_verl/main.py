@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -46,22 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = psutil.Process().create_time()  # the imports above are part of the user's wait
     runs = Path(os.environ.get("SEAMLESS_RUNS", "runs"))
     codes: list[int] = []
+    interrupts: list[int] = []
     try:
         machine = survey(runs.absolute())
         platform = check_machine.platform_of(machine, arguments)
         hydra_arguments = compose.hydra_arguments(arguments, platform=platform, runs=runs, now=started, pid=os.getpid())
-        _run_hydra(hydra_arguments, machine, started, codes)
+        _run_hydra(hydra_arguments, machine, started, codes, interrupts)
     except (SeamlessError, HydraException, OmegaConfBaseException) as error:
         keys = compose.known_keys() if isinstance(error, HydraException) else []
         _say(f"error: {compose.explain(error, keys)}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        _say("interrupted before anything was started", sys.stderr)
+        _say("interrupted" if codes else "interrupted before anything was started", sys.stderr)
         return 130
     return next((code for code in codes if code), 0)
 
 
-def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes: list[int]) -> None:
+def _run_hydra(
+    arguments: Sequence[str], machine: Machine, started: float, codes: list[int], interrupts: list[int]
+) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
 
     compose.register_ours()
@@ -69,11 +73,11 @@ def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes
 
     def task(config: DictConfig) -> None:
         points.append(len(points))
-        if codes and codes[-1] > 128:  # the user has ended the sweep, not just one point of it
+        if interrupts:  # the user has ended the sweep, not just one point of it
             return
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
         try:
-            codes.append(_run_one(config, machine, started if not codes else time.time()))
+            codes.append(_run_one(config, machine, started if not codes else time.time(), interrupts))
         except (SeamlessError, OmegaConfBaseException) as error:
             _say(f"error: {error}", sys.stderr)
             codes.append(2)
@@ -89,7 +93,7 @@ def _run_hydra(arguments: Sequence[str], machine: Machine, started: float, codes
         sys.argv = before
 
 
-def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
+def _run_one(config: DictConfig, machine: Machine, started: float, interrupts: list[int]) -> int:
     hydra_runtime = HydraConfig.get().runtime
     sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
     compose.check_hidden(hydra_runtime.choices, sources)
@@ -119,21 +123,31 @@ def _run_one(config: DictConfig, machine: Machine, started: float) -> int:
     if on_cpu:
         environment.update(cpu_environment(plain(config), seamless.resources, machine.cores, run_dir / "memory.jsonl"))
     with _pages(run_dir) if seamless.watch else nullcontext():
-        code = _run_with_restarts(config, seamless.supervise.restarts, run_dir, environment, IMPORTED if on_cpu else ())
+        imported = IMPORTED if on_cpu else ()
+        try:
+            code = _run_with_restarts(config, seamless.supervise.restarts, run_dir, environment, imported, interrupts)
+        except KeyboardInterrupt:  # between two lives, when nothing runs
+            interrupts.append(signal.SIGINT)
+            code = 128 + signal.SIGINT
     if code:
-        _explain_end(code, run_dir)
+        _explain_end(code, run_dir, is_interrupted=bool(interrupts))
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
     return code
 
 
 def _run_with_restarts(
-    config: DictConfig, most: int, run_dir: Path, environment: dict[str, str | None], imported: Sequence[str]
+    config: DictConfig,
+    most: int,
+    run_dir: Path,
+    environment: dict[str, str | None],
+    imported: Sequence[str],
+    interrupts: list[int],
 ) -> int:
     """Run the trainer, again from its last checkpoint where that is worth it; return the last life's exit code."""
     trainer, restarts = config.trainer, Restarts(most)
     while True:
-        code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported)
+        code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported, interrupts=interrupts)
         has_checkpoint = checkpoints.have_one(Path(trainer.default_local_dir))
         hindered = obstacle(resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint)
         steps = read_records(run_dir / STEPS)
@@ -192,13 +206,14 @@ def _cluster(config: DictConfig) -> str | None:
     return check_machine.cluster_address(OmegaConf.select(config, check_machine.ADDRESS))
 
 
-def _explain_end(code: int, run_dir: Path) -> None:
+def _explain_end(code: int, run_dir: Path, *, is_interrupted: bool) -> None:
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     key, value = ("hydra.sweep.dir", run_dir.parent) if multirun else ("hydra.run.dir", run_dir)
     folder = shlex.quote(f"{key}={compose.quoted(value)}")
     resume = f"to continue from the last checkpoint: the same command with {folder}"
     if code > 128:
-        _say(f"interrupted (signal {code - 128}); nothing is left running; {resume}", sys.stderr)
+        how = "interrupted" if is_interrupted else "ended"
+        _say(f"{how} (signal {code - 128}); nothing is left running; {resume}", sys.stderr)
     else:
         _say(f"failed with exit code {code}; logs: {run_dir / 'logs'}; {resume}", sys.stderr)
         if full := checkpoints.told_of_full_disk(run_dir, folder):

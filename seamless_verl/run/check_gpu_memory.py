@@ -64,7 +64,8 @@ def check_memory(config: Mapping[str, Any], machine: Machine) -> list[str]:
     shape = model_shape(path)
     if shape is None:
         unseen = f"{_MODEL}={path} is not on this machine yet, so whether it fits into its GPUs was not checked"
-        seen = not on_gpus or any(True for _ in model_configs(path))
+        builds = value_of(config, "seamless.assets.module", None) is not None  # the recipe, after these checks
+        seen = not on_gpus or builds or any(True for _ in model_configs(path))
         return [] if seen else [f"{unseen}. To be told: hf download {path}"]
     found = _published(config, machine.shared_memory_free, shape) if rolls else []
     if on_gpus:

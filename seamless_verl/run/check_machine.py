@@ -331,8 +331,12 @@ def _check_attention(config: Mapping[str, Any]) -> None:
 
 def model_configs(path: str | None) -> Iterator[dict[str, Any]]:
     """``config.json`` of a local folder, or of each snapshot of a hub model that was downloaded before."""
-    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
-    snapshots = Path(cache).expanduser() / f"models--{path.replace('/', '--')}" / "snapshots" if path else Path()
-    for file in (Path(path).expanduser() / "config.json", *sorted(snapshots.glob("*/config.json"))) if path else ():
+    for folder in (Path(path).expanduser(), *snapshots(path)) if path else ():
         with contextlib.suppress(OSError, ValueError):  # not here, or no JSON
-            yield json.loads(file.read_text(encoding="utf-8"))
+            yield json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def snapshots(model: str) -> list[Path]:
+    """Folders of the hub's cache with what was downloaded of a model, whole or in part."""
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
+    return sorted((Path(cache).expanduser() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*"))

@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import is_alive
-from seamless_verl.observe.recording import FLIGHT
 
 _FLAGS_WITH_VALUE = frozenset(
     [

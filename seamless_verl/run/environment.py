@@ -15,7 +15,7 @@ from seamless_verl.checked import value_of
 from seamless_verl.config import ResourceConfig
 from seamless_verl.memory.book import BOOK
 from seamless_verl.run.check_combinations import uses_critic
-from seamless_verl.run.check_machine import model_configs
+from seamless_verl.run.check_machine import snapshots
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REWARD = "reward.reward_model"
@@ -85,8 +85,20 @@ def trainer_environment(config: Mapping[str, Any]) -> dict[str, str]:
 
 def cpu_settings(*models: str | None) -> dict[str, str]:
     """`CPU_ENVIRONMENT` for processes that load these models; the hub may be asked for one that is not here yet."""
-    to_fetch = any(model and next(model_configs(model), None) is None for model in models)
+    to_fetch = any(model and not _is_here(model) for model in models)
     return {name: value for name, value in CPU_ENVIRONMENT.items() if not (to_fetch and name.endswith("_OFFLINE"))}
+
+
+def _is_here(model: str) -> bool:
+    """Whether its weights are; a fetch that broke off, or was for a tokenizer, leaves a ``config.json`` as well."""
+    if Path(model).expanduser().is_dir():
+        return True
+    for snapshot in snapshots(model):
+        index = snapshot / "model.safetensors.index.json"
+        parts = json.loads(index.read_text())["weight_map"].values() if index.exists() else ("model.safetensors",)
+        if all((snapshot / part).exists() for part in parts):
+            return True
+    return False
 
 
 def cpu_environment(

@@ -21,6 +21,7 @@ import pytest
 
 from seamless_verl.machine import APART
 from seamless_verl.recipes.swe.real import child
+from seamless_verl.run import supervisor
 from seamless_verl.run.supervisor import GRACE, RUN_ID, _apart, _collect_logs, _remove_shared_memory, sweep, sweep_node
 
 # Prints its pid and waits for ever.
@@ -190,6 +191,16 @@ def test_a_run_that_leaves_a_process_behind_names_it_cleans_up_and_fails(undead_
     assert "waiting up to 1 s for what does not end" in said
     assert run.returncode == 1
     assert not (tmp_path / "pid").exists()
+
+
+def test_a_run_gives_signs_of_life_to_other_machines(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SIGN_S", 0.0)
+    owner = tmp_path / "pid"
+    owner.touch()
+    os.utime(owner, (1, 1))
+    with subprocess.Popen(["sleep", "1.5"]) as trainer:
+        assert supervisor._wait(trainer, [], owner) == 0
+    assert owner.stat().st_mtime > 1
 
 
 def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_path):

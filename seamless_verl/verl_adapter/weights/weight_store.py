@@ -167,7 +167,7 @@ def publish(
 
     Args:
         dtype: of the engines. Matrices of wider floats are cast to it, as the engine would on loading (and verl's own
-            ``delta_sharded`` before sending); vectors, a thousandth of a model, stay: engines keep some of them in fp32.
+            ``delta_sharded`` before sending); vectors stay: they are small, and engines keep some of them in fp32.
 
     Raises:
         OSError: the shared memory is full; what was published before stands.

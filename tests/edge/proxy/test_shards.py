@@ -116,14 +116,7 @@ async def test_a_killed_shard_comes_back_with_its_sessions(proxy: Standalone) ->
     history = list(HI)
     answer = await chat(proxy.url, handle.api_key, history)
     history += [answer.json()["choices"][0]["message"], *HI]
-    assert proxy.process is not None
-    shard = handle.id.partition("-")[0]
-    (child,) = [
-        child
-        for child in psutil.Process(proxy.process.pid).children()
-        if f"--shard {shard}" in " ".join(child.cmdline())
-    ]
-    os.kill(child.pid, signal.SIGKILL)
+    _kill_shard(proxy, handle.id.partition("-")[0])
     while (answer := await chat(proxy.url, handle.api_key, history)).status_code == 503:
         assert answer.json()["error"]["code"] == "shard_down"
         await asyncio.sleep(0.1)
@@ -167,6 +160,30 @@ async def test_a_shard_that_was_not_there_when_weights_changed_knows_their_versi
     await added.close()
 
 
+async def test_shards_are_paused_together(proxy: Standalone) -> None:
+    """One that starts while the others are paused waits as they do; once they were resumed it does not."""
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60, headers=ADMIN) as http:
+        urls = (await http.get("/shards")).json()["shards"]
+        for url in urls.values():
+            assert (await http.post(f"{url}/pause", json={})).json()["quiet"]
+        added = ProxyAdmin((await http.post("/shards")).json()["shards"]["2"], KEY)
+        handle = await added.open_session(SessionSpec())
+        waiting = asyncio.create_task(chat(handle.base_url.removesuffix("/v1"), handle.api_key, HI))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        _kill_shard(proxy, "1")
+        for url in (urls["0"], handle.base_url.partition("/sessions")[0]):
+            assert (await http.post(f"{url}/resume", json={"version": 3})).status_code == 204
+        assert (await waiting).status_code == 200
+        while (await http.get("/healthz")).status_code != 200:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
+        back = ProxyAdmin(urls["1"], KEY)
+        handle = await back.open_session(SessionSpec())
+        assert (await chat(handle.base_url.removesuffix("/v1"), handle.api_key, HI)).status_code == 200
+    for admin in (added, back):
+        await admin.close()
+
+
 async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "sitecustomize.py").write_text(TALK.format(folder=tmp_path))
     proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")
@@ -198,3 +215,10 @@ async def test_a_folder_is_refused_with_shards_and_without_where_its_sessions_wo
     told = await asyncio.to_thread(refused, tmp_path, *options[: options.index("--shards")])
     assert "--shards=1" in told
     assert "Fix: write --shards 4" in told
+
+
+def _kill_shard(proxy: Standalone, shard: str) -> None:
+    assert proxy.process is not None
+    children = psutil.Process(proxy.process.pid).children()
+    (found,) = [child for child in children if f"--shard {shard}" in " ".join(child.cmdline())]
+    os.kill(found.pid, signal.SIGKILL)

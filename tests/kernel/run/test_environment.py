@@ -29,6 +29,12 @@ def test_the_hub_may_be_asked_for_a_model_that_is_not_here_yet_and_for_no_other(
     snapshot = tmp_path / "hub" / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "1"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
+    assert cpu_settings("Qwen/Qwen3-0.6B").get("HF_HUB_OFFLINE") is None, "its weights are not here"
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "model-1.safetensors").touch()
+    assert cpu_settings("Qwen/Qwen3-0.6B").get("HF_HUB_OFFLINE") is None, "half of its weights is not here"
+    (snapshot / "model-2.safetensors").touch()
     assert [cpu_settings(here, "Qwen/Qwen3-0.6B").get(name) for name in OFFLINE] == ["1", "1"]
 
 
