@@ -39,9 +39,10 @@ test: $(READY) ## every check and every test tier (STACK=newest: on the newest s
 	$(MAKE) -j 2 model lint types $(CLIENTS)/.ready
 	$(MAKE) test-kernel test-edge test-e2e
 
-# Without vLLM's runner of GPUs (V2): `make test` has that on verl's own pins, which GPU users take.
-test-newest: ## on the newest set: pure tests, contracts, one run that lends
-	$(MAKE) STACK=newest WITHOUT="GPUs and V2" test-kernel test-contract test-lending
+# What differs in the two sets is torch, vLLM and transformers, which pure tests do not use: `make test` has those. It has
+# vLLM's runner of GPUs (V2), too, on verl's own pins, which GPU users take.
+test-newest: ## on the newest set: contracts, one run that lends
+	$(MAKE) STACK=newest WITHOUT="GPUs and V2" test-contract test-lending
 
 test-kernel: $(READY) ## pure kernels and configuration: seconds, no torch
 	$(BIN)/python -m pytest tests/kernel -q -n 2 --dist worksteal
