@@ -109,6 +109,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._abandoned: set[str] = set()  # surplus groups that have not been seen to end
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
+        self._owed = 0  # groups that failed or were filtered and have not been replaced
         self._metrics: dict[str, float] = defaultdict(float)
 
     def listen(self, workers: Sequence[Any], replace: Replace | None = None, say: Say = print) -> None:
@@ -158,8 +159,12 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             tq.kv_batch_put(keys=prompts, partition_id="train", tags=[{"status": "pending"} for _ in prompts])
 
     def admit(self, global_steps: int) -> int:
-        """Submit as many new prompts as the bound has room for; returns how many."""
+        """Submit as many new prompts as the bound has room for, or as are to be replaced where rollouts are replayed;
+        returns how many."""
         room = self.protocol.capacity(global_steps - 1)
+        if not self.admits:
+            room = min(room, self._owed)
+            self._owed -= room
         if room:
             self.refill_fn(room)
         return room
@@ -202,7 +207,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts. When the step has
         handed out its batch, the next one admits: until its weights are out, prompts would begin with the old ones."""
         self._look(global_steps)
-        if self.admits and self.protocol.version < global_steps:
+        if self.protocol.version < global_steps:
             self.admit(global_steps)
         return self.protocol.num_available, len(self._groups(EntryState.RESERVED))
 
@@ -214,9 +219,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         last_debug_time = time.time()
         with self.stragglers.waiting(global_steps):
             while True:
-                # A count that verl made meanwhile may have taken in what ended, too.
-                if self._look(global_steps) or self.admits:
-                    self.admit(global_steps)
+                self._look(global_steps)
+                self.admit(global_steps)
                 self._on_progress(self.protocol.num_available, target_count)
                 if self.protocol.num_available >= target_count:
                     metrics, self._metrics = dict(self._metrics), defaultdict(float)
@@ -255,8 +259,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
 
     # ---------------------------------------------------------------- looking at TransferQueue
 
-    def _look(self, global_steps: int) -> bool:
-        """Take in what ended since the last look; returns whether slots came back that are to be filled again."""
+    def _look(self, global_steps: int) -> None:
+        """Take in what ended since the last look."""
         self._sync_metadata_from_transfer_queue()
         self._adopt(global_steps)
         rows = self._rows_by_group()
@@ -283,6 +287,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             self._metrics["training/filter_groups/evicted_samples"] += len(filtered)
         if failed:
             self._metrics["training/rollout_failure/evicted_samples"] += len(failed)
+        self._owed += len(filtered | failed)
         abandoned = self._abandoned & (self.finished_keys["train"] | self.failure_keys["train"])
         self._abandoned -= abandoned
         self._clear_groups("train", filtered | failed | abandoned)
@@ -292,7 +297,6 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         else:
             for metric, count in self.stragglers.treat(self.protocol, global_steps - 1).items():
                 self._metrics[metric] += count
-        return bool(filtered or failed)
 
     def count_failures(self, failed: int, finished: bool) -> None:
         """Note what this look found; a group that finished starts the count anew.

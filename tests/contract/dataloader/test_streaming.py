@@ -261,6 +261,22 @@ def test_a_group_that_a_count_finds_failed_is_refilled_by_the_next_sample(queue,
     assert len(rollout.submitted) == 5, "nothing is admitted for the next step before its weights are out"
 
 
+@pytest.mark.parametrize("asked_by", ["a scheduler", "verl's switch", "nobody"])
+def test_beside_replayed_rollouts_as_many_are_submitted_as_failed(queue, asked_by):
+    """A replay brings a batch of its own; more would train what was not replayed."""
+    rollout = Rollout(queue, eta=1, admits=False)
+    rollout.submit(4)
+    rollout.fail("u1")
+    if asked_by == "a scheduler":
+        assert rollout.buffer.take_stock(1) == (0, 4)
+    elif asked_by == "verl's switch":
+        assert rollout.buffer.get_sampleable_count(1, "train") == 0
+    rollout.while_waiting = [lambda: [rollout.finish(uid) for uid in sorted(rollout.running)]]
+    uids, _, metrics = rollout.sample(4)
+    assert (sorted(uids), rollout.submitted[4:]) == (["u0", "u2", "u3", "u4"], ["u4"])
+    assert metrics["training/rollout_failure/evicted_samples"] == 1
+
+
 def test_verl_calls_a_step_idle_by_its_own_measure_and_without_a_bell_the_buffer_looks_often(queue, monkeypatch):
     from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
