@@ -264,13 +264,14 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._sync_metadata_from_transfer_queue()
         self._adopt(global_steps)
         rows = self._rows_by_group()
+        empty = {uid for uid in self.finished_keys["train"] if not rows.get(uid)}
+        self.finished_keys["train"] -= empty  # verl's filter raises over one
+        self.failure_keys["train"] |= empty
         reserved = self._groups(EntryState.RESERVED)
         ended = [uid for uid in self._in_order(reserved) if uid in self.finished_keys["train"]]
-        empty = {uid for uid in ended if not rows.get(uid)}
-        failed = (self.failure_keys["train"] | empty) & reserved
-        filtered, _ = self._dapo_filtered_keys("train")
-        filtered = (filtered & reserved) - empty
-        done = [uid for uid in ended if uid not in empty and uid not in filtered]
+        failed = self.failure_keys["train"] & reserved
+        filtered = self._dapo_filtered_keys("train")[0] & reserved
+        done = [uid for uid in ended if uid not in filtered]
         for uid in done:
             tags = [self.partitions["train"][key] for key in rows[uid]]
             started = [tag["min_global_steps"] for tag in tags if tag.get("min_global_steps") is not None]

@@ -314,12 +314,17 @@ def test_a_group_that_fails_again_and_again_ends_the_run(queue):
         rollout.sample(1)
 
 
-def test_a_group_without_rows_counts_as_failed(queue):
-    rollout = Rollout(queue, eta=0, batch_size=1)
+@pytest.mark.parametrize("metric", [None, "acc"])
+def test_a_group_without_rows_counts_as_failed(queue, metric):
+    rollout = Rollout(queue, eta=0, batch_size=1, redundancy=2, filter_groups_metric=metric)
     rollout.buffer.admit(1)
     queue.kv_batch_put(["u0"], "train", [{"status": "finished"}])
-    rollout.while_waiting = [lambda: rollout.finish("u1")]
-    assert rollout.sample(1)[0] == ["u1"]
+    rollout.while_waiting = [lambda: rollout.finish("u2")]
+    assert rollout.sample(1)[0] == ["u2"]
+    queue.kv_batch_put(["u1"], "train", [{"status": "finished"}])  # it was surplus
+    rollout.end_step()
+    assert rollout.buffer.take_stock(2) == (0, 2)
+    assert "u1" not in queue.tags["train"]
 
 
 def test_an_older_first_token_than_was_reserved_ends_the_run(queue):
