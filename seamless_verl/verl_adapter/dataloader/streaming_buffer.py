@@ -46,8 +46,8 @@ class PromptSource(Protocol):
     def name(self, uids: Sequence[str]) -> None:
         """The prompts fetched last are known as ``uids`` from now on, in order."""
 
-    def consumed(self, keys: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
-        """Groups (uid to trajectory keys) were trained on or filtered; returns metrics."""
+    def consumed(self, keys: Mapping[str, Sequence[str]]) -> None:
+        """Groups (uid to trajectory keys) were trained on or filtered."""
 
     def given_up(self, uids: Sequence[str]) -> None:
         """No group of these will be trained: it could not be generated, or was surplus."""
@@ -242,7 +242,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         consumed = {entry.group: rows[entry.group] for entry in consumption.groups}
         if self._source is not None:
             self._source.given_up(consumption.surplus)
-            metrics |= self._source.consumed(consumed)
+            self._source.consumed(consumed)
         metrics |= self._staleness_metrics(consumption.groups)
         keys = [key for group in consumed.values() for key in group]
         tags = [self.partitions[partition_id][key] for key in keys]
@@ -279,7 +279,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             tokens = sum(tag.get("seq_len", 0) for tag in tags)
             self.protocol.occupy(uid, min(started) if known else None, tokens=tokens)
         if filtered and self._source is not None:
-            self._metrics.update(self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered}))
+            self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered})
         if failed and self._source is not None:
             self._source.given_up(sorted(failed))
         for uid in filtered | failed:

@@ -308,7 +308,7 @@ def test_stragglers_are_started_anew_and_finished_groups_take_their_place(queue)
     rollout.while_waiting = [lambda: None, lambda: None]
     uids, _, metrics = rollout.sample(2)
     assert (uids, handle.told) == (["u4", "u5"], [("restart", ["u0", "u1"])])
-    assert metrics["training/stuck/retried"] == 2
+    assert metrics["training/stuck/retried_total"] == 2
     rollout.end_step()
     assert rollout.buffer.admit(3) == 2, "u0 and u1 have slots of step 3, so that much of the bound is left"
     for uid in ("u0", "u1"):
@@ -325,7 +325,19 @@ def test_a_straggler_that_ended_meanwhile_is_not_started_anew(queue):
     uids, _, metrics = rollout.sample(2)
     assert handle.told[0] == ("restart", ["u0", "u1"])
     assert uids == ["u4", "u0"]
-    assert metrics["training/stuck/retried"] == 1
+    assert metrics["training/stuck/retried_total"] == 1
+
+
+def test_what_a_step_does_about_stragglers_is_added_up_over_its_mini_batches(queue):
+    """What verl does not know it averages (`MetricsAggregator`)."""
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    rollout, _ = waiting(queue, Treatment.TRUNCATE)
+    step = MetricsAggregator()
+    for uid in ("u0", "u1"):
+        rollout.while_waiting = [lambda: None, lambda: None, lambda uid=uid: rollout.finish(uid)]
+        step.add_step_metrics(rollout.sample(1)[2], sample_count=2)
+    assert step.get_aggregated_metrics()["training/stuck/truncated_total"] == 3, "both, then the one that was left"
 
 
 def test_stragglers_are_cut_short_and_trained(queue):
@@ -333,7 +345,7 @@ def test_stragglers_are_cut_short_and_trained(queue):
     rollout.while_waiting = [lambda: None, lambda: None, lambda: [rollout.finish(uid) for uid in ("u0", "u1")]]
     uids, _, metrics = rollout.sample(2)
     assert (uids, handle.told) == (["u0", "u1"], [("cut", ["u0", "u1"])])
-    assert metrics["training/stuck/truncated"] == 2
+    assert metrics["training/stuck/truncated_total"] == 2
 
 
 def test_the_surplus_of_a_step_is_stopped(queue):
