@@ -14,7 +14,6 @@ from typing import Any
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import ResourceConfig, SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.run.check_machine import asked_devices
 from seamless_verl.scheduling.declaration import slices_of
 
 TIMELINE = "ray_kwargs.timeline_json_file"
@@ -177,7 +176,10 @@ def told_of_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
     """
     if seamless.resources or value_of(config, _SWITCH, False):
         return ""
-    train, apart = asked_devices(config)
+    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    apart = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0) * whole_number(
+        config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0
+    )
     if seamless.scheduler.policy == "colocated" and not apart:
         return (
             f"layout: devices that generate and then train, in turns: {train} (seamless.scheduler.policy=colocated); "
@@ -236,7 +238,8 @@ def _ranks(config: Mapping[str, Any], section: str, *engines: str) -> int | None
         return None
     keys = [f"{section}.{engine}ulysses_sequence_parallel_size" for engine in engines]
     sequence = next((size for key in keys if (size := whole_number(config, key, default=1)) > 1), 1)
-    return max(1, asked_devices(config)[0] // sequence)
+    devices = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    return max(1, devices // sequence)
 
 
 def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int) -> None:
@@ -337,9 +340,7 @@ def _check_lending(config: Mapping[str, Any]) -> None:
         size = value_of(config, key, None)
         if isinstance(size, int) and size > 1:
             # Until loans of a replica with two engine cores have gone through on two GPUs (docs/gpu.md, row 12).
-            problem = (
-                "replicas of several engine cores have never been lent: how they sleep and wake together is untried"
-            )
+            problem = "replicas of several engine cores were never lent: how they sleep and wake together is untried"
             raise ConfigError(key, size, problem, f"write 1 and more replicas, or {otherwise}")
 
 
