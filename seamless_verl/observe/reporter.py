@@ -118,6 +118,8 @@ class StepReport:
         flat = {f"seamless/{key}": value for key, value in asdict(self).items() if isinstance(value, (int, float))}
         flat["seamless/rows_per_rollout"] = self.rows_per_rollout
         flat.update({f"seamless/idle_share/{k}": v for k, v in self.idle_share.items() if v is not None})
+        if (pool := self.curriculum) is not None:
+            flat |= {"curriculum/epochs_ended": pool.epochs_ended, "curriculum/pool_size": pool.pool}
         return flat
 
 

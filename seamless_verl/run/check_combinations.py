@@ -22,6 +22,7 @@ MANAGER = "seamless_verl.verl_adapter.dataloader.rollout_workers.NotifyingManage
 """Rollout workers of ours: they say when a group has ended."""
 _VERLS_MODES = ("sync", "colocate_async", "separate_async")
 _MODE = "trainer.v1.trainer_mode"
+_ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MERGE = f"{_MODEL}.lora.merge"
@@ -209,62 +210,63 @@ def uses_critic(config: Mapping[str, Any]) -> bool:
 
 
 def check_batches(config: Mapping[str, Any]) -> None:
-    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    key = f"{_ACTOR}.ppo_mini_batch_size"
     batch, mini = whole_number(config, "data.train_batch_size"), whole_number(config, key)
     if batch % mini:
         near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
         raise ConfigError(key, mini, f"does not divide data.train_batch_size={batch}", f"write {near}")
-    critics = whole_number(config, "critic.ppo_mini_batch_size", default=mini)
-    if uses_critic(config) and mini % critics:
-        problem = f"does not divide {key}={mini}, so verl would fill up each update with rows that train nothing"
-        raise ConfigError("critic.ppo_mini_batch_size", critics, problem, f"write {mini}")
-    group = whole_number(config, "actor_rollout_ref.rollout.n")
+    group, ranks = whole_number(config, f"{_ROLLOUT}.n"), _ranks(config, _ACTOR, "", "fsdp_config.")
+    updates = [(key, mini, ranks)]
+    if uses_critic(config):
+        critics = whole_number(config, "critic.ppo_mini_batch_size", default=mini)
+        if mini % critics:
+            problem = f"does not divide {key}={mini}, so verl would fill up each update with rows that train nothing"
+            raise ConfigError("critic.ppo_mini_batch_size", critics, problem, f"write {mini}")
+        # verl 0.9.1 does not hand critic.ulysses_sequence_parallel_size on.
+        updates.append(("critic.ppo_mini_batch_size", critics, _ranks(config, "critic", "fsdp.")))
+    for name, size, among in updates:  # verl asserts in the first step (workers/engine_workers.py: train_mini_batch)
+        if among is not None and size * group % among:
+            problem = f"{size} prompts x {group} rollouts do not divide evenly over {among} data-parallel ranks"
+            raise ConfigError(name, size, problem, f"make ppo_mini_batch_size x rollout.n a multiple of {among}")
+    if ranks is not None:
+        _check_micro_batches(config, batch * group // ranks, mini * group // ranks)
+
+
+def _ranks(config: Mapping[str, Any], section: str, *engines: str) -> int | None:
+    """Data-parallel ranks of the trainer; None without FSDP: it hangs on more keys than are worth repeating here."""
+    if not str(value_of(config, f"{section}.strategy", "fsdp")).startswith("fsdp"):
+        return None
+    keys = [f"{section}.{engine}ulysses_sequence_parallel_size" for engine in engines]
+    sequence = next((size for key in keys if (size := whole_number(config, key, default=1)) > 1), 1)
     devices = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
-    if mini * group % devices:
-        problem = f"{mini} prompts x {group} rollouts do not divide evenly over {devices} trainer devices"
-        raise ConfigError(key, mini, problem, f"make ppo_mini_batch_size x rollout.n a multiple of {devices}")
-    _check_micro_batches(config, batch * group, mini * group, devices)
+    return max(1, devices // sequence)
 
 
-def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int, devices: int) -> None:
+def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int) -> None:
     """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches)."""
-    actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
-    if not str(actor.get("strategy", "fsdp")).startswith("fsdp"):
-        return  # the other engines' data-parallel size hangs on more keys than are worth repeating here
-    sequence = whole_number(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size", default=1)
-    ranks = max(1, devices // sequence)
-    batch, mini = batch // ranks, mini // ranks
     checked = (
-        (actor, "actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
+        (_ACTOR, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
         # verl infers over a whole batch or over a mini-batch: what divides neither cannot work.
-        (rollout, "rollout", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", (mini, batch)),
+        (_ROLLOUT, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", (mini, batch)),
     )
-    for section, name, key, dynamic, shares in checked:
-        micro = section.get(key)
-        if section.get(dynamic) or micro is None:
+    for section, name, dynamic, shares in checked:
+        key = f"{section}.{name}"
+        if value_of(config, f"{section}.{dynamic}", False) or value_of(config, key, None) is None:
             continue
-        micro = whole_number(config, f"actor_rollout_ref.{name}.{key}")
+        micro = whole_number(config, key)
         if any(share % micro == 0 for share in shares):
             continue
         near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
-        raise ConfigError(
-            f"actor_rollout_ref.{name}.{key}",
-            micro,
-            f"does not divide the {mini} rows of a mini-batch that one data-parallel rank of the trainer gets",
-            f"write {near}, or actor_rollout_ref.{name}.{dynamic}=true",
-        )
+        problem = f"does not divide the {mini} rows of a mini-batch that one data-parallel rank of the trainer gets"
+        raise ConfigError(key, micro, problem, f"write {near}, or {section}.{dynamic}=true")
 
 
 def check_lengths(config: Mapping[str, Any]) -> None:
     needed = whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
     key = "actor_rollout_ref.rollout.max_model_len"
     if value_of(config, key, None) is not None and whole_number(config, key) < needed:
-        raise ConfigError(
-            key,
-            whole_number(config, key),
-            f"is less than data.max_prompt_length + data.max_response_length = {needed}",
-            f"write {needed}",
-        )
+        problem = f"is less than data.max_prompt_length + data.max_response_length = {needed}"
+        raise ConfigError(key, whole_number(config, key), problem, f"write {needed}")
 
 
 def check_entry(config: Mapping[str, Any]) -> None:
@@ -338,9 +340,7 @@ def _check_lending(config: Mapping[str, Any]) -> None:
         size = value_of(config, key, None)
         if isinstance(size, int) and size > 1:
             # Until loans of a replica with two engine cores have gone through on two GPUs (docs/gpu.md, row 12).
-            problem = (
-                "replicas of several engine cores have never been lent: how they sleep and wake together is untried"
-            )
+            problem = "replicas of several engine cores were never lent: how they sleep and wake together is untried"
             raise ConfigError(key, size, problem, f"write 1 and more replicas, or {otherwise}")
 
 

@@ -281,10 +281,11 @@ def check_tracker(config: Mapping[str, Any]) -> None:
     It asks when all models are loaded (verl 0.9.1: ``PPOTrainer.fit``), and the trainer has no terminal.
     """
     loggers = value_of(config, "trainer.logger", None) or []
-    if "wandb" not in ([loggers] if isinstance(loggers, str) else loggers) or any(map(os.environ.get, _WANDB)):
+    environment = {**os.environ, **(value_of(config, f"{RAY_INIT}.runtime_env.env_vars", None) or {})}
+    if "wandb" not in ([loggers] if isinstance(loggers, str) else loggers) or any(map(environment.get, _WANDB)):
         return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    for netrc in (os.environ.get("NETRC") or "~/.netrc", "~/_netrc"):
+    host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    for netrc in (environment.get("NETRC") or "~/.netrc", "~/_netrc"):
         with contextlib.suppress(OSError):
             if host in Path(netrc).expanduser().read_text(encoding="utf-8", errors="replace"):
                 return

@@ -79,6 +79,9 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
     if name in UNSERVED:
         fix = "write grpo, or use verl's old trainer: python -m verl.trainer.main_ppo trainer.use_v1=false"
         raise ConfigError(_ESTIMATOR, name, "verl 0.9.1's V1 trainer does not compute what it needs", fix)
+    if name == "gae" and value_of(config, "critic.enable", None) is False:
+        fix = f"leave it out, or write {_ESTIMATOR}=grpo"
+        raise ConfigError("critic.enable", False, "gae needs the critic's values", fix)
     if seamless.agent.runner is None or name not in OF_ROWS:
         return []
     told = f"compares rows of a prompt: a rollout of {_RUNNER} that left several (it forked or compacted its context)"

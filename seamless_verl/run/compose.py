@@ -281,6 +281,9 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
     """With ``trainer.resume_mode=auto`` on the command line: the newest unfinished run of the same recipe.
 
     Without a recipe the value is verl's own default and means verl's own checkpoint folder.
+
+    Raises:
+        ConfigError: whether that one still runs is not known yet; an older one is not what was asked for.
     """
     if "trainer.resume_mode=auto" not in arguments or recipe is None or not runs.is_dir():
         return None
@@ -290,6 +293,10 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
             continue
         if not run_is_alive(folder):
             return folder
+        if is_alive((folder / "pid").read_text()) is None:
+            problem = f"{folder} may still go on on another machine"
+            fix = f"wait {_QUIET_S / 60:.0f} minutes; or remove {folder / 'pid'}; or name another run (hydra.run.dir=…)"
+            raise ConfigError("trainer.resume_mode", "auto", problem, fix)
     return None
 
 

@@ -201,10 +201,15 @@ class RequestFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFinished(Event):
-    """A session has its reward; no request of it follows."""
+    """No request of a session follows: it has its reward, or failed.
+
+    Attributes:
+        cut: it was given up before its end, so its length is nobody's.
+    """
 
     session: str
     group: str
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,6 +202,7 @@ class Attempt:
         turn: the next one; ``context`` and ``generated`` are tokens of those before it.
         version: of the first generated token.
         request: that is out.
+        ended: with its last tool.
     """
 
     group: Group
@@ -212,6 +213,7 @@ class Attempt:
     generated: int = 0
     version: int | None = None
     request: Request | None = None
+    ended: bool = False
 
     @property
     def session(self) -> str:
@@ -258,7 +260,7 @@ class Group:
 class Agents:
     """Args:
     submit: places requests on the fleet; withdraw: takes one off it.
-    on_session: an attempt has ended.
+    on_session: an attempt has ended, or was given up with its group.
     on_group: all attempts of a group have ended.
     """
 
@@ -307,6 +309,8 @@ class Agents:
             request, attempt.request = attempt.request, None
             if request is not None:
                 self._withdraw(request)
+            if not attempt.ended:
+                self._on_session(attempt)
 
     def finished(self, request: Request) -> None:
         """A request has all its tokens: the next turn follows after the tool, or the attempt ends."""
@@ -333,6 +337,7 @@ class Agents:
     def _end(self, attempt: Attempt) -> None:
         if attempt.group.stopped:
             return
+        attempt.ended = True
         self._on_session(attempt)
         attempt.group.running -= 1
         if not attempt.group.running:

@@ -301,7 +301,9 @@ class Simulation:
                     status="simulated",
                 )
             )
-        self.driver.tell(ev.SessionFinished(at=self.clock.now, session=attempt.session, group=attempt.group.name))
+        group = attempt.group
+        over = ev.SessionFinished(at=self.clock.now, session=attempt.session, group=group.name, cut=group.stopped)
+        self.driver.tell(over)
 
     def _step_ended(self, record: StepRecord) -> None:
         self._records.append(record)

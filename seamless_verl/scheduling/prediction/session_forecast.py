@@ -378,7 +378,7 @@ class SessionBook:
 
     def _closed(self, event: SessionFinished) -> None:
         session = self.sessions.pop(event.session, None)
-        if session is not None:
+        if session is not None and not event.cut:
             self.lengths.observe(session.tokens)
             self._closed_members.setdefault(event.group, []).append(session.tokens)
         left = self.open_members.get(event.group, 0) - 1

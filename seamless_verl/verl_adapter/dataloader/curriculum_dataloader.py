@@ -88,14 +88,10 @@ class CurriculumLoader:
         for uid in uids:
             self._draws[uid] = self._unnamed.popleft()
 
-    def consumed(self, keys: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
+    def consumed(self, keys: Mapping[str, Sequence[str]]) -> None:
         accuracies = self._accuracies(keys)
         for uid in keys:
             self._tell(self.curriculum.finish(self._draws.pop(uid), accuracies[uid]))
-        return {
-            "curriculum/epochs_ended": float(self.curriculum.epochs_ended),
-            "curriculum/pool_size": float(self.curriculum.pool_size),
-        }
 
     def given_up(self, uids: Sequence[str]) -> None:
         """See `PromptSource.given_up`; the kernel draws them once more within their epoch."""

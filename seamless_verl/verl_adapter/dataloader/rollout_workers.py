@@ -79,23 +79,32 @@ class GroupRuns:
         self._runs: dict[str, _Run] = {}
 
     async def run(
-        self, group: str, needed: int, roll_out: Callable[[int], Awaitable[None]]
+        self,
+        group: str,
+        needed: int,
+        roll_out: Callable[[int], Awaitable[None]],
+        announce: Callable[[], Awaitable[object]],
     ) -> tuple[bool, list[BaseException]]:
         """Roll ``group`` out, as often as it is restarted.
+
+        Args:
+            announce: called first; the group may be given up meanwhile.
 
         Returns:
             Whether it is complete, and what its members failed with.
         """
         run = self._runs[group] = _Run()
         launched = math.ceil(needed * self._redundancy)
+        state, errors = GroupState.GENERATING, list[BaseException]()
         try:
-            while True:
+            await announce()
+            while not run.over:
+                run.rows, run.restarted = {}, False
                 progress = GroupProgress(needed=needed, launched=launched)
                 state, errors = await _attempt(run, progress, launched, roll_out)
                 if run.over or not run.restarted:
                     break
                 await self._clear(group, [(member, i) for member, count in run.rows.items() for i in range(count)])
-                run.rows, run.restarted = {}, False
         finally:
             del self._runs[group]  # from here on it is too late to interfere
             for task in run.tasks:
@@ -205,7 +214,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
     ) -> None:
         """As the parent's ``_run_prompt`` (verl 0.9.1), with `GroupRuns` in place of its ``gather``."""
         uid, complete = prompt["uid"], False
-        await tq.async_kv_put(key=uid, partition_id="train", tag={"status": "running"})
+        tell = partial(tq.async_kv_put, key=uid, partition_id="train")
         needed = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
@@ -215,12 +224,12 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
             await self._run_agent_loop(params, trajectory=trajectory, trace=trace, session_id=member, **prompt)
 
         try:
-            complete, errors = await groups.run(uid, needed, roll_out)
+            complete, errors = await groups.run(uid, needed, roll_out, partial(tell, tag={"status": "running"}))
             for error in errors:
                 _log.error("Error in _run_prompt for uid=%s", uid, exc_info=(type(error), error, error.__traceback__))
         finally:  # whatever went wrong, the trainer must hear of it, or it waits for ever
             cut_groups.forget(uid)
-            await tq.async_kv_put(key=uid, partition_id="train", tag={"status": "finished" if complete else "failure"})
+            await tell(tag={"status": "finished" if complete else "failure"})
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         if self._groups is not None and not validate:

@@ -46,8 +46,8 @@ class PromptSource(Protocol):
     def name(self, uids: Sequence[str]) -> None:
         """The prompts fetched last are known as ``uids`` from now on, in order."""
 
-    def consumed(self, keys: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
-        """Groups (uid to trajectory keys) were trained on or filtered; returns metrics."""
+    def consumed(self, keys: Mapping[str, Sequence[str]]) -> None:
+        """Groups (uid to trajectory keys) were trained on or filtered."""
 
     def given_up(self, uids: Sequence[str]) -> None:
         """No group of these will be trained: it could not be generated, or was surplus."""
@@ -109,6 +109,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._abandoned: set[str] = set()  # surplus groups that have not been seen to end
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
+        self._owed = 0  # groups that failed or were filtered and have not been replaced
         self._metrics: dict[str, float] = defaultdict(float)
 
     def listen(self, workers: Sequence[Any], replace: Replace | None = None, say: Say = print) -> None:
@@ -158,8 +159,12 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             tq.kv_batch_put(keys=prompts, partition_id="train", tags=[{"status": "pending"} for _ in prompts])
 
     def admit(self, global_steps: int) -> int:
-        """Submit as many new prompts as the bound has room for; returns how many."""
+        """Submit as many new prompts as the bound has room for, or as are to be replaced where rollouts are replayed;
+        returns how many."""
         room = self.protocol.capacity(global_steps - 1)
+        if not self.admits:
+            room = min(room, self._owed)
+            self._owed -= room
         if room:
             self.refill_fn(room)
         return room
@@ -202,7 +207,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         """See `WokenReplayBuffer.take_stock`; what the bound has room for is admitted, and counts. When the step has
         handed out its batch, the next one admits: until its weights are out, prompts would begin with the old ones."""
         self._look(global_steps)
-        if self.admits and self.protocol.version < global_steps:
+        if self.protocol.version < global_steps:
             self.admit(global_steps)
         return self.protocol.num_available, len(self._groups(EntryState.RESERVED))
 
@@ -214,9 +219,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         last_debug_time = time.time()
         with self.stragglers.waiting(global_steps):
             while True:
-                # A count that verl made meanwhile may have taken in what ended, too.
-                if self._look(global_steps) or self.admits:
-                    self.admit(global_steps)
+                self._look(global_steps)
+                self.admit(global_steps)
                 self._on_progress(self.protocol.num_available, target_count)
                 if self.protocol.num_available >= target_count:
                     metrics, self._metrics = dict(self._metrics), defaultdict(float)
@@ -238,7 +242,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         consumed = {entry.group: rows[entry.group] for entry in consumption.groups}
         if self._source is not None:
             self._source.given_up(consumption.surplus)
-            metrics |= self._source.consumed(consumed)
+            self._source.consumed(consumed)
         metrics |= self._staleness_metrics(consumption.groups)
         keys = [key for group in consumed.values() for key in group]
         tags = [self.partitions[partition_id][key] for key in keys]
@@ -255,18 +259,19 @@ class StreamingReplayBuffer(WokenReplayBuffer):
 
     # ---------------------------------------------------------------- looking at TransferQueue
 
-    def _look(self, global_steps: int) -> bool:
-        """Take in what ended since the last look; returns whether slots came back that are to be filled again."""
+    def _look(self, global_steps: int) -> None:
+        """Take in what ended since the last look."""
         self._sync_metadata_from_transfer_queue()
         self._adopt(global_steps)
         rows = self._rows_by_group()
+        empty = {uid for uid in self.finished_keys["train"] if not rows.get(uid)}
+        self.finished_keys["train"] -= empty  # verl's filter raises over one
+        self.failure_keys["train"] |= empty
         reserved = self._groups(EntryState.RESERVED)
         ended = [uid for uid in self._in_order(reserved) if uid in self.finished_keys["train"]]
-        empty = {uid for uid in ended if not rows.get(uid)}
-        failed = (self.failure_keys["train"] | empty) & reserved
-        filtered, _ = self._dapo_filtered_keys("train")
-        filtered = (filtered & reserved) - empty
-        done = [uid for uid in ended if uid not in empty and uid not in filtered]
+        failed = self.failure_keys["train"] & reserved
+        filtered = self._dapo_filtered_keys("train")[0] & reserved
+        done = [uid for uid in ended if uid not in filtered]
         for uid in done:
             tags = [self.partitions["train"][key] for key in rows[uid]]
             started = [tag["min_global_steps"] for tag in tags if tag.get("min_global_steps") is not None]
@@ -274,7 +279,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             tokens = sum(tag.get("seq_len", 0) for tag in tags)
             self.protocol.occupy(uid, min(started) if known else None, tokens=tokens)
         if filtered and self._source is not None:
-            self._metrics.update(self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered}))
+            self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered})
         if failed and self._source is not None:
             self._source.given_up(sorted(failed))
         for uid in filtered | failed:
@@ -283,6 +288,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             self._metrics["training/filter_groups/evicted_samples"] += len(filtered)
         if failed:
             self._metrics["training/rollout_failure/evicted_samples"] += len(failed)
+        self._owed += len(filtered | failed)
         abandoned = self._abandoned & (self.finished_keys["train"] | self.failure_keys["train"])
         self._abandoned -= abandoned
         self._clear_groups("train", filtered | failed | abandoned)
@@ -292,7 +298,6 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         else:
             for metric, count in self.stragglers.treat(self.protocol, global_steps - 1).items():
                 self._metrics[metric] += count
-        return bool(filtered or failed)
 
     def count_failures(self, failed: int, finished: bool) -> None:
         """Note what this look found; a group that finished starts the count anew.

@@ -134,7 +134,7 @@ class Stragglers:
             version: of the weights that a group started now begins with.
 
         Returns:
-            How many groups were started anew and cut short, by metric.
+            How many groups were started anew and cut short, by metric; verl adds up a step's ``total``.
         """
         if self._since is None:
             return {}
@@ -144,9 +144,9 @@ class Stragglers:
         self.got_some()  # those that are treated now are given as much time again
         uids = [command.group for command in commands]
         if isinstance(commands[0], Retry):
-            return {"training/stuck/retried": self._restart(protocol, version, uids)}
+            return {"training/stuck/retried_total": self._restart(protocol, version, uids)}
         living([worker.cut_groups.remote(uids) for worker in self._workers])
-        return {"training/stuck/truncated": len(uids)}
+        return {"training/stuck/truncated_total": len(uids)}
 
     def _restart(self, protocol: StalenessProtocol, version: int, uids: Sequence[str]) -> int:
         answers = living([worker.restart_groups.remote(uids, version) for worker in self._workers])

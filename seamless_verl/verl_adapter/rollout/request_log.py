@@ -9,6 +9,7 @@ clock: workers may be on other machines, and the kernel needs durations of reque
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 import uuid
@@ -72,8 +73,12 @@ class RequestLog:
         token = _session.set(key)
         began_ms = self._began[key[1]] = _now_ms()
         self._made_by.pop(key[1], None)
+        cut = False
         try:
             yield
+        except asyncio.CancelledError:
+            cut = True
+            raise
         finally:
             _session.reset(token)
             if self._began.get(key[1]) == began_ms:  # else it was started anew meanwhile
@@ -83,7 +88,7 @@ class RequestLog:
             for name in over:
                 del self._names[name]
             self.over(over)
-            self._keep(SessionFinished(at=time.time(), session=key[1], group=group))
+            self._keep(SessionFinished(at=time.time(), session=key[1], group=group, cut=cut))
 
     def name(self, request_id: str) -> None:
         """Generations asked for under ``request_id`` belong to the session at hand, whoever asks (the proxy does)."""

@@ -38,7 +38,7 @@ class OpenWork:
         requests = sorted(self.requests)
         return [
             *(ev.RequestFinished(at=at, request=name, tokens=0, ending=ev.Ending.FAILED) for name in requests),
-            *(ev.SessionFinished(at=at, session=name, group=group) for name, group in self.sessions.items()),
+            *(ev.SessionFinished(at=at, session=name, group=group, cut=True) for name, group in self.sessions.items()),
         ]
 
 

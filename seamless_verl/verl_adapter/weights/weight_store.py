@@ -182,7 +182,7 @@ def publish(
             begun, found = offset, 0
             for part in _on_host(value, kind):
                 found += checksum_of(part)
-                offset += _write(stream, memoryview(part))
+                offset += _write(stream, part.data)
             specs.append(
                 TensorSpec(
                     name=name,

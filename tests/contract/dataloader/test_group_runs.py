@@ -33,6 +33,9 @@ class Members:
         self.cancelled = []
         self.told = set()
         self.ends = {}
+        self.announced = asyncio.Event()
+        self.announced.set()
+        self.while_clearing = lambda: None
 
     async def roll_out(self, member):
         self.starts.append(member)
@@ -50,9 +53,10 @@ class Members:
     async def clear(self, group, rows):
         assert group == "u"
         self.rows -= set(rows)
+        self.while_clearing()
 
     def start(self, needed):
-        return asyncio.ensure_future(self.runs.run("u", needed, self.roll_out))
+        return asyncio.ensure_future(self.runs.run("u", needed, self.roll_out, self.announced.wait))
 
 
 async def test_the_first_to_finish_are_the_group_and_the_others_are_stopped():
@@ -145,6 +149,35 @@ async def test_a_group_that_is_given_up_is_stopped_for_good(begun_anew):
     assert members.told == {BEGUN_ANEW if begun_anew else GIVEN_UP}
 
 
+async def test_a_group_that_is_given_up_before_it_began_or_just_before_it_begins_anew_does_not():
+    members = Members(redundancy=1)
+    members.announced.clear()
+    group = members.start(needed=2)
+    await asyncio.sleep(0)
+    members.runs.give_up(["u"])
+    members.announced.set()
+    assert (await group, members.starts) == ((False, []), [])
+    group = members.start(needed=2)
+    await until(lambda: len(members.ends) == 2)
+    members.while_clearing = lambda: members.runs.give_up(["u"])
+    assert members.runs.restart(["u"]) == ["u"]
+    assert (await group, members.starts) == ((False, []), [0, 1])
+    assert members.runs.restart(["u"]) == []
+
+
+async def test_a_group_that_is_started_anew_before_it_began_begins_once():
+    members = Members(redundancy=1)
+    members.announced.clear()
+    group = members.start(needed=2)
+    await asyncio.sleep(0)
+    assert members.runs.restart(["u"]) == ["u"]
+    members.announced.set()
+    await until(lambda: len(members.ends) == 2)
+    for member in (0, 1):
+        members.ends[member].set_result(1)
+    assert (await group, members.starts) == ((True, []), [0, 1])
+
+
 async def test_a_worker_that_is_ended_takes_its_rollouts_along():
     members = Members(redundancy=1)
     group = members.start(needed=2)
@@ -168,6 +201,7 @@ def worker(monkeypatch, queue, redundancy, n=2):
 
     async def put(key, partition_id, tag):
         queue.kv_batch_put([key], partition_id, [tag])
+        await asyncio.sleep(0)
 
     async def clear(keys, partition_id):
         queue.kv_clear(keys, partition_id)
@@ -207,14 +241,16 @@ async def test_a_prompt_is_finished_with_exactly_as_many_rollouts_as_the_trainer
     assert ours._news == 1
 
 
-async def test_a_surplus_prompt_is_stopped_and_ends_as_one_that_the_trainer_clears(monkeypatch):
+@pytest.mark.parametrize("begun", [2, 0])
+async def test_a_surplus_prompt_is_stopped_and_ends_as_one_that_the_trainer_clears(monkeypatch, begun):
     queue = ScriptedTransferQueue()
     ours = worker(monkeypatch, queue, redundancy=1)
     group = asyncio.ensure_future(ours._run_prompt({"uid": "u"}, {}, {"validate": False}))
-    await until(lambda: len(ours.ends) == 2)
+    await until(lambda: len(ours.ends) == begun and "u" in queue.tags.get("train", ()))
     await ours.give_up_groups(["u"])
     await group
     assert queue.tags["train"] == {"u": {"status": "failure"}}
+    assert len(ours.ends) == begun
     assert all(end.cancelled() for end in ours.ends.values())
     assert ours._news == 1
 
@@ -308,7 +344,7 @@ def test_stragglers_are_started_anew_and_finished_groups_take_their_place(queue)
     rollout.while_waiting = [lambda: None, lambda: None]
     uids, _, metrics = rollout.sample(2)
     assert (uids, handle.told) == (["u4", "u5"], [("restart", ["u0", "u1"])])
-    assert metrics["training/stuck/retried"] == 2
+    assert metrics["training/stuck/retried_total"] == 2
     rollout.end_step()
     assert rollout.buffer.admit(3) == 2, "u0 and u1 have slots of step 3, so that much of the bound is left"
     for uid in ("u0", "u1"):
@@ -325,7 +361,19 @@ def test_a_straggler_that_ended_meanwhile_is_not_started_anew(queue):
     uids, _, metrics = rollout.sample(2)
     assert handle.told[0] == ("restart", ["u0", "u1"])
     assert uids == ["u4", "u0"]
-    assert metrics["training/stuck/retried"] == 1
+    assert metrics["training/stuck/retried_total"] == 1
+
+
+def test_what_a_step_does_about_stragglers_is_added_up_over_its_mini_batches(queue):
+    """What verl does not know it averages (`MetricsAggregator`)."""
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    rollout, _ = waiting(queue, Treatment.TRUNCATE)
+    step = MetricsAggregator()
+    for uid in ("u0", "u1"):
+        rollout.while_waiting = [lambda: None, lambda: None, lambda uid=uid: rollout.finish(uid)]
+        step.add_step_metrics(rollout.sample(1)[2], sample_count=2)
+    assert step.get_aggregated_metrics()["training/stuck/truncated_total"] == 3, "both, then the one that was left"
 
 
 def test_stragglers_are_cut_short_and_trained(queue):
@@ -333,7 +381,7 @@ def test_stragglers_are_cut_short_and_trained(queue):
     rollout.while_waiting = [lambda: None, lambda: None, lambda: [rollout.finish(uid) for uid in ("u0", "u1")]]
     uids, _, metrics = rollout.sample(2)
     assert (uids, handle.told) == (["u0", "u1"], [("cut", ["u0", "u1"])])
-    assert metrics["training/stuck/truncated"] == 2
+    assert metrics["training/stuck/truncated_total"] == 2
 
 
 def test_the_surplus_of_a_step_is_stopped(queue):

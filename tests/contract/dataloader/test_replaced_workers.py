@@ -348,4 +348,5 @@ def test_requests_and_sessions_of_a_dead_worker_end_for_the_scheduler(fleet):
         ("SessionFinished", "u_2"),
     ]
     assert told[0].ending is ev.Ending.FAILED
+    assert [event.cut for event in told[1:]] == [True, True]
     assert reports.fetch() == []

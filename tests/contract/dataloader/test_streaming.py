@@ -261,6 +261,22 @@ def test_a_group_that_a_count_finds_failed_is_refilled_by_the_next_sample(queue,
     assert len(rollout.submitted) == 5, "nothing is admitted for the next step before its weights are out"
 
 
+@pytest.mark.parametrize("asked_by", ["a scheduler", "verl's switch", "nobody"])
+def test_beside_replayed_rollouts_as_many_are_submitted_as_failed(queue, asked_by):
+    """A replay brings a batch of its own; more would train what was not replayed."""
+    rollout = Rollout(queue, eta=1, admits=False)
+    rollout.submit(4)
+    rollout.fail("u1")
+    if asked_by == "a scheduler":
+        assert rollout.buffer.take_stock(1) == (0, 4)
+    elif asked_by == "verl's switch":
+        assert rollout.buffer.get_sampleable_count(1, "train") == 0
+    rollout.while_waiting = [lambda: [rollout.finish(uid) for uid in sorted(rollout.running)]]
+    uids, _, metrics = rollout.sample(4)
+    assert (sorted(uids), rollout.submitted[4:]) == (["u0", "u2", "u3", "u4"], ["u4"])
+    assert metrics["training/rollout_failure/evicted_samples"] == 1
+
+
 def test_verl_calls_a_step_idle_by_its_own_measure_and_without_a_bell_the_buffer_looks_often(queue, monkeypatch):
     from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
@@ -298,12 +314,17 @@ def test_a_group_that_fails_again_and_again_ends_the_run(queue):
         rollout.sample(1)
 
 
-def test_a_group_without_rows_counts_as_failed(queue):
-    rollout = Rollout(queue, eta=0, batch_size=1)
+@pytest.mark.parametrize("metric", [None, "acc"])
+def test_a_group_without_rows_counts_as_failed(queue, metric):
+    rollout = Rollout(queue, eta=0, batch_size=1, redundancy=2, filter_groups_metric=metric)
     rollout.buffer.admit(1)
     queue.kv_batch_put(["u0"], "train", [{"status": "finished"}])
-    rollout.while_waiting = [lambda: rollout.finish("u1")]
-    assert rollout.sample(1)[0] == ["u1"]
+    rollout.while_waiting = [lambda: rollout.finish("u2")]
+    assert rollout.sample(1)[0] == ["u2"]
+    queue.kv_batch_put(["u1"], "train", [{"status": "finished"}])  # it was surplus
+    rollout.end_step()
+    assert rollout.buffer.take_stock(2) == (0, 2)
+    assert "u1" not in queue.tags["train"]
 
 
 def test_an_older_first_token_than_was_reserved_ends_the_run(queue):
@@ -390,9 +411,8 @@ def test_after_a_crash_finished_groups_are_kept_and_nothing_is_trained_twice(que
     again.running["u3"] = 1  # verl re-issues it; it starts with the weights of the checkpoint
     assert again.buffer.admit(2) == 2
     again.finish("u3")
-    uids, _, metrics = again.sample(2)
-    assert sorted(uids) == ["u2", "u3"]
-    assert metrics["curriculum/epochs_ended"] == 0
+    assert sorted(again.sample(2)[0]) == ["u2", "u3"]
+    assert again.loader.standing().epochs_ended == 0
 
 
 def test_a_plain_verl_checkpoint_has_its_prompts_generated_again(queue):
@@ -439,9 +459,9 @@ def test_solved_prompts_leave_the_pool_at_the_epoch_boundary_of_consumption(queu
         for uid in sorted(rollout.running, key=lambda uid: int(uid[1:]))[:2]:
             solved = rollout.prompt_of[uid] in (0, 5)
             rollout.finish(uid, (1.0, 1.0) if solved else (1.0, 0.0))
-        _, _, metrics = rollout.sample(2)
+        rollout.sample(2)
         rollout.end_step()
-    assert metrics == metrics | {"curriculum/epochs_ended": 1.0, "curriculum/pool_size": 6.0}
+    assert (rollout.loader.standing().epochs_ended, rollout.loader.standing().pool) == (1, 6)
     assert rollout.said == [
         "curriculum: epoch 0 of stage all ended: 8 groups, 25% without advantage; 2 prompts left the pool, "
         "0 came back, 6 remain"

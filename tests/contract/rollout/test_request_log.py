@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.observe import flight
@@ -50,7 +51,10 @@ def test_sessions_end_also_when_they_fail_and_nothing_is_kept_before_somebody_as
         pass
     (ended,) = log.take()
     assert isinstance(ended, SessionFinished)
-    assert ended.session == "g_0"
+    assert (ended.session, ended.cut) == ("g_0", False)
+    with pytest.raises(asyncio.CancelledError), log.session("g", 1):
+        raise asyncio.CancelledError
+    assert [(event.session, event.cut) for event in log.take()] == [("g_1", True)]
 
 
 def test_it_rings_for_dead_servers_only():

@@ -96,6 +96,20 @@ def test_resuming_picks_the_newest_unfinished_run_of_the_recipe_that_nobody_runs
     assert f"hydra.run.dir={tmp_path / 'swe-new'}" in made
 
 
+def test_resuming_passes_over_no_run_that_may_still_go_on_elsewhere(tmp_path):
+    for number, name in enumerate(["swe-old", "swe-new"]):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.yaml").write_text("{}")
+        (folder / "pid").write_text("7 123 a-boot another-host")
+        os.utime(folder, (number, number))
+    with pytest.raises(ConfigError, match=r"swe-new may still go on .*wait 5 minutes; or remove .*swe-new/pid"):
+        arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
+    os.utime(tmp_path / "swe-new" / "pid", (1, 1))
+    made = arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
+    assert f"hydra.run.dir={tmp_path / 'swe-new'}" in made
+
+
 def test_a_run_on_another_machine_is_alive_while_its_supervisor_touches_its_file(tmp_path):
     (tmp_path / "pid").write_text("7 123 a-boot another-host")
     assert compose.run_is_alive(tmp_path)

@@ -77,6 +77,29 @@ def test_a_sound_configuration_passes():
         (dict(trainer__n_gpus_per_node=3), "actor_rollout_ref.actor.ppo_mini_batch_size", "multiple of 3"),
         (dict(critic__ppo_mini_batch_size=16, algorithm__adv_estimator="gae"), CRITICS, "write 8"),
         (dict(critic__ppo_mini_batch_size=3, critic__enable=True), CRITICS, "write 8"),
+        # The actor's 64 rows divide over 32 ranks, the critic's 8 do not; nor do they where only the actor's sequences
+        # are split.
+        (dict(trainer__n_gpus_per_node=32, critic__ppo_mini_batch_size=1, critic__enable=True), CRITICS, "of 32"),
+        (
+            dict(
+                trainer__n_gpus_per_node=16,
+                actor_rollout_ref__actor__ulysses_sequence_parallel_size=2,
+                critic__ppo_mini_batch_size=1,
+                critic__ulysses_sequence_parallel_size=2,
+                critic__enable=True,
+            ),
+            CRITICS,
+            "of 16",
+        ),
+        (
+            dict(
+                trainer__n_gpus_per_node=256,
+                actor_rollout_ref__actor__fsdp_config={"ulysses_sequence_parallel_size": 2},
+            ),
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "of 128",
+        ),
+        (dict(critic__enable=False, algorithm__adv_estimator="gae"), "critic.enable", "adv_estimator=grpo"),
         (
             dict(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=24),
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -116,10 +139,20 @@ def test_a_setting_that_cannot_work_names_its_key_and_the_fix(changes, key, fix)
         dict(algorithm__adv_estimator="gae", critic__ppo_mini_batch_size=4),
         # Nobody asks for a critic.
         dict(critic__ppo_mini_batch_size=16),
-        dict(algorithm__adv_estimator="gae", critic__enable=False, critic__ppo_mini_batch_size=16),
+        dict(critic__enable=False, critic__ppo_mini_batch_size=16),
+        # Rows divide over the data-parallel ranks, not over devices: 64 over 48, eight each; a critic's 8 over 8.
+        dict(trainer__n_gpus_per_node=48, actor_rollout_ref__actor__ulysses_sequence_parallel_size=6),
+        dict(trainer__n_gpus_per_node=48, actor_rollout_ref__actor__fsdp_config={"ulysses_sequence_parallel_size": 6}),
+        dict(trainer__n_gpus_per_node=48, actor_rollout_ref__actor__strategy="megatron"),
+        dict(
+            trainer__n_gpus_per_node=16,
+            critic__enable=True,
+            critic__ppo_mini_batch_size=1,
+            critic__fsdp={"ulysses_sequence_parallel_size": 2},
+        ),
     ],
 )
-def test_critics_that_verl_pads_nothing_for_are_not_refused(changes):
+def test_batches_that_verl_divides_without_padding_are_not_refused(changes):
     check(config(**changes))
 
 

@@ -128,7 +128,7 @@ def nobody_logged_in(monkeypatch, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("way", ["key", "offline", "netrc", "settings", "own server", "no wandb"])
+@pytest.mark.parametrize("way", ["key", "key for workers", "offline", "netrc", "settings", "own server", "no wandb"])
 def test_wandb_without_a_key_is_refused_before_anything_is_loaded(installed, nobody_logged_in, monkeypatch, way):
     asked = {"trainer.logger": ["console", "wandb"]}
     with pytest.raises(ConfigError, match=r"no API key for api\.wandb\.ai.*wandb login.*trainer\.logger=\[console\]"):
@@ -136,6 +136,8 @@ def test_wandb_without_a_key_is_refused_before_anything_is_loaded(installed, nob
     netrc = nobody_logged_in / ".netrc"
     if way == "key":
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    elif way == "key for workers":  # the trainer's process takes their variables over (`job._start_ray`)
+        asked["ray_kwargs.ray_init.runtime_env"] = {"env_vars": {"WANDB_API_KEY": "k" * 40}}
     elif way == "offline":
         monkeypatch.setenv("WANDB_MODE", "offline")
     elif way == "netrc":

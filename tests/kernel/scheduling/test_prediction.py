@@ -246,6 +246,23 @@ def test_a_request_may_outlive_a_session_that_was_given_up() -> None:
     assert book.sessions["s"].tokens == 0
 
 
+def test_sessions_that_were_given_up_teach_no_lengths() -> None:
+    roofline, book, slice_ = with_one_seat()
+    for number in range(8):
+        group = f"g{number}"
+        book.observe(ev.GroupsSubmitted(at=0.0, groups=(group,), sessions=3), roofline)
+        for name in (f"{group}_0", f"{group}_1", f"{group}_2"):
+            whole = name.endswith("0")
+            start = ev.RequestStarted(
+                at=0.0, request=name, session=name, group=group, slice=slice_.id, context_tokens=0
+            )
+            book.observe(start, roofline)
+            book.observe(ev.RequestFinished(at=0.0, request=name, tokens=1000 if whole else 10), roofline)
+            book.observe(ev.SessionFinished(at=0.0, session=name, group=group, cut=not whole), roofline)
+    assert (len(book.lengths), book.lengths.remaining(0.0, 0.0)) == (8, 1000.0)
+    assert (book.likeness.share, book.sessions, book.open_members) == (0.0, {}, {})
+
+
 def test_waiting_for_a_seat_is_not_decoding_time() -> None:
     roofline, book, slice_ = with_one_seat()
     for name in ("r", "q"):

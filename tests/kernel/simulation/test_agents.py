@@ -106,7 +106,7 @@ def test_a_request_that_nobody_waits_for_any_more_is_not_looked_at() -> None:
     assert desk.live == []
     desk.agents.finished(request)
     desk.pass_time(10.0)
-    assert (desk.sessions, desk.groups) == ([], [])
+    assert (desk.sessions, desk.groups) == (["g1/0"], []), "its session is over, and no length of its kind"
     assert group.generated == 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.config import RouterConfig
-from seamless_verl.simulation.agents import Agentic, Agents, Replay, Turn
+from seamless_verl.simulation.agents import Agentic, Agents, Attempt, Replay, Turn
 from seamless_verl.simulation.books import Use
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet
@@ -90,9 +90,9 @@ def test_a_request_is_withdrawn_wherever_it_is() -> None:
 
 
 def test_a_group_that_is_given_up_leaves_no_request_behind_and_does_not_come_back() -> None:
-    """One attempt is generating, one is in its tool, one has ended with it."""
+    """One attempt is generating, one is in its tool, one is in its last."""
     live: list[Request] = []
-    ended: list[object] = []
+    ended: list[Attempt] = []
     clock = Clock()
     turns = (Turn(prompt=10, answer=5, tool_s=3.0), Turn(prompt=10, answer=5))
     agents = Agents(
@@ -103,7 +103,7 @@ def test_a_group_that_is_given_up_leaves_no_request_behind_and_does_not_come_bac
         submit=live.extend,
         withdraw=live.remove,
         on_session=ended.append,
-        on_group=ended.append,
+        on_group=lambda group: pytest.fail("it was given up"),
     )
     group = agents.draw(0)
     agents.start([group])
@@ -114,7 +114,7 @@ def test_a_group_that_is_given_up_leaves_no_request_behind_and_does_not_come_bac
     agents.stop(group)
     assert not clock.run(lambda: False)  # until nothing is left to happen
     assert clock.now == 3.0
-    assert (live, ended) == ([], [])
+    assert (live, [attempt.index for attempt in ended]) == ([], [0, 1, 2])
 
 
 def _two_busy(
