@@ -201,11 +201,7 @@ class RequestFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFinished(Event):
-    """No request of a session follows: it has its reward, or failed.
-
-    Attributes:
-        cut: it was given up before its end, so its length is nobody's.
-    """
+    """A session has its reward or failed; no request of it follows. ``cut``: it was given up before its end."""
 
     session: str
     group: str

@@ -48,6 +48,7 @@ from seamless_verl.verl_adapter.rollout.request_log import at_worker_end, cut_gr
 
 _log = logging.getLogger(__name__)
 
+_RollOut = Callable[[int], Awaitable[None]]  # takes a member
 _WATCH = "watch"  # methods of this group have an event loop in a thread of their own
 
 
@@ -79,11 +80,7 @@ class GroupRuns:
         self._runs: dict[str, _Run] = {}
 
     async def run(
-        self,
-        group: str,
-        needed: int,
-        roll_out: Callable[[int], Awaitable[None]],
-        announce: Callable[[], Awaitable[object]],
+        self, group: str, needed: int, roll_out: _RollOut, announce: Callable[[], Awaitable[object]]
     ) -> tuple[bool, list[BaseException]]:
         """Roll ``group`` out, as often as it is restarted.
 
@@ -138,7 +135,7 @@ class GroupRuns:
 
 
 async def _attempt(
-    run: _Run, progress: GroupProgress, launched: int, roll_out: Callable[[int], Awaitable[None]]
+    run: _Run, progress: GroupProgress, launched: int, roll_out: _RollOut
 ) -> tuple[GroupState, list[BaseException]]:
     """Roll all members out once, until each has ended; returns the group's state and what members failed with."""
     run.tasks = {asyncio.ensure_future(roll_out(member)): member for member in range(launched)}
