@@ -147,7 +147,7 @@ def _run_with_restarts(
     """Run the trainer, again from its last checkpoint where that is worth it; return the last life's exit code."""
     trainer, restarts = config.trainer, Restarts(most)
     while True:
-        code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported, interrupts=interrupts)
+        code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported, interrupts)
         has_checkpoint = checkpoints.have_one(Path(trainer.default_local_dir))
         hindered = obstacle(resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint)
         steps = read_records(run_dir / STEPS)

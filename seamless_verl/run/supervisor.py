@@ -56,12 +56,7 @@ _CLUSTER = "RAY_ADDRESS"
 
 
 def run_trainer(
-    run_dir: Path,
-    run_id: str,
-    environment: Mapping[str, str | None],
-    imported: Sequence[str] = (),
-    *,
-    interrupts: list[int] | None = None,
+    run_dir: Path, run_id: str, environment: Mapping[str, str | None], imported: Sequence[str], interrupts: list[int]
 ) -> int:
     """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
 
@@ -81,7 +76,6 @@ def run_trainer(
         which stderr names.
     """
     adopt_orphans()
-    interrupts = [] if interrupts is None else interrupts
     trainer: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, _: object) -> None:

@@ -160,7 +160,7 @@ trainer.chmod(0o755)
 supervisor.sys.executable = str(trainer)
 supervisor._SWEEP_S = float(sys.argv[3])
 supervisor._PATIENCE_S = float(sys.argv[4])
-sys.exit(supervisor.run_trainer(folder, "a-run", {}))
+sys.exit(supervisor.run_trainer(folder, "a-run", {}, (), []))
 """
 
 
@@ -229,7 +229,7 @@ trainer = Path(sys.argv[1]) / "trainer"
 trainer.write_text(f"#!/bin/sh\\n{sys.argv[2]}\\n")
 trainer.chmod(0o755)
 supervisor.sys.executable = str(trainer)
-sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}))
+sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}, (), []))
 """
 
 
@@ -248,7 +248,7 @@ trainer = Path(sys.argv[1]) / "trainer"
 trainer.write_text(f"#!/bin/sh\\ntrap 'echo asked; exit' TERM\\necho begun\\nread waits < {sys.argv[2]}\\n")
 trainer.chmod(0o755)
 supervisor.sys.executable = str(trainer)
-supervisor.run_trainer(Path(sys.argv[1]), "a-run", {})
+supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}, (), [])
 """
 
 
@@ -280,7 +280,7 @@ trainer = Path(sys.argv[1]) / "trainer"
 trainer.write_text(f"#!/bin/sh\\nread waits < {sys.argv[2]}\\n")
 trainer.chmod(0o755)
 supervisor.sys.executable = str(trainer)
-sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}))
+sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}, (), []))
 """
 
 
