@@ -88,15 +88,12 @@ def run_trainer(
     ray_dir = _short_folder()
     started = time.time()
     try:
-        owner = run_dir / "pid"
-        owner.write_text(identity(os.getpid()))
+        (owner := run_dir / "pid").write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
         env = _environment(environment, run_id, ray_dir)
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
-        if interrupts:  # before there was a trainer to hand them on to
-            trainer.kill()
         code = _wait(trainer, interrupts, owner)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
@@ -130,6 +127,8 @@ def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path) 
 
     One that does not even end by force is left to the sweep, which names it. Meanwhile ``owner`` is touched.
     """
+    if interrupts:  # before there was a trainer to hand them on to
+        trainer.kill()
     deadline: float | None = None
     touch_at = time.monotonic() + _SIGN_S
     code = -signal.SIGKILL
