@@ -10,15 +10,16 @@ answers the row trains; log-probs and weight versions unchanged; every generated
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
-from typing import Any
+
+import msgspec
 
 from seamless_verl.trajectory.generation import Generation, VersionSpan
 from seamless_verl.trajectory.rows import Row, RowSpan, RowTurn
-from seamless_verl.trajectory.tokens import pack_ids
+from seamless_verl.trajectory.tokens import num_equal, pack_ids
 
 
 class ViolationKind(Enum):
@@ -35,16 +36,14 @@ class ViolationKind(Enum):
     SHAPE_DIFFERS = "shape_differs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class Violation(msgspec.Struct, frozen=True, array_like=True):
     """One broken promise, with its story."""
 
     kind: ViolationKind
     story: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditReport:
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Result of an audit; ``num_tokens`` are generated tokens that were checked."""
 
     num_rows: int
@@ -55,22 +54,6 @@ class AuditReport:
     @property
     def is_clean(self) -> bool:
         return not self.violations
-
-    def to_wire(self) -> dict[str, Any]:
-        """The report as JSON-compatible data."""
-        violations = [[violation.kind.value, violation.story] for violation in self.violations]
-        counts = {"num_rows": self.num_rows, "num_generations": self.num_generations, "num_tokens": self.num_tokens}
-        return {**counts, "violations": violations}
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> AuditReport:
-        """The report that :meth:`to_wire` wrote, also through JSON text."""
-        return cls(
-            num_rows=data["num_rows"],
-            num_generations=data["num_generations"],
-            num_tokens=data["num_tokens"],
-            violations=tuple(Violation(kind=ViolationKind(kind), story=story) for kind, story in data["violations"]),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +113,12 @@ def _check_trained(entry: LedgerEntry, times: int | None) -> list[Violation]:
     if entry.discarded:
         if times is None:
             return []
-        return [
-            _violation(
-                ViolationKind.DISCARDED_BUT_TRAINED, f"{story} was discarded ({entry.discarded}) but is in a row"
-            )
-        ]
+        story = f"{story} was discarded ({entry.discarded}) but is in a row"
+        return [Violation(ViolationKind.DISCARDED_BUT_TRAINED, story)]
     if not times:
-        return [_violation(ViolationKind.NEVER_TRAINED, f"{story} has mask 1 in no row")]
+        return [Violation(ViolationKind.NEVER_TRAINED, f"{story} has mask 1 in no row")]
     if times > 1:
-        return [_violation(ViolationKind.TRAINED_TWICE, f"{story} has mask 1 in {times} rows")]
+        return [Violation(ViolationKind.TRAINED_TWICE, f"{story} has mask 1 in {times} rows")]
     return []
 
 
@@ -146,7 +126,7 @@ def _check_row(name: str, row: Row, entries: dict[str, LedgerEntry]) -> list[Vio
     num_tokens = len(row.token_ids)
     if len(row.mask) != num_tokens or len(row.log_probs) != num_tokens:
         shape = f"{num_tokens} tokens, {len(row.mask)} mask entries, {len(row.log_probs)} log-probs"
-        return [_violation(ViolationKind.SHAPE_DIFFERS, f"{name}: {shape}")]
+        return [Violation(ViolationKind.SHAPE_DIFFERS, f"{name}: {shape}")]
     violations: list[Violation] = []
     ids = pack_ids(row.token_ids)
     prefix, hashed = blake2b(digest_size=16), 0
@@ -157,10 +137,10 @@ def _check_row(name: str, row: Row, entries: dict[str, LedgerEntry]) -> list[Vio
         story = f"{name}, tokens {turn.start}:{turn.stop}, generation {turn.generation_id}"
         entry = entries.get(turn.generation_id)
         if entry is None:
-            violations.append(_violation(ViolationKind.UNKNOWN_GENERATION, f"{story}: the engine never made it"))
+            violations.append(Violation(ViolationKind.UNKNOWN_GENERATION, f"{story}: the engine never made it"))
             continue
         if not hashed <= turn.start <= turn.stop <= num_tokens:
-            violations.append(_violation(ViolationKind.SHAPE_DIFFERS, f"{story}: outside its row of {num_tokens}"))
+            violations.append(Violation(ViolationKind.SHAPE_DIFFERS, f"{story}: outside its row of {num_tokens}"))
             continue
         prefix.update(ids[hashed : turn.start])
         hashed = turn.start
@@ -178,23 +158,16 @@ def _check_turn(story: str, turn: RowTurn, entry: LedgerEntry, ids: array[int], 
     violations = []
     if turn.start != entry.prompt_len or prefix != entry.prompt_digest:
         sent = f"the engine was sent {entry.prompt_len} ids, digest {entry.prompt_digest.hex()}"
-        violations.append(
-            _violation(ViolationKind.PROMPT_DIFFERS, f"{story}: {sent}; the row holds {turn.start}, {prefix.hex()}")
-        )
+        held = f"the row holds {turn.start}, {prefix.hex()}"
+        violations.append(Violation(ViolationKind.PROMPT_DIFFERS, f"{story}: {sent}; {held}"))
     stored = ids[turn.start : turn.stop]
     wanted = entry.token_ids[: len(entry.token_ids) - turn.num_cut]
     if stored != wanted:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b), min(len(stored), len(wanted))
-        )
-        violations.append(
-            _violation(
-                ViolationKind.TOKENS_DIFFER,
-                f"{story}: differs from the engine at token {at} of {len(wanted)}; the row holds {len(stored)}",
-            )
-        )
+        at = num_equal(stored, wanted)
+        held = f"differs from the engine at token {at} of {len(wanted)}; the row holds {len(stored)}"
+        violations.append(Violation(ViolationKind.TOKENS_DIFFER, f"{story}: {held}"))
     if turn.trained and turn.num_cut:
-        violations.append(_violation(ViolationKind.MASK_DIFFERS, f"{story}: trained although {turn.num_cut} are cut"))
+        violations.append(Violation(ViolationKind.MASK_DIFFERS, f"{story}: trained although {turn.num_cut} are cut"))
     return violations
 
 
@@ -211,21 +184,17 @@ def _spans_of(turn: RowTurn, entry: LedgerEntry) -> list[RowSpan]:
 def _compare(name: str, row: Row, mask: list[int], log_probs: list[float], spans: list[RowSpan]) -> list[Violation]:
     violations = []
     if list(row.mask) != mask:
-        at = next(i for i, (a, b) in enumerate(zip(row.mask, mask, strict=True)) if a != b)
-        violations.append(_violation(ViolationKind.MASK_DIFFERS, f"{name}: mask {row.mask[at]} at token {at}"))
+        at = num_equal(row.mask, mask)
+        violations.append(Violation(ViolationKind.MASK_DIFFERS, f"{name}: mask {row.mask[at]} at token {at}"))
     if list(row.log_probs) != log_probs:
-        at = next(i for i, (a, b) in enumerate(zip(row.log_probs, log_probs, strict=True)) if a != b)
+        at = num_equal(row.log_probs, log_probs)
         story = f"{name}: log-prob {row.log_probs[at]} at token {at}, the engine said {log_probs[at]}"
-        violations.append(_violation(ViolationKind.LOG_PROBS_DIFFER, story))
+        violations.append(Violation(ViolationKind.LOG_PROBS_DIFFER, story))
     if list(row.version_spans) != spans:
         story = f"{name}: weight versions {list(row.version_spans)}, the engine said {spans}"
-        violations.append(_violation(ViolationKind.VERSIONS_DIFFER, story))
+        violations.append(Violation(ViolationKind.VERSIONS_DIFFER, story))
     first = row.turns[0].start if row.turns else len(row.token_ids)
     if row.prompt_len != first:
         story = f"{name}: prompt_len {row.prompt_len}, the first generated token is at {first}"
-        violations.append(_violation(ViolationKind.PROMPT_LEN_DIFFERS, story))
+        violations.append(Violation(ViolationKind.PROMPT_LEN_DIFFERS, story))
     return violations
-
-
-def _violation(kind: ViolationKind, story: str) -> Violation:
-    return Violation(kind=kind, story=story)

@@ -15,20 +15,14 @@ the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import msgspec
 
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.tokens import Segment, path_to
 from seamless_verl.trajectory.tree import SessionTree
 
-# Of every row as JSON; one that shows pictures has "images", too.
-ROW_FIELDS = ("token_ids", "mask", "log_probs", "prompt_len", "turns", "version_spans")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTurn:
+class RowTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Where one answer lies in a row: ``token_ids[start:stop]``.
 
     Attributes:
@@ -46,8 +40,7 @@ class RowTurn:
     num_cut: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSpan:
+class RowSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Tokens ``start:stop`` of a row were generated under weight version ``version``."""
 
     start: int
@@ -55,9 +48,10 @@ class RowSpan:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One token stream from the first prompt to the end of one leaf.
+
+    As JSON it is an object of its fields, without ``images`` where there are none; turns and spans are lists of theirs.
 
     Attributes:
         token_ids, mask, log_probs: one entry per token.
@@ -78,47 +72,6 @@ class Row:
     @property
     def num_trained(self) -> int:
         return sum(turn.stop - turn.start for turn in self.turns if turn.trained)
-
-    def to_wire(self) -> dict[str, Any]:
-        """The row as JSON-compatible data: `ROW_FIELDS`, and ``images`` where it shows any."""
-        turns = [
-            [turn.generation_id, turn.start, turn.stop, turn.trained, turn.finish_reason.value, turn.num_cut]
-            for turn in self.turns
-        ]
-        return {
-            "token_ids": self.token_ids,
-            "mask": self.mask,
-            "log_probs": self.log_probs,
-            "prompt_len": self.prompt_len,
-            "turns": turns,
-            "version_spans": [[span.start, span.stop, span.version] for span in self.version_spans],
-            **({"images": self.images} if self.images else {}),
-        }
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> Row:
-        """The row that :meth:`to_wire` wrote, also through JSON text."""
-        return cls(
-            token_ids=tuple(data["token_ids"]),
-            mask=tuple(data["mask"]),
-            log_probs=tuple(data["log_probs"]),
-            prompt_len=data["prompt_len"],
-            turns=tuple(
-                RowTurn(
-                    generation_id=generation_id,
-                    start=start,
-                    stop=stop,
-                    trained=trained,
-                    finish_reason=FinishReason(finish),
-                    num_cut=num_cut,
-                )
-                for generation_id, start, stop, trained, finish, num_cut in data["turns"]
-            ),
-            version_spans=tuple(
-                RowSpan(start=start, stop=stop, version=version) for start, stop, version in data["version_spans"]
-            ),
-            images=tuple(data.get("images", ())),
-        )
 
     @property
     def finish_reason(self) -> FinishReason:

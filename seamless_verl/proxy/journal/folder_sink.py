@@ -17,7 +17,7 @@ import msgspec
 from seamless_verl.proxy.session.handover import images_to_wire
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.rows import ROW_FIELDS, Row
+from seamless_verl.trajectory.rows import Row
 
 
 class FolderSink:
@@ -51,9 +51,8 @@ class FolderSink:
         path = self._path(session_id)
         if not path.exists():
             return None
-        records = _read_parquet(path) if self._parquet else _read_lines(path)
-        rows = [_row_of(record) for record in records]
-        shown = {digest for row in rows for digest in row.get("images", ())}
+        rows = _read_parquet(path) if self._parquet else _read_lines(path)
+        shown = {digest for row in rows for digest in row.images}
         return {"rows": rows, **images_to_wire({digest: (self._images / digest).read_bytes() for digest in shown})}
 
     def _write_images(self, session_id: str, files: Mapping[str, bytes]) -> None:
@@ -70,7 +69,7 @@ class FolderSink:
 
 
 def _record(session: Session, number: int, row: Row, report: AuditReport) -> dict[str, Any]:
-    """One row with whose it is; ``version_spans`` are ``[start, stop, version]``, ``turns`` as on the wire."""
+    """One row with whose it is; ``version_spans`` are ``[start, stop, version]``, ``turns`` as in a result."""
     return {
         "session": session.id,
         "group": session.spec.group,
@@ -80,14 +79,8 @@ def _record(session: Session, number: int, row: Row, report: AuditReport) -> dic
         "rewards": msgspec.json.encode(session.rewards).decode(),
         "metadata": msgspec.json.encode(dict(session.spec.metadata)).decode(),
         "violations": len(report.violations),
-        **row.to_wire(),
+        **msgspec.to_builtins(row),
     }
-
-
-def _row_of(record: dict[str, Any]) -> dict[str, Any]:
-    """The row of a record as on the wire."""
-    row = {name: record[name] for name in ROW_FIELDS}
-    return {**row, "images": record["images"]} if record.get("images") else row
 
 
 def _write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
@@ -110,15 +103,17 @@ def _write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tables, schema=schema), path)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+def _read_lines(path: Path) -> list[Row]:
+    return [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     tables: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-    return [{**record, "turns": msgspec.json.decode(record["turns"])} for record in tables]
+    for record in tables:
+        record |= {"turns": msgspec.json.decode(record["turns"]), "images": record["images"] or ()}
+    return msgspec.convert(tables, list[Row])
 
 
 @contextmanager

@@ -246,13 +246,13 @@ def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:
     try:
         body = msgspec.json.encode(result)
     except UnicodeEncodeError:  # half a character in the metadata
-        body = encoded(result)
+        body = encoded(msgspec.to_builtins(result))
     return body, rows, report
 
 
 def _result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport) -> dict[str, Any]:
     """What closing a session answers; read back by :class:`seamless_verl.proxy.client.SessionResult`."""
-    result = {**_summary_to_wire(session, report), "rows": [row.to_wire() for row in rows]}
+    result = {**_summary_to_wire(session, report), "rows": rows}
     return {**result, **images_to_wire(session.images.files(rows))}
 
 
@@ -270,7 +270,7 @@ def _summary_to_wire(session: Session, report: AuditReport) -> dict[str, Any]:
         "metadata": dict(session.spec.metadata),
         "reward": session.reward,
         "rewards": session.rewards,
-        "audit": report.to_wire(),
+        "audit": msgspec.to_builtins(report),
         "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
         "drift": {reason.value: count for reason, count in session.tree.drift.items()},
     }

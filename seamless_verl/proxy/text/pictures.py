@@ -22,6 +22,8 @@ from hashlib import blake2b
 from io import BytesIO
 from typing import Any, Protocol
 
+import msgspec
+
 from seamless_verl.proxy.calls import ApiError, Call, bad_request
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
@@ -121,7 +123,8 @@ class ImageTable:
         if not self._stored:
             return row
         images = tuple(self._stored[number].digest for number in numbers_in(row.token_ids))
-        return replace(row, token_ids=tuple(plain(row.token_ids, self._stored[0].placeholder)), images=images)
+        ids = tuple(plain(row.token_ids, self._stored[0].placeholder))
+        return msgspec.structs.replace(row, token_ids=ids, images=images)
 
     def files(self, rows: Sequence[Row]) -> dict[str, bytes]:
         """The pictures of some rows by their digests."""
