@@ -12,8 +12,7 @@ import msgspec
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.rows import AuditReport, Row
 
 
 class ProxyRefused(SeamlessError):

@@ -26,8 +26,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from seamless_verl.trajectory.audit import LedgerEntry, ledger_entry
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
+from seamless_verl.trajectory.rows import LedgerEntry, ledger_entry
 from seamless_verl.trajectory.tokens import TokenPath
 
 _MAX_DISCARDED = 1000  # of one session

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
-from seamless_verl.trajectory.audit import AuditReport
+from seamless_verl.trajectory.rows import AuditReport
 from seamless_verl.trajectory.tokens import Segment
 
 

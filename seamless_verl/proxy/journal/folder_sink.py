@@ -16,8 +16,7 @@ import msgspec
 
 from seamless_verl.proxy.session.handover import images_to_wire
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.rows import AuditReport, Row
 
 
 class FolderSink:

@@ -16,8 +16,8 @@ import msgspec
 
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.unfinished import UnfinishedPart
-from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
+from seamless_verl.trajectory.rows import LedgerEntry
 from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
 
 VERSION = 2  # of the bytes of a turn

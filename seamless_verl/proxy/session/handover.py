@@ -29,8 +29,7 @@ from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.journal import Journal, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionState
 from seamless_verl.proxy.session.store import Residency, SessionStore
-from seamless_verl.trajectory.audit import AuditReport, audit_rows
-from seamless_verl.trajectory.rows import Row, build_rows
+from seamless_verl.trajectory.rows import AuditReport, Row, audit_rows, build_rows
 
 _log = logging.getLogger(__name__)
 _NUM_RESULTS = 8  # sessions whose rows can be asked for again without work, should the first answer have been lost

@@ -15,7 +15,7 @@ from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
-from seamless_verl.trajectory.audit import LedgerEntry
+from seamless_verl.trajectory.rows import LedgerEntry
 from seamless_verl.trajectory.tokens import TurnRecord
 
 AnsweredTurn = tuple[TurnRecord, LedgerEntry, Answer]

@@ -17,8 +17,7 @@ from seamless_verl.proxy.engine import Generation, GenerationRequest
 from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.rows import AuditReport, Row
 from tests.fakes import ScriptedEngine, small_tokenizer
 from tests.instants import House, SteppingJournal, rows_after_restart, steps
 

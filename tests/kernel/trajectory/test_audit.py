@@ -11,8 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from seamless_verl.trajectory.audit import AuditReport, LedgerEntry, ViolationKind, audit_rows
-from seamless_verl.trajectory.rows import Row, RowSpan
+from seamless_verl.trajectory.rows import AuditReport, LedgerEntry, Row, RowSpan, ViolationKind, audit_rows
 from tests.fakes import ScriptedEdge, assistant, system, user
 
 
