@@ -27,9 +27,8 @@ from seamless_verl.proxy.journal.turn_bytes import VERSION, Damaged, pack, pack_
 from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
-from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
-from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.generation import TrajectoryError, UnfinishedPart
 from seamless_verl.trajectory.tokens import pack_ids
 
 _log = logging.getLogger(__name__)

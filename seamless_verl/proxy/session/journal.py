@@ -13,8 +13,8 @@ from typing import Protocol
 
 from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
+from seamless_verl.trajectory.generation import UnfinishedPart
 from seamless_verl.trajectory.rows import LedgerEntry
 from seamless_verl.trajectory.tokens import TurnRecord
 

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request
 from seamless_verl.proxy.engine import Ledger
 from seamless_verl.proxy.session.attempts import Attempt, AttemptBoard, Continuations, State, answer_digest
-from seamless_verl.proxy.session.unfinished import UnfinishedAnswers
 from seamless_verl.proxy.text.pictures import ImageTable
+from seamless_verl.trajectory.generation import UnfinishedAnswers
 from seamless_verl.trajectory.messages import Transcript
 from seamless_verl.trajectory.tree import SessionTree
 
