@@ -45,7 +45,7 @@ from seamless_verl.proxy.http.requests import BodyIntake, ClientGone, Reply, Str
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.attempts import Attempt, State
-from seamless_verl.proxy.session.handover import HandOver, RowSink
+from seamless_verl.proxy.session.handover import FolderSink, HandOver
 from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.store import Residency, SessionStore, key_digest
@@ -99,7 +99,7 @@ class ProxyDeps:
     parser: AnswerParser = field(default_factory=TagParser)
     abilities: frozenset[Ability] = frozenset()
     timing: StreamTiming = field(default_factory=StreamTiming)
-    sink: RowSink | None = None
+    sink: FolderSink | None = None
     images: ImageReader | None = None
     blind: str = TEXT_ONLY
     base_url: str = ""
