@@ -23,14 +23,7 @@ from typing import Any
 from seamless_verl.proxy.attempt.drafts import Draft, tokens_of
 from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request, prompt_transcript
 from seamless_verl.proxy.dialects.chat import canonical_message, canonical_tools
-from seamless_verl.proxy.engine import (
-    Engine,
-    EngineRefused,
-    EngineUnavailable,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-)
+from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, GenerationRequest
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.attempts import Attempt, State, Verdict, answer_digest, together
@@ -38,7 +31,7 @@ from seamless_verl.proxy.session.journal import AnsweredTurn, Journal, JournalFa
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser, find_stop, structured_outputs
-from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError
 from seamless_verl.trajectory.matching import HistoryMatch
 from seamless_verl.trajectory.messages import AfterAddition, Message, Role, Transcript, transcript_of
 from seamless_verl.trajectory.tokens import TurnRecord

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.engine import Generation, GenerationRequest
+from seamless_verl.proxy.engine import GenerationRequest
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.handover import FolderSink
 from seamless_verl.proxy.session.sessions import Session
+from seamless_verl.trajectory.generation import Generation
 from seamless_verl.trajectory.rows import AuditReport, Row
 from tests.fakes import ScriptedEngine, small_tokenizer
 from tests.instants import House, SteppingJournal, rows_after_restart, steps
