@@ -27,7 +27,7 @@ from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable,
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.attempts import Attempt, State, Verdict, answer_digest, together
-from seamless_verl.proxy.session.journal import AnsweredTurn, Journal, JournalFailed
+from seamless_verl.proxy.session.journal import AnsweredTurn, Journal
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser, find_stop, structured_outputs
@@ -339,11 +339,7 @@ class AttemptService:
         while not attempt.wanted.is_set():
             await attempt.wanted.wait()
         attempt.move(State.LANDING)
-        try:
-            await self._journal.append(session.id, turns)
-        except JournalFailed as error:
-            story = f"The answer could not be recorded, so it is not given: {error}."
-            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        await self._journal.append(session.id, turns)
         attempt.answers = [self._commit(session, record, answer) for record, _, answer in turns]
         session.board.record(attempt, State.ANSWERED)
         for anchor in {record.anchor for record, _, _ in turns if not record.anchor_is_given}:

@@ -148,9 +148,9 @@ class Proxy:
         session, api_key = self._deps.sessions.open(spec, now=time.time())
         try:
             await self._deps.journal.opened(session)
-        except JournalFailed as error:
+        except JournalFailed:
             self._deps.sessions.drop(session)
-            raise ApiError(503, "journal_failed", f"The session could not be recorded: {error}.") from None
+            raise
         counters = self._deps.counters
         counters.sessions_opened += 1
         counters.num_sessions = len(self._deps.sessions)
@@ -229,11 +229,7 @@ class Proxy:
             return validated(model, body or b"{}")
 
     async def _with_images(self, session: Session, call: Call) -> Call:
-        try:
-            return await self._images.take(session.id, session.images, self._deps.journal, call)
-        except JournalFailed as error:
-            story = f"A picture could not be recorded: {error}."
-            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        return await self._images.take(session.id, session.images, self._deps.journal, call)
 
     def count_refusal(self, error: ApiError) -> None:
         self._deps.counters.refusals[error.code] += 1

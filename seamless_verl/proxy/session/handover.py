@@ -88,7 +88,7 @@ class HandOver:
         """Note a reward; of a closed session only what is known already, so that a request may be repeated.
 
         Raises:
-            ApiError: no such session, or it is closed and has another reward.
+            ApiError: no such session, or it is closed and has another reward, or the journal failed.
         """
         session = self._sessions.by_id(session_id)
         known = (session.reward, dict(session.rewards))
@@ -96,10 +96,7 @@ class HandOver:
         if session.state is SessionState.CLOSED and (session.reward, session.rewards) != known:
             session.reward, session.rewards = known
             raise ApiError(409, "session_closed", f"Session {session.id} is closed with reward {session.reward}.")
-        try:
-            await self._journal.updated(session)
-        except JournalFailed as error:
-            raise ApiError(503, "journal_failed", f"The reward could not be recorded: {error}.") from None
+        await self._journal.updated(session)
         return session
 
     async def acknowledge(self, session_id: str) -> None:

@@ -155,7 +155,7 @@ class ImageIntake:
         """The same call with an :class:`Image` in place of each picture's URL.
 
         Raises:
-            ApiError: 400 or 413, naming the picture at fault; JournalFailed is left to the caller.
+            ApiError: 400 or 413, naming the picture at fault; 503, the journal failed.
         """
         places = [
             (number, at)
