@@ -26,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -328,7 +329,7 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     # The router tries them in this order, so the busiest come first.
     for path, parse in DIALECTS.items():
         for prefix in ("", "/sessions/{session_id}"):
-            app.router.add_route(prefix + path, _speaking(proxy, parse), methods=["POST"])
+            app.router.add_route(prefix + path, partial(proxy.answer, parse=parse), methods=["POST"])
     for method, path, handler in _other_routes(proxy):
         app.router.add_route(path, handler, methods=[method])
 
@@ -379,13 +380,6 @@ def _other_routes(proxy: Proxy) -> tuple[tuple[str, str, Callable[[Request], Awa
         ("GET", "/metrics", proxy.metrics),
         ("GET", "/openapi.json", proxy.openapi),
     )
-
-
-def _speaking(proxy: Proxy, parse: Callable[[bytes], Call]) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        return await proxy.answer(request, parse)
-
-    return handle
 
 
 def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
