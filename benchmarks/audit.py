@@ -111,7 +111,7 @@ class Judge:
         found.stories += [story for _, story in closed["audit"]["violations"]]
         trained: Counter[str] = Counter()
         asked: dict[str, str] = {}
-        for row in (Row.from_wire(row) for row in closed["rows"]):
+        for row in msgspec.convert(closed["rows"], tuple[Row, ...]):
             self._row(row, agent, trained, asked)
             self._sample(row, reward)
         self._disk(closed, reward)

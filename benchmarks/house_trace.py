@@ -48,8 +48,9 @@ class Trace:
             self._note_type(type(frame.f_locals["self"]))
 
     def _note_values(self, values: Any) -> None:
-        """Structs and named tuples are made in C; they are seen where they are passed on."""
-        for value in values:
+        """Structs and named tuples are made in C; they are seen where they are passed on, alone or in a list."""
+        for passed in values:
+            value = passed[0] if type(passed) in (list, tuple) and passed else passed
             if isinstance(value, msgspec.Struct) or (isinstance(value, tuple) and hasattr(value, "_fields")):
                 self._note_type(type(value))
 

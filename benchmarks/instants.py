@@ -30,8 +30,9 @@ import msgspec
 from benchmarks import parts
 from benchmarks.parts import Parts
 from benchmarks.records import Record, arguments, report
-from seamless_verl.proxy.engine import Generation, GenerationRequest
+from seamless_verl.proxy.engine import GenerationRequest
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.trajectory.generation import Generation
 from tests.fakes import ScriptedEngine, small_tokenizer
 from tests.instants import Caller, House, SteppingJournal, steps
 

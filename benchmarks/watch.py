@@ -37,9 +37,9 @@ from seamless_verl.proxy.calls import Answer
 from seamless_verl.proxy.journal.kept_sessions import KEPT, KeepingJournal
 from seamless_verl.proxy.journal.turn_bytes import pack
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.trajectory.audit import ledger_entry
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 from seamless_verl.trajectory.messages import Message, Role, transcript_of
+from seamless_verl.trajectory.rows import ledger_entry
 from seamless_verl.trajectory.tree import SessionTree
 
 _ROLLOUTS = 8

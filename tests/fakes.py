@@ -20,15 +20,14 @@ import httpx
 from seamless_verl.memory.book import Held
 from seamless_verl.proxy.client import ProxyAdmin, SessionHandle
 from seamless_verl.proxy.deploy.http_server import ProxyServer
-from seamless_verl.proxy.engine import FinishReason, Generation, GenerationRequest, TokenChunk, VersionSpan
+from seamless_verl.proxy.engine import GenerationRequest, TokenChunk
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.trajectory.audit import LedgerEntry, audit_rows, ledger_entry
-from seamless_verl.trajectory.generation import PartialGeneration
+from seamless_verl.trajectory.generation import FinishReason, Generation, PartialGeneration, VersionSpan
 from seamless_verl.trajectory.matching import ExtensionRefused, Renderer, Rendering
 from seamless_verl.trajectory.messages import Message, Role, ToolCall, Transcript, transcript_of
-from seamless_verl.trajectory.rows import Row, build_rows
+from seamless_verl.trajectory.rows import LedgerEntry, Row, audit_rows, build_rows, ledger_entry
 from seamless_verl.trajectory.tokens import Segment, TurnRecord
 from seamless_verl.trajectory.tree import PendingTurn, SessionTree
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from seamless_verl.proxy.engine import FinishReason, Generation, GenerationRequest, TokenChunk, VersionSpan
+from seamless_verl.proxy.engine import GenerationRequest, TokenChunk
+from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 from tests.agents import chat_message
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from base64 import b64decode
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.rows import AuditReport, Row
 
 
 class ProxyRefused(SeamlessError):
@@ -53,7 +52,7 @@ class SessionResult:
     reward: float | None
     rewards: Mapping[str, float]
     rows: tuple[Row, ...]
-    images: Mapping[str, bytes]
+    images: Mapping[str, bytes] = field(default_factory=dict)
     audit: AuditReport
     kinds: Mapping[str, int]
     drift: Mapping[str, int]
@@ -105,19 +104,7 @@ class ProxyAdmin:
         except httpx.TransportError:
             data = await self._call("POST", path, body)
         await self._acknowledge(session_id)
-        return SessionResult(
-            id=data["id"],
-            group=data["group"],
-            index=data["index"],
-            metadata=data["metadata"],
-            reward=data["reward"],
-            rewards=data["rewards"],
-            rows=tuple(Row.from_wire(row) for row in data["rows"]),
-            images={digest: b64decode(text) for digest, text in data.get("images", {}).items()},
-            audit=AuditReport.from_wire(data["audit"]),
-            kinds=data["kinds"],
-            drift=data["drift"],
-        )
+        return msgspec.convert(data, SessionResult)
 
     async def _acknowledge(self, session_id: str) -> None:
         with contextlib.suppress(httpx.TransportError, ProxyRefused):  # it then keeps them until their time is over

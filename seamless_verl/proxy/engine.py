@@ -26,8 +26,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from seamless_verl.trajectory.audit import LedgerEntry, ledger_entry
-from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
+from seamless_verl.trajectory.generation import Decode, Generation, PartialGeneration
+from seamless_verl.trajectory.rows import LedgerEntry, ledger_entry
 from seamless_verl.trajectory.tokens import TokenPath
 
 _MAX_DISCARDED = 1000  # of one session
@@ -161,20 +161,6 @@ class Ledger:
         if len(self._discarded) > _MAX_DISCARDED:
             del self._entries[self._discarded.popleft()]
         return True
-
-
-__all__ = [
-    "Ability",
-    "Engine",
-    "EngineRefused",
-    "EngineUnavailable",
-    "FinishReason",
-    "Generation",
-    "GenerationRequest",
-    "Ledger",
-    "TokenChunk",
-    "VersionSpan",
-]
 
 
 class Gate:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 
-from seamless_verl.trajectory.audit import AuditReport
+from seamless_verl.trajectory.rows import AuditReport
 from seamless_verl.trajectory.tokens import Segment
 
 
@@ -73,16 +74,9 @@ class Counters:
 
     def prometheus_text(self, now: float) -> bytes:
         """The same numbers in Prometheus' text format."""
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import generate_latest
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
         from prometheus_client.metrics_core import Metric
-
-        class Snapshot:
-            def __init__(self, values: dict[str, object]) -> None:
-                self.values = values
-
-            def collect(self) -> list[Metric]:
-                return [_family(name, value) for name, value in self.values.items()]
 
         def _family(name: str, value: object) -> Metric:
             title = f"seamless_proxy_{name}"
@@ -95,9 +89,8 @@ class Counters:
                 family.add_metric([label], count)
             return family
 
-        registry = CollectorRegistry()
-        registry.register(Snapshot(self.snapshot(now)))
-        return generate_latest(registry)
+        families = [_family(name, value) for name, value in self.snapshot(now).items()]
+        return generate_latest(SimpleNamespace(collect=lambda: families))
 
 
 _LEVELS = frozenset({"in_flight", "num_sessions", "resident_bytes"})

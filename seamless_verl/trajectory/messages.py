@@ -78,6 +78,11 @@ class Message:
     reasoning: str = ""
 
     @property
+    def num_chars(self) -> int:
+        """Of what the model said, or was told: text, reasoning, arguments of calls."""
+        return len(self.content) + len(self.reasoning) + sum(len(call.arguments) for call in self.tool_calls)
+
+    @property
     def behind(self) -> str:
         """What its agent wrote behind the answer before it: part of the prompt, not of the answer."""
         return ""

@@ -361,10 +361,11 @@ def _prefixes(root: Segment, wanted: array[int]) -> Iterator[Segment]:
             if found == child.tokens:
                 stack.append((child, child.end))
             elif any(below.num_cut for below in child.children):
-                stack.append((child, start + _num_equal(found, child.tokens)))
+                stack.append((child, start + num_equal(found, child.tokens)))
 
 
-def _num_equal(ours: array[int], theirs: array[int]) -> int:
+def num_equal(ours: Sequence[float], theirs: Sequence[float]) -> int:
+    """How many values both begin with."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 

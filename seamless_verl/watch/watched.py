@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.page.findings import silent_attempts
 from seamless_verl.observe.page.html import render
@@ -393,4 +395,4 @@ class Watched:
     def _closed_rows(self, known: dict[str, Any]) -> tuple[Row, ...]:
         if known["file"] is None or not known["file"].endswith(".jsonl"):
             return ()
-        return tuple(Row.from_wire(record) for record in readers.closed_session(self.place.path / known["file"]))
+        return msgspec.convert(readers.closed_session(self.place.path / known["file"]), tuple[Row, ...])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from seamless_verl.proxy.calls import ApiError, Delta, Token
-from seamless_verl.proxy.engine import Generation, TokenChunk
+from seamless_verl.proxy.engine import TokenChunk
 from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import Settler, StopCutter
 from seamless_verl.proxy.text.tokenizer import UNDECODED, TextDecoder
+from seamless_verl.trajectory.generation import Generation
 from seamless_verl.trajectory.messages import Message
 
 

@@ -23,22 +23,15 @@ from typing import Any
 from seamless_verl.proxy.attempt.drafts import Draft, tokens_of
 from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request, prompt_transcript
 from seamless_verl.proxy.dialects.chat import canonical_message, canonical_tools
-from seamless_verl.proxy.engine import (
-    Engine,
-    EngineRefused,
-    EngineUnavailable,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-)
+from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, GenerationRequest
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.attempts import Attempt, State, Verdict, answer_digest, together
-from seamless_verl.proxy.session.journal import AnsweredTurn, Journal, JournalFailed
+from seamless_verl.proxy.session.journal import AnsweredTurn, Journal
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser, find_stop, structured_outputs
-from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.generation import FinishReason, Generation, TrajectoryError
 from seamless_verl.trajectory.matching import HistoryMatch
 from seamless_verl.trajectory.messages import AfterAddition, Message, Role, Transcript, transcript_of
 from seamless_verl.trajectory.tokens import TurnRecord
@@ -346,11 +339,7 @@ class AttemptService:
         while not attempt.wanted.is_set():
             await attempt.wanted.wait()
         attempt.move(State.LANDING)
-        try:
-            await self._journal.append(session.id, turns)
-        except JournalFailed as error:
-            story = f"The answer could not be recorded, so it is not given: {error}."
-            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        await self._journal.append(session.id, turns)
         attempt.answers = [self._commit(session, record, answer) for record, _, answer in turns]
         session.board.record(attempt, State.ANSWERED)
         for anchor in {record.anchor for record, _, _ in turns if not record.anchor_is_given}:

@@ -11,16 +11,14 @@ import ctypes
 import gc
 import socket
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import BIND_ERRORS, bind_refused
+from seamless_verl.proxy.http.requests import ImpatientProtocol
 
-_HEAD_S = 20.0
 _BACKLOG = 2048  # as uvicorn's
 # uvloop takes one connection per listening socket and turn of its loop (libuv since 1.45). Of a thousand agents that
 # begin at once, the last would wait for a thousand turns in which all the others are served: 47 s instead of 2.
@@ -43,44 +41,6 @@ def search_garbage_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_AFTER)
-
-
-class _Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Closes connections whose client does not finish the head of a request; uvicorn would wait for ever.
-
-    Bodies have a limit of their own (:class:`~seamless_verl.proxy.limits.Limits`), idle connections have uvicorn's.
-    """
-
-    head_s = _HEAD_S
-    _hanging_up: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._hanging_up is not None:
-            self._hanging_up.cancel()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        if not self._waits_for_head():
-            if self._hanging_up is not None:
-                self._hanging_up.cancel()
-                self._hanging_up = None
-        elif self._hanging_up is None:
-            self._hanging_up = self.loop.call_later(self.head_s, self._hang_up)
-
-    def _waits_for_head(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _hang_up(self) -> None:
-        if self._waits_for_head():
-            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -137,7 +97,7 @@ class ProxyServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            http=_Impatient,
+            http=ImpatientProtocol,
             ws="none",
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(self._drain_s)),

@@ -28,11 +28,10 @@ from seamless_verl.proxy.engines.vllm_http import VllmHttpEngine
 from seamless_verl.proxy.engines.vllm_pictures import NoPictures
 from seamless_verl.proxy.engines.vllm_probe import ABILITIES, continues_grammars, served_model, show_pictures
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
-from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
-from seamless_verl.proxy.session.handover import HandOver
+from seamless_verl.proxy.session.handover import FolderSink, HandOver
 from seamless_verl.proxy.session.journal import Journal, NullJournal
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer

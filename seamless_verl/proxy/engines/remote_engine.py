@@ -28,13 +28,8 @@ from typing import Any
 import msgspec
 
 from seamless_verl.errors import SeamlessError
-from seamless_verl.proxy.engine import (
-    Engine,
-    EngineRefused,
-    EngineUnavailable,
-    Generation,
-    GenerationRequest,
-)
+from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, GenerationRequest
+from seamless_verl.trajectory.generation import Generation
 from seamless_verl.trajectory.tokens import TokenPath
 
 _log = logging.getLogger(__name__)

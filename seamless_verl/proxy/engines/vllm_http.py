@@ -20,16 +20,9 @@ import msgspec
 from cachetools import LRUCache
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.engine import (
-    EngineRefused,
-    EngineUnavailable,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    TokenChunk,
-    VersionSpan,
-)
+from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, GenerationRequest, TokenChunk
 from seamless_verl.proxy.engines.vllm_pictures import VllmPictures
+from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
 from seamless_verl.trajectory.tokens import EMPTY, TokenPath
 
 GENERATE_ROUTE = "/inference/v1/generate"

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.engine import Ability, EngineRefused, EngineUnavailable, Generation, GenerationRequest
+from seamless_verl.proxy.engine import Ability, EngineRefused, EngineUnavailable, GenerationRequest
 from seamless_verl.proxy.engines.vllm_http import GENERATE_ROUTE, VllmHttpEngine
 from seamless_verl.proxy.engines.vllm_pictures import NEEDS, NoPictures, VllmPictures, plain_picture
 from seamless_verl.proxy.text.pictures import BadImage, ImageReader
-from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, Decode
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, Decode, Generation
 
 ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS, Ability.TOP_LOGPROBS})  # of every server
 _PROBE_S = 30.0

@@ -26,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -45,7 +46,7 @@ from seamless_verl.proxy.http.requests import BodyIntake, ClientGone, Reply, Str
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.attempts import Attempt, State
-from seamless_verl.proxy.session.handover import HandOver, RowSink
+from seamless_verl.proxy.session.handover import FolderSink, HandOver
 from seamless_verl.proxy.session.journal import Journal, JournalFailed, NullJournal
 from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.proxy.session.store import Residency, SessionStore, key_digest
@@ -99,7 +100,7 @@ class ProxyDeps:
     parser: AnswerParser = field(default_factory=TagParser)
     abilities: frozenset[Ability] = frozenset()
     timing: StreamTiming = field(default_factory=StreamTiming)
-    sink: RowSink | None = None
+    sink: FolderSink | None = None
     images: ImageReader | None = None
     blind: str = TEXT_ONLY
     base_url: str = ""
@@ -148,9 +149,9 @@ class Proxy:
         session, api_key = self._deps.sessions.open(spec, now=time.time())
         try:
             await self._deps.journal.opened(session)
-        except JournalFailed as error:
+        except JournalFailed:
             self._deps.sessions.drop(session)
-            raise ApiError(503, "journal_failed", f"The session could not be recorded: {error}.") from None
+            raise
         counters = self._deps.counters
         counters.sessions_opened += 1
         counters.num_sessions = len(self._deps.sessions)
@@ -229,11 +230,7 @@ class Proxy:
             return validated(model, body or b"{}")
 
     async def _with_images(self, session: Session, call: Call) -> Call:
-        try:
-            return await self._images.take(session.id, session.images, self._deps.journal, call)
-        except JournalFailed as error:
-            story = f"A picture could not be recorded: {error}."
-            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        return await self._images.take(session.id, session.images, self._deps.journal, call)
 
     def count_refusal(self, error: ApiError) -> None:
         self._deps.counters.refusals[error.code] += 1
@@ -332,7 +329,7 @@ def make_app(deps: ProxyDeps) -> FastAPI:
     # The router tries them in this order, so the busiest come first.
     for path, parse in DIALECTS.items():
         for prefix in ("", "/sessions/{session_id}"):
-            app.router.add_route(prefix + path, _speaking(proxy, parse), methods=["POST"])
+            app.router.add_route(prefix + path, partial(proxy.answer, parse=parse), methods=["POST"])
     for method, path, handler in _other_routes(proxy):
         app.router.add_route(path, handler, methods=[method])
 
@@ -383,13 +380,6 @@ def _other_routes(proxy: Proxy) -> tuple[tuple[str, str, Callable[[Request], Awa
         ("GET", "/metrics", proxy.metrics),
         ("GET", "/openapi.json", proxy.openapi),
     )
-
-
-def _speaking(proxy: Proxy, parse: Callable[[bytes], Call]) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        return await proxy.answer(request, parse)
-
-    return handle
 
 
 def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -1,9 +1,9 @@
 """One client's request: its key, its body on the way in, its answers on the way out.
 
-What comes in is bounded and ends in a 4xx otherwise. How many bodies of a session, and how much memory in all, is
-decided before anything is read or parsed: an answer counts against the session's ``max_parallel`` only once its body
-was read; whoever sends many bodies slowly would otherwise hold memory that no limit knows. Requests that wait for the
-answer to another one count as well.
+What comes in is bounded and ends in a 4xx otherwise, a head that never comes in silence. How many bodies of a session,
+and how much memory in all, is decided before anything is read or parsed: an answer counts against the session's
+``max_parallel`` only once its body was read; whoever sends many bodies slowly would otherwise hold memory that no limit
+knows. Requests that wait for the answer to another one count as well.
 
 What goes out is one body at the end, or server-sent events meanwhile. A stream begins with the first settled text, or
 after ``keep_alive_s`` without any; until then a failure is still an HTTP status. Afterwards it is an event of the
@@ -18,10 +18,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from seamless_verl.proxy.calls import Answer, ApiError, Call, Delta, EventWriter, Token, bad_request
 from seamless_verl.proxy.limits import Limits
@@ -34,6 +36,44 @@ _NUM_ALWAYS = 8  # requests that a session may have here, however few answers it
 
 class ClientGone(Exception):
     """The client has gone."""
+
+
+class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Closes connections whose client does not finish the head of a request; uvicorn would wait for ever.
+
+    Bodies have a limit of their own (:class:`Limits`), idle connections have uvicorn's.
+    """
+
+    head_s = 20.0
+    _hanging_up: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._hanging_up is not None:
+            self._hanging_up.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if not self._waits_for_head():
+            if self._hanging_up is not None:
+                self._hanging_up.cancel()
+                self._hanging_up = None
+        elif self._hanging_up is None:
+            self._hanging_up = self.loop.call_later(self.head_s, self._hang_up)
+
+    def _waits_for_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _hang_up(self) -> None:
+        if self._waits_for_head():
+            self.transport.close()
 
 
 async def read_body(request: Request, limits: Limits, *, take: Callable[[int], None] = lambda num_bytes: None) -> bytes:
@@ -251,11 +291,7 @@ class Reply(Response):
         return Response(content, headers=headers, media_type="text/event-stream")
 
     async def _send_stream(
-        self,
-        attempt: Attempt,
-        landing: asyncio.Future[Sequence[Answer]],
-        left: asyncio.Future[None],
-        send: Send,
+        self, attempt: Attempt, landing: asyncio.Future[Sequence[Answer]], left: asyncio.Future[None], send: Send
     ) -> None:
         headers = _headers(attempt.answers)
         headers |= {"cache-control": "no-cache", "content-type": "text/event-stream; charset=utf-8"}
@@ -279,12 +315,7 @@ class Reply(Response):
                 data = writer.keep_alive()
 
     async def _send_end(
-        self,
-        landing: asyncio.Future[Sequence[Answer]],
-        writer: EventWriter,
-        sent: _Sent,
-        data: bytes,
-        send: Send,
+        self, landing: asyncio.Future[Sequence[Answer]], writer: EventWriter, sent: _Sent, data: bytes, send: Send
     ) -> bool:
         """Whether the client has all of the answers."""
         error = landing.exception()

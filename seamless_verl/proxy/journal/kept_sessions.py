@@ -19,12 +19,10 @@ import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from seamless_verl.proxy.journal.sqlite_journal import SCHEMA, SqliteJournal, check_format
-from seamless_verl.proxy.journal.turn_bytes import VERSION
+from seamless_verl.proxy.journal.sqlite_journal import SCHEMA, SqliteJournal, connect
 
 KEPT = "kept.sqlite"
 _log = logging.getLogger(__name__)
-_BUSY_S = 5.0
 # `number` only grows, so that a reader knows what is new to it.
 _SCHEMA = f"""{SCHEMA}
 CREATE TABLE IF NOT EXISTS kept (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, num_bytes INTEGER);
@@ -93,16 +91,8 @@ class _KeptFile:
 
     def __init__(self, journal: Path, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        # Used by the keeper's thread only; the check would also forbid closing it from there at shutdown.
-        self._db = sqlite3.connect(
-            journal.with_name(KEPT), isolation_level=None, check_same_thread=False, timeout=_BUSY_S
-        )
+        self._db = connect(journal.with_name(KEPT), _SCHEMA)
         try:
-            check_format(self._db, may_be_new=True)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.execute("ATTACH ? AS journal", (str(journal),))
             self._num_bytes = self._sum()
         except sqlite3.Error:
@@ -112,8 +102,8 @@ class _KeptFile:
     def take(self, session_id: str) -> None:
         """Copy a session out of the journal, whose own thread may write meanwhile."""
         num_bytes = self._num_bytes
-        self._db.execute("BEGIN")
-        try:
+        with self._db:
+            self._db.execute("BEGIN")
             num_bytes -= self._leave(session_id)  # there already if a process died before it was forgotten
             for sql in _COPIED:
                 self._db.execute(sql, (session_id,))
@@ -125,11 +115,6 @@ class _KeptFile:
                 if oldest == session_id:
                     break
                 num_bytes -= self._leave(oldest)
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
         self._num_bytes = num_bytes
 
     def close(self) -> None:

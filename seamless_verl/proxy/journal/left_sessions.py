@@ -27,8 +27,7 @@ from seamless_verl.proxy.journal.kept_sessions import KEPT
 from seamless_verl.proxy.journal.sqlite_journal import check_format, read_sessions, read_turns, read_unfinished
 from seamless_verl.proxy.journal.turn_bytes import Damaged, unpack
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.proxy.session.unfinished import UnfinishedPart
-from seamless_verl.trajectory.generation import Generation
+from seamless_verl.trajectory.generation import Generation, UnfinishedPart
 
 LEFT = "left.sqlite"
 _log = logging.getLogger(__name__)

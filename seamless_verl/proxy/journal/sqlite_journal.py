@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.calls import Answer
@@ -27,9 +27,8 @@ from seamless_verl.proxy.journal.turn_bytes import VERSION, Damaged, pack, pack_
 from seamless_verl.proxy.session.journal import AnsweredTurn, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 from seamless_verl.proxy.session.store import NUM_TOMBSTONES, SessionStore
-from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
-from seamless_verl.trajectory.generation import TrajectoryError
+from seamless_verl.trajectory.generation import TrajectoryError, UnfinishedPart
 from seamless_verl.trajectory.tokens import pack_ids
 
 _log = logging.getLogger(__name__)
@@ -61,6 +60,7 @@ _FORGOTTEN = (
 _TRIMMED = "DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?"
 
 _Statement = tuple[str, tuple[Any, ...]]
+_T = TypeVar("_T")
 
 
 class SqliteJournal:
@@ -87,7 +87,7 @@ class SqliteJournal:
         self._writer: asyncio.Task[None] | None = None
         self._unfinished: set[tuple[str, str]] = set()  # session and answer of those in the file
         try:
-            self._db = self._thread.submit(_connect, path, durable).result()
+            self._db = self._thread.submit(connect, path, SCHEMA, durable=durable).result()
         except sqlite3.Error as error:
             self._thread.shutdown()
             raise self._unusable(error) from error
@@ -123,11 +123,7 @@ class SqliteJournal:
         self._unfinished = {which for which in self._unfinished if which[0] != session_id}
 
     async def summary(self, session_id: str) -> bytes:
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._thread, _read_summary, self._db, session_id)
-        except sqlite3.Error as error:
-            raise JournalFailed(f"{type(error).__name__}: {error}") from error
+        return await self._read(_read_summary, session_id)
 
     def resume(self, sessions: SessionStore) -> None:
         """Hand over every session that the last process left, and the memory of those that are gone.
@@ -146,10 +142,7 @@ class SqliteJournal:
         Raises:
             ConfigError: the file is damaged.
         """
-        try:
-            return self._thread.submit(_read_gone, self._db).result()
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
+        return self._read_first(_read_gone)
 
     def sessions(self) -> list[Session]:
         """Every session that the last process left, without its turns: :meth:`load` brings those.
@@ -157,18 +150,11 @@ class SqliteJournal:
         Raises:
             ConfigError: the file is damaged.
         """
-        try:
-            return self._thread.submit(read_sessions, self._db).result()
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            raise self._unusable(error) from error
+        return self._read_first(read_sessions)
 
     async def load(self, session: Session) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            images, bodies = await loop.run_in_executor(self._thread, read_turns, self._db, session.id)
-            parts = await loop.run_in_executor(self._thread, read_unfinished, self._db, session.id)
-        except sqlite3.Error as error:
-            raise JournalFailed(f"{type(error).__name__}: {error}") from error
+        images, bodies = await self._read(read_turns, session.id)
+        parts = await self._read(read_unfinished, session.id)
         earlier = await self._earlier(session)  # once it is resident nobody waits for the rest
         for image in images:
             session.images.add(image)
@@ -191,6 +177,18 @@ class SqliteJournal:
         if self.earlier is None:
             return ()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.earlier, session)
+
+    async def _read(self, read: Callable[[sqlite3.Connection, str], _T], session_id: str) -> _T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, read, self._db, session_id)
+        except sqlite3.Error as error:
+            raise JournalFailed.by(error) from error
+
+    def _read_first(self, read: Callable[[sqlite3.Connection], _T]) -> _T:
+        try:
+            return self._thread.submit(read, self._db).result()
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> ConfigError:
         fix = "name another file, or mend this one (sqlite3 FILE .recover saves what can be read)"
@@ -215,7 +213,7 @@ class SqliteJournal:
             try:
                 await loop.run_in_executor(self._thread, _transact, self._db, statements)
             except Exception as error:  # noqa: BLE001 - whatever it is, all of the group wait for an answer
-                problem = JournalFailed(f"{type(error).__name__}: {error}")
+                problem = JournalFailed.by(error)
             for _, done in group:
                 if done.done():
                     continue
@@ -236,8 +234,13 @@ def check_format(db: sqlite3.Connection, *, may_be_new: bool = False) -> None:
         raise sqlite3.DatabaseError(f"it was written in format {version}, this is format {VERSION}")
 
 
-def _connect(path: Path, durable: bool) -> sqlite3.Connection:
-    # Used by the journal's own thread only; the check would also forbid closing it from there at shutdown.
+def connect(path: Path, schema: str, *, durable: bool = False) -> sqlite3.Connection:
+    """Open a file, or make it.
+
+    Raises:
+        sqlite3.Error: it cannot be used.
+    """
+    # Used by one thread of its owner only; the check would also forbid closing it from there at shutdown.
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         check_format(db, may_be_new=True)
@@ -245,7 +248,7 @@ def _connect(path: Path, durable: bool) -> sqlite3.Connection:
         if mode != "wal":
             raise sqlite3.OperationalError(f"no write-ahead log can be kept there (journal_mode is {mode})")
         db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-        db.executescript(SCHEMA)
+        db.executescript(schema)
         db.execute(f"PRAGMA user_version = {VERSION}")
     except sqlite3.Error:
         db.close()
@@ -254,15 +257,10 @@ def _connect(path: Path, durable: bool) -> sqlite3.Connection:
 
 
 def _transact(db: sqlite3.Connection, statements: Sequence[_Statement]) -> None:
-    db.execute("BEGIN IMMEDIATE")
-    try:
+    with db:
+        db.execute("BEGIN IMMEDIATE")
         for sql, values in statements:
             db.execute(sql, values)
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
 
 
 def read_sessions(db: sqlite3.Connection, only: str | None = None) -> list[Session]:

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import msgspec
 
 from seamless_verl.proxy.calls import Answer
-from seamless_verl.proxy.session.unfinished import UnfinishedPart
-from seamless_verl.trajectory.audit import LedgerEntry
-from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
+from seamless_verl.trajectory.generation import FinishReason, Generation, UnfinishedPart, VersionSpan
+from seamless_verl.trajectory.rows import LedgerEntry
 from seamless_verl.trajectory.tokens import TurnRecord, pack_ids
 
 VERSION = 2  # of the bytes of a turn

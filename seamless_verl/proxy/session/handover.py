@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from base64 import b64encode
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,32 +32,11 @@ from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.journal import Journal, JournalFailed
 from seamless_verl.proxy.session.sessions import Session, SessionState
 from seamless_verl.proxy.session.store import Residency, SessionStore
-from seamless_verl.trajectory.audit import AuditReport, audit_rows
-from seamless_verl.trajectory.rows import Row, build_rows
+from seamless_verl.trajectory.rows import AuditReport, Row, audit_rows, build_rows
 
 _log = logging.getLogger(__name__)
 _NUM_RESULTS = 8  # sessions whose rows can be asked for again without work, should the first answer have been lost
 _MAX_SUMMARY_BYTES = 1 << 16  # of what is kept of a session that is gone; only long metadata makes more
-
-
-class RowSink(Protocol):
-    """Takes rows for good."""
-
-    def write(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
-        """Returns once they are safe; writing the same session again changes nothing.
-
-        Raises:
-            OSError: they are not.
-        """
-        ...
-
-    def read(self, session_id: str) -> dict[str, Any] | None:
-        """The rows of a session and their pictures, as a result has them; None when they are here no more.
-
-        Raises:
-            OSError, ValueError: they cannot be read.
-        """
-        ...
 
 
 class HandOver:
@@ -68,7 +50,7 @@ class HandOver:
         residency: Residency,
         limits: Limits,
         counters: Counters,
-        sink: RowSink | None,
+        sink: FolderSink | None,
     ) -> None:
         self._sessions = sessions
         self._journal = journal
@@ -106,7 +88,7 @@ class HandOver:
         """Note a reward; of a closed session only what is known already, so that a request may be repeated.
 
         Raises:
-            ApiError: no such session, or it is closed and has another reward.
+            ApiError: no such session, or it is closed and has another reward, or the journal failed.
         """
         session = self._sessions.by_id(session_id)
         known = (session.reward, dict(session.rewards))
@@ -114,10 +96,7 @@ class HandOver:
         if session.state is SessionState.CLOSED and (session.reward, session.rewards) != known:
             session.reward, session.rewards = known
             raise ApiError(409, "session_closed", f"Session {session.id} is closed with reward {session.reward}.")
-        try:
-            await self._journal.updated(session)
-        except JournalFailed as error:
-            raise ApiError(503, "journal_failed", f"The reward could not be recorded: {error}.") from None
+        await self._journal.updated(session)
         return session
 
     async def acknowledge(self, session_id: str) -> None:
@@ -175,7 +154,7 @@ class HandOver:
             self._residency.drop(session)
         return body
 
-    async def _written(self, session_id: str, sink: RowSink) -> bytes:
+    async def _written(self, session_id: str, sink: FolderSink) -> bytes:
         """The result of a session that was forgotten, from what it left behind."""
         try:
             summary = await self._journal.summary(session_id)
@@ -231,7 +210,7 @@ class HandOver:
         self._counters.num_sessions = len(self._sessions)
 
 
-def _read_again(session_id: str, summary: bytes, sink: RowSink) -> bytes:
+def _read_again(session_id: str, summary: bytes, sink: FolderSink) -> bytes:
     """The body that closing a session answered, empty when its rows are there no more."""
     kept = sink.read(session_id)
     return b"" if kept is None else msgspec.json.encode({**msgspec.json.decode(summary), **kept})
@@ -246,17 +225,17 @@ def _harvest(session: Session) -> tuple[bytes, tuple[Row, ...], AuditReport]:
     try:
         body = msgspec.json.encode(result)
     except UnicodeEncodeError:  # half a character in the metadata
-        body = encoded(result)
+        body = encoded(msgspec.to_builtins(result))
     return body, rows, report
 
 
 def _result_to_wire(session: Session, rows: tuple[Row, ...], report: AuditReport) -> dict[str, Any]:
     """What closing a session answers; read back by :class:`seamless_verl.proxy.client.SessionResult`."""
-    result = {**_summary_to_wire(session, report), "rows": [row.to_wire() for row in rows]}
-    return {**result, **images_to_wire(session.images.files(rows))}
+    result = {**_summary_to_wire(session, report), "rows": rows}
+    return {**result, **_images_to_wire(session.images.files(rows))}
 
 
-def images_to_wire(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _images_to_wire(files: Mapping[str, bytes]) -> dict[str, Any]:
     """What a result says of the pictures of its rows; without any, nothing."""
     return {"images": {digest: b64encode(data).decode() for digest, data in files.items()}} if files else {}
 
@@ -270,7 +249,135 @@ def _summary_to_wire(session: Session, report: AuditReport) -> dict[str, Any]:
         "metadata": dict(session.spec.metadata),
         "reward": session.reward,
         "rewards": session.rewards,
-        "audit": report.to_wire(),
+        "audit": msgspec.to_builtins(report),
         "kinds": {kind.value: count for kind, count in session.tree.kinds.items()},
         "drift": {reason.value: count for reason, count in session.tree.drift.items()},
     }
+
+
+class FolderSink:
+    """Rows of closed sessions as files: ``rows/SESSION.jsonl`` or ``.parquet``, their pictures as ``images/DIGEST``.
+
+    Invariant: a file appears whole and on disk, or not at all, and a row's pictures before the row.
+    ``cat rows/*.jsonl`` is the whole data set, with pictures by name.
+
+    Args:
+        folder: gets the folders ``rows`` and ``images``.
+        parquet: write Parquet (needs pyarrow) instead of JSON lines.
+    """
+
+    def __init__(self, folder: Path, *, parquet: bool = False) -> None:
+        self._rows = folder / "rows"
+        self._images = folder / "images"
+        self._parquet = parquet
+        for made in (self._rows, self._images):
+            made.mkdir(parents=True, exist_ok=True)
+
+    def write(self, session: Session, rows: tuple[Row, ...], report: AuditReport) -> None:
+        """Returns once they are safe; writing the same session again changes nothing.
+
+        Raises:
+            OSError: they are not.
+        """
+        self._write_images(session.id, session.images.files(rows))
+        records = [_record(session, number, row, report) for number, row in enumerate(rows)]
+        with _appearing(self._path(session.id), session.id) as part:
+            if self._parquet:
+                _write_parquet(part, records)
+            else:
+                part.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        _sync(self._rows)
+
+    def read(self, session_id: str) -> dict[str, Any] | None:
+        """The rows of a session and their pictures, as a result has them; None when they are here no more.
+
+        Raises:
+            OSError, ValueError: they cannot be read.
+        """
+        path = self._path(session_id)
+        if not path.exists():
+            return None
+        rows = _read_parquet(path) if self._parquet else _read_lines(path)
+        shown = {digest for row in rows for digest in row.images}
+        return {"rows": rows, **_images_to_wire({digest: (self._images / digest).read_bytes() for digest in shown})}
+
+    def _write_images(self, session_id: str, files: Mapping[str, bytes]) -> None:
+        for digest, data in files.items():
+            path = self._images / digest
+            if not path.exists():  # it is named by what it shows, so whoever wrote it wrote the same
+                with _appearing(path, session_id) as part:
+                    part.write_bytes(data)
+        if files:
+            _sync(self._images)
+
+    def _path(self, session_id: str) -> Path:
+        return self._rows / f"{session_id}.{'parquet' if self._parquet else 'jsonl'}"
+
+
+def _record(session: Session, number: int, row: Row, report: AuditReport) -> dict[str, Any]:
+    """One row with whose it is; ``version_spans`` are ``[start, stop, version]``, ``turns`` as in a result."""
+    return {
+        "session": session.id,
+        "group": session.spec.group,
+        "index": session.spec.index,
+        "row": number,
+        "reward": session.reward,
+        "rewards": msgspec.json.encode(session.rewards).decode(),
+        "metadata": msgspec.json.encode(dict(session.spec.metadata)).decode(),
+        "violations": len(report.violations),
+        **msgspec.to_builtins(row),
+    }
+
+
+def _write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    tables = [{**record, "turns": msgspec.json.encode(record["turns"]).decode()} for record in records]
+    schema = pyarrow.schema(
+        [
+            *((name, pyarrow.string()) for name in ("session", "group", "rewards", "metadata", "turns")),
+            *((name, pyarrow.int64()) for name in ("index", "row", "violations", "prompt_len")),
+            ("reward", pyarrow.float64()),
+            ("token_ids", pyarrow.list_(pyarrow.int32())),
+            ("mask", pyarrow.list_(pyarrow.int8())),
+            ("log_probs", pyarrow.list_(pyarrow.float64())),
+            ("version_spans", pyarrow.list_(pyarrow.list_(pyarrow.int64()))),
+            ("images", pyarrow.list_(pyarrow.string())),
+        ]
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tables, schema=schema), path)
+
+
+def _read_lines(path: Path) -> list[Row]:
+    return [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow.parquet
+
+    tables: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    for record in tables:
+        record |= {"turns": msgspec.json.decode(record["turns"]), "images": record["images"] or ()}
+    return msgspec.convert(tables, list[Row])
+
+
+@contextmanager
+def _appearing(path: Path, session_id: str) -> Iterator[Path]:
+    """Where to write a file, which then appears whole and on disk; other sessions may write the same one meanwhile."""
+    part = path.with_name(f"{path.name}.{session_id}.part")
+    try:
+        yield part
+        _sync(part)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

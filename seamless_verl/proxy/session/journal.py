@@ -11,18 +11,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from seamless_verl.proxy.calls import Answer
+from seamless_verl.proxy.calls import Answer, ApiError
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.proxy.session.unfinished import UnfinishedPart
 from seamless_verl.proxy.text.pictures import StoredImage
-from seamless_verl.trajectory.audit import LedgerEntry
+from seamless_verl.trajectory.generation import UnfinishedPart
+from seamless_verl.trajectory.rows import LedgerEntry
 from seamless_verl.trajectory.tokens import TurnRecord
 
 AnsweredTurn = tuple[TurnRecord, LedgerEntry, Answer]
 
 
-class JournalFailed(Exception):
-    """The journal could not be written or read; earlier data is intact."""
+class JournalFailed(ApiError):
+    """The journal could not be written or read, so that nothing of the request is; earlier data is intact."""
+
+    def __init__(self, story: str) -> None:
+        super().__init__(
+            503, "journal_failed", f"The journal could not be written or read: {story}.", retry_after_s=5.0
+        )
+
+    @classmethod
+    def by(cls, error: Exception) -> JournalFailed:
+        return cls(f"{type(error).__name__}: {error}")
 
 
 class Journal(Protocol):

@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 
 from seamless_verl.proxy.calls import Answer, ApiError, Call, bad_request
 from seamless_verl.proxy.engine import Ledger
-from seamless_verl.proxy.session.attempts import Attempt, AttemptBoard, State, answer_digest
-from seamless_verl.proxy.session.continuations import Continuations
-from seamless_verl.proxy.session.unfinished import UnfinishedAnswers
+from seamless_verl.proxy.session.attempts import Attempt, AttemptBoard, Continuations, State, answer_digest
 from seamless_verl.proxy.text.pictures import ImageTable
-from seamless_verl.trajectory.messages import Message, Transcript
+from seamless_verl.trajectory.generation import UnfinishedAnswers
+from seamless_verl.trajectory.messages import Transcript
 from seamless_verl.trajectory.tree import SessionTree
 
 TASK = "task"
@@ -365,7 +364,7 @@ class RecentTranscripts:
             raw_messages=raw_messages,
             raw_tools=raw_tools,
             transcript=transcript,
-            num_chars=num_chars + sum(_num_chars(message) for message in transcript.messages[num_known:]),
+            num_chars=num_chars + sum(message.num_chars for message in transcript.messages[num_known:]),
         )
         others = [kept for kept in self._entries if kept is not before]
         self._entries = [*others[-(self._size - 1) :], entry]
@@ -383,10 +382,6 @@ class _Entry:
     def num_bytes(self) -> int:
         num_chars = self.num_chars + sum(map(len, self.transcript.tools))
         return _BYTES_PER_MESSAGE * len(self.transcript.messages) + _BYTES_PER_CHAR * num_chars
-
-
-def _num_chars(message: Message) -> int:
-    return len(message.content) + len(message.reasoning) + sum(len(call.arguments) for call in message.tool_calls)
 
 
 def _common_length(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> int:

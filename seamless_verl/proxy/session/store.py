@@ -25,7 +25,7 @@ from typing import Any
 from seamless_verl.proxy.calls import ApiError
 from seamless_verl.proxy.metrics import Counters
 from seamless_verl.proxy.session.address_book import KEY_PREFIX
-from seamless_verl.proxy.session.journal import Journal, JournalFailed
+from seamless_verl.proxy.session.journal import Journal
 from seamless_verl.proxy.session.sessions import Session, SessionSpec, SessionState
 
 NUM_TOMBSTONES = 10_000  # sessions that are remembered to be gone
@@ -162,11 +162,7 @@ class Residency:
             task = self._loading[session.id] = asyncio.create_task(self._journal.load(session))
             task.add_done_callback(lambda _: self._loading.pop(session.id, None))
             self._counters.sessions_loaded += 1
-        try:
-            await asyncio.shield(task)
-        except JournalFailed as error:
-            story = f"Session {session.id} cannot be brought back from the journal: {error}."
-            raise ApiError(503, "journal_failed", story, retry_after_s=5.0) from None
+        await asyncio.shield(task)
 
     def _weigh(self, session: Session) -> None:
         known = self._resident.pop(session.id, None)

@@ -22,6 +22,8 @@ from hashlib import blake2b
 from io import BytesIO
 from typing import Any, Protocol
 
+import msgspec
+
 from seamless_verl.proxy.calls import ApiError, Call, bad_request
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.limits import Limits
@@ -121,7 +123,8 @@ class ImageTable:
         if not self._stored:
             return row
         images = tuple(self._stored[number].digest for number in numbers_in(row.token_ids))
-        return replace(row, token_ids=tuple(plain(row.token_ids, self._stored[0].placeholder)), images=images)
+        ids = tuple(plain(row.token_ids, self._stored[0].placeholder))
+        return msgspec.structs.replace(row, token_ids=ids, images=images)
 
     def files(self, rows: Sequence[Row]) -> dict[str, bytes]:
         """The pictures of some rows by their digests."""
@@ -152,7 +155,7 @@ class ImageIntake:
         """The same call with an :class:`Image` in place of each picture's URL.
 
         Raises:
-            ApiError: 400 or 413, naming the picture at fault; JournalFailed is left to the caller.
+            ApiError: 400 or 413, naming the picture at fault; 503, the journal failed.
         """
         places = [
             (number, at)

@@ -9,17 +9,9 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from seamless_verl.proxy.engine import (
-    Ability,
-    EngineRefused,
-    EngineUnavailable,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    VersionSpan,
-)
+from seamless_verl.proxy.engine import Ability, EngineRefused, EngineUnavailable, GenerationRequest
 from seamless_verl.proxy.text.pictures import open_image
-from seamless_verl.trajectory.generation import Decode
+from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, VersionSpan
 
 
 def abilities_of(engine: str) -> frozenset[Ability]:

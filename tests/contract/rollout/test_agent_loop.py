@@ -22,7 +22,7 @@ from seamless_verl.observe.recording import FLIGHT, FlightRecorder, read_recordi
 from seamless_verl.places import places_of
 from seamless_verl.proxy.client import SessionHandle, SessionResult
 from seamless_verl.proxy.session.sessions import SessionSpec
-from seamless_verl.trajectory.audit import AuditReport
+from seamless_verl.trajectory.rows import AuditReport
 from seamless_verl.verl_adapter.rollout import agent_loop
 from seamless_verl.verl_adapter.rollout.agent_loop import ProxyAgentLoop, RunnerHangs
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard

@@ -15,10 +15,11 @@ from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.deploy.http_server import ProxyServer
-from seamless_verl.proxy.engine import FinishReason, GenerationRequest
+from seamless_verl.proxy.engine import GenerationRequest
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
+from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.verl_adapter.rollout import llm_client
 from seamless_verl.verl_adapter.rollout.trainer_engine import VerlEngine, abilities_of
 from tests.fakes import small_tokenizer

@@ -23,8 +23,8 @@ import ray
 from seamless_verl.errors import SeamlessError
 from seamless_verl.machine import journal_folder
 from seamless_verl.proxy.client import ProxyAdmin
-from seamless_verl.proxy.engine import FinishReason
 from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.verl_adapter.rollout.proxy_actor import ShardSettings
 from seamless_verl.verl_adapter.rollout.proxy_shard import ActorProxy
 from tests.fakes import ScriptedEngine, small_tokenizer

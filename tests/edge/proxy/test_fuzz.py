@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
-from seamless_verl.proxy.deploy.http_server import _Impatient
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.proxy.http.app import make_app
+from seamless_verl.proxy.http.requests import ImpatientProtocol
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.bodies import CALLING, GONE, GOOD, changed, hostile, places_of
@@ -179,7 +179,7 @@ async def test_heads_that_lie_are_refused_and_end(head: bytes, status: bytes) ->
 
 
 async def test_a_head_that_never_ends_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Impatient, "head_s", 0.3)
+    monkeypatch.setattr(ImpatientProtocol, "head_s", 0.3)
     async with serving(lambda prompt: "ok", delay_s=1.0) as proxy:
         assert await _said(proxy) == b""
         assert await _said(proxy, b"POST /v1/chat", b"/completions", pause_s=0.05) == b""

@@ -17,11 +17,11 @@ import pytest
 
 from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
 from seamless_verl.proxy.deploy.http_server import ProxyServer
-from seamless_verl.proxy.engine import EngineUnavailable, Gate, GatedEngine, Generation, GenerationRequest, TokenChunk
+from seamless_verl.proxy.engine import EngineUnavailable, Gate, GatedEngine, GenerationRequest, TokenChunk
 from seamless_verl.proxy.http.app import ProxyDeps, make_app
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, Generation
 from tests.fakes import serving, small_tokenizer
 from tests.interruptible import NUM_TURNS, InterruptibleEngine, chat_agent, expected_of_chat, script
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.session.handover import FolderSink
 from seamless_verl.proxy.text.pictures import BadImage, open_image
 from tests.fakes import Served, serving
 from tests.pictures import picture, small_processor

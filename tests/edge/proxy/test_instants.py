@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from seamless_verl.proxy.engine import Generation, GenerationRequest
-from seamless_verl.proxy.journal.folder_sink import FolderSink
+from seamless_verl.proxy.engine import GenerationRequest
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.session.handover import FolderSink
 from seamless_verl.proxy.session.sessions import Session
-from seamless_verl.trajectory.audit import AuditReport
-from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.generation import Generation
+from seamless_verl.trajectory.rows import AuditReport, Row
 from tests.fakes import ScriptedEngine, small_tokenizer
 from tests.instants import House, SteppingJournal, rows_after_restart, steps
 
@@ -257,8 +257,8 @@ async def test_samples_of_a_request_are_not_given_to_one_that_wants_fewer() -> N
     assert _names(await house.close(session)) == {answer["id"].removeprefix("chatcmpl-")}
 
 
-class _CopyingSink:
-    """Keeps rows, and what the journal held when they were on their way; stands at the sink's boundary."""
+class _CopyingSink(FolderSink):
+    """Keeps what the journal held when rows were on their way."""
 
     def __init__(self, journal: SteppingJournal, path: Path) -> None:
         self._journal = journal

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from seamless_verl.proxy.calls import Answer, Token
 from seamless_verl.proxy.journal.turn_bytes import Damaged, pack, unpack
-from seamless_verl.trajectory.audit import LedgerEntry
 from seamless_verl.trajectory.generation import FinishReason, VersionSpan
 from seamless_verl.trajectory.messages import Message, MessageKey, Role, ToolCall
+from seamless_verl.trajectory.rows import LedgerEntry
 from seamless_verl.trajectory.tokens import DriftReason, TurnRecord
 
 _ANY: dict[type, st.SearchStrategy[Any]] = {

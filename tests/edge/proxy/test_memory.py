@@ -19,9 +19,9 @@ from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.engine import EngineUnavailable
 from seamless_verl.proxy.http import requests
 from seamless_verl.proxy.http.requests import read_body
-from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.session.handover import FolderSink
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TextCache, TokenizerRenderer
 from seamless_verl.trajectory.tokens import Segment

@@ -15,9 +15,10 @@ import pytest
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.proxy.deploy.http_server import base_url_of, listen_on
-from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, Generation, GenerationRequest
+from seamless_verl.proxy.engine import Engine, EngineRefused, EngineUnavailable, GenerationRequest
 from seamless_verl.proxy.engines import remote_engine as module
 from seamless_verl.proxy.engines.remote_engine import EngineHost, RemoteEngine
+from seamless_verl.trajectory.generation import Generation
 from tests.fakes import ScriptedEngine, small_tokenizer
 
 PROMPT = (7, 11, 2**31 - 1)

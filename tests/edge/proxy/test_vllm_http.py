@@ -13,10 +13,10 @@ from fastapi.responses import JSONResponse
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.deploy.http_server import ProxyServer
-from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, FinishReason, GenerationRequest, TokenChunk
+from seamless_verl.proxy.engine import EngineRefused, EngineUnavailable, GenerationRequest, TokenChunk
 from seamless_verl.proxy.engines.vllm_http import VllmHttpEngine
 from seamless_verl.proxy.engines.vllm_probe import continues_grammars
-from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
+from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, FinishReason
 from tests.fakes import small_tokenizer
 
 REQUEST = GenerationRequest(

@@ -14,8 +14,8 @@ import pytest
 from seamless_verl.observe.flight import SessionEnded, SessionGivenUp
 from seamless_verl.observe.reporter import STEPS, VALIDATION
 from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
-from seamless_verl.proxy.journal.folder_sink import FolderSink
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.session.handover import FolderSink
 from seamless_verl.watch import index, index_file, watched, watched_groups
 from seamless_verl.watch.index import INDEX
 from tests.edge.watch.recorded import (

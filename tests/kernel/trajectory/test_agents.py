@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from seamless_verl.trajectory.messages import Message, ToolCall, transcript_of
 from seamless_verl.trajectory.rows import Row, build_rows
@@ -179,7 +180,8 @@ def _play(branches: list[list[tuple[str, str]]], order: list[int]) -> list[Row]:
         progress[number] += 1
         edge.ask([*histories[number], user(question)], answer)
         histories[number] += [user(question), assistant(answer)]
-    return [replace(row, turns=tuple(replace(turn, generation_id="") for turn in row.turns)) for row in edge.rows()]
+    unnamed = [tuple(structs.replace(turn, generation_id="") for turn in row.turns) for row in edge.rows()]
+    return [structs.replace(row, turns=turns) for row, turns in zip(edge.rows(), unnamed, strict=True)]
 
 
 @settings(max_examples=200, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import msgspec
 import pytest
 
 from seamless_verl.trajectory.generation import FinishReason, Generation, VersionSpan
@@ -60,6 +61,19 @@ def test_two_turns_in_one_row() -> None:
             ),
         ),
     )
+
+
+def test_a_row_as_clients_and_files_have_it() -> None:
+    tree = SessionTree()
+    answer(tree, "a", [1, 2], [10], log_probs=[-0.5], versions=((4, 1),))
+    (row,) = build_rows(tree)
+    written = (
+        b'{"token_ids":[1,2,10],"mask":[0,0,1],"log_probs":[0.0,0.0,-0.5],"prompt_len":2,'
+        b'"turns":[["a",2,3,true,"stop",0]],"version_spans":[[2,3,4]]}'
+    )
+    assert msgspec.json.encode(row) == written
+    pictured = msgspec.structs.replace(row, images=("digest",))
+    assert msgspec.json.encode(pictured) == written[:-1] + b',"images":["digest"]}'
 
 
 def test_the_picture_of_the_module_about_segments() -> None:

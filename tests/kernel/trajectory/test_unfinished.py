@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.proxy.session.unfinished import UnfinishedAnswers, UnfinishedPart
-from seamless_verl.trajectory.generation import FinishReason, Generation
+from seamless_verl.trajectory.generation import FinishReason, Generation, UnfinishedAnswers, UnfinishedPart
 from tests.fakes import scripted_generation
 
 TOKENS = scripted_generation(range(100, 130), num_versions=3, finish=FinishReason.ABORTED)
