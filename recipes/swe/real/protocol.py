@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.agents.confinement import die_with_owner
+from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask

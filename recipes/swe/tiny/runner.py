@@ -19,8 +19,8 @@ from typing import Any
 
 from seamless_verl.agents.agent_pool import AgentPool, JobFailed, JobTimedOut, WorkerDied
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
-from seamless_verl.agents.sandbox import Limits, Sandbox, TestRun
 from seamless_verl.errors import ConfigError
+from seamless_verl.recipes.swe.tiny.sandbox import Limits, Sandbox, TestRun
 
 _AGENT = (sys.executable, "-m", "seamless_verl.recipes.swe.tiny.agent")
 _MAX_SOURCE_BYTES = 1 << 16
