@@ -64,14 +64,12 @@ class HarnessResult:
         ended: how, in mini-swe-agent's word (``Submitted``, ``LimitsExceeded``), ``TimedOut`` or an error's name.
         patch: the submitted diff, or what changed in the repository where none was submitted.
         detail: the error in one line, or empty.
-        num_calls: model calls.
         unclean: what the sandbox may have left behind, or empty.
     """
 
     ended: str
     patch: str
     detail: str = ""
-    num_calls: int = 0
     unclean: str = ""
 
 

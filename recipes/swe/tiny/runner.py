@@ -111,11 +111,6 @@ class TinySweRunner:
         """Refuse a task that could not be run, before anything heavy starts; see `PublicTask.parse`."""
         PublicTask.parse(task)
 
-    @property
-    def agent_pids(self) -> tuple[int, ...]:
-        """Process ids of the live agent workers."""
-        return self._pool.pids
-
     async def run(self, job: AgentJob) -> AgentReport:
         """Run and grade one attempt. Raises ``ConfigError`` for a malformed task, before the model is asked."""
         task = PublicTask.parse(job.task)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from seamless_verl.decode_cost import EngineStep
-from seamless_verl.verl_adapter.vllm.engine_steps import EngineSteps
+from seamless_verl.verl_adapter.vllm.vllm_server import EngineSteps
 
 
 class Processor:
