@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import Record, arguments, report
-from seamless_verl.sharing_gain import Shape, Work, work
+from seamless_verl.token_trie import Shape, Work, work
 
 _VOCABULARY = 4096
 _MODEL = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 3, "vocab_size": _VOCABULARY}

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.http_pool import HttpPool
-from seamless_verl.agents.confinement import die_with_parent
+from seamless_verl.agents.ties import die_with_parent
 
 Child = contextlib.AbstractContextManager[subprocess.Popen[bytes]]
 TURNS = 8

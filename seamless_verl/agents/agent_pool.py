@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from seamless_verl.agents import confinement
+from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import SeamlessError
 from seamless_verl.places import places_of, places_of_stack
 
@@ -299,7 +299,7 @@ def serve(handler: Handler) -> None:
     ``handler`` runs in a thread per job; what it returns must be JSON-compatible, what it raises fails the job. What
     is printed goes to standard error, whose last lines the owner quotes when the worker dies.
     """
-    confinement.die_with_owner(_OWNER)
+    die_with_owner(_OWNER)
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     writing = threading.Lock()

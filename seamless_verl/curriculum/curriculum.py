@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from seamless_verl.curriculum.prompt_pool import Change, Outcome, Pool, Resampling
-from seamless_verl.curriculum.stages import Plateau, Stage, StageProgress
+from seamless_verl.curriculum.prompt_pool import Change, Outcome, Pool, Resampling, StageProgress
 from seamless_verl.curriculum_config import CurriculumConfig, StageConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 
@@ -96,7 +95,7 @@ class Curriculum:
         self,
         *,
         sources: Sequence[str],
-        stages: Sequence[Stage] = (),
+        stages: Sequence[StageConfig] = (),
         resampling: Resampling | None = None,
         seed: int | None = 0,
         dataset: str = "",
@@ -105,7 +104,7 @@ class Curriculum:
             raise ConfigError("data.train_files", "[]", "holds no prompt", "give data with at least one row")
         known = sorted(set(sources))
         self._sources = tuple(sources)
-        self._progress = StageProgress(stages or (Stage(name="all", sources=tuple(known)),), known)
+        self._progress = StageProgress(stages or (StageConfig(name="all", sources=tuple(known)),), known)
         self._members = [
             [prompt for prompt, source in enumerate(sources) if source in stage.sources]
             for stage in self._progress.stages
@@ -343,16 +342,4 @@ def configured(
     if config.history_resampling:
         floor = min(train_batch_size, len(sources)) if config.pool_floor is None else config.pool_floor
         resampling = Resampling(floor=floor, readmit_after=config.readmit_after_epochs)
-    stages = [_stage(stage) for stage in config.stages]
-    return Curriculum(sources=sources, stages=stages, resampling=resampling, seed=seed, dataset=dataset)
-
-
-def _stage(config: StageConfig) -> Stage:
-    rule = config.until_plateau
-    return Stage(
-        name=config.name,
-        sources=config.sources,
-        until_step=config.until_step,
-        until_epoch=config.until_epoch,
-        until_plateau=Plateau(epochs=rule.epochs, min_gain=rule.min_gain) if rule is not None else None,
-    )
+    return Curriculum(sources=sources, stages=config.stages, resampling=resampling, seed=seed, dataset=dataset)

@@ -1,4 +1,6 @@
-"""History Resampling (SRPO): prompts that every rollout solved leave the pool at the epoch boundary.
+"""What may be drawn: a stage's data sources, less the prompts that History Resampling took out of the pool.
+
+History Resampling (SRPO): prompts that every rollout solved leave the pool at the epoch boundary.
 
 | group in the epoch that ended | fate |
 |---|---|
@@ -7,15 +9,21 @@
 
 Only accuracy decides, never the whole reward. A group whose rollouts all earned the same teaches nothing; what was all
 wrong may become solvable, what was all right would only cost rollouts.
+
+Stages name data sources (SRPO: hard mathematics first, then code is added), and rules of which one ends them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from seamless_verl.curriculum_config import PlateauConfig, StageConfig
 from seamless_verl.errors import ConfigError
+
+_KEY = "seamless.curriculum.stages"
 
 
 class Outcome(Enum):
@@ -51,7 +59,7 @@ class PoolChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resampling:
-    """How History Resampling is done.
+    """How History Resampling is done; `CurriculumConfig` checks what a user gave.
 
     Attributes:
         floor: prompts that stay in the pool of a stage, however many are solved.
@@ -60,17 +68,6 @@ class Resampling:
 
     floor: int = 1
     readmit_after: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.floor < 1:
-            raise ConfigError("seamless.curriculum.pool_floor", self.floor, "would empty the pool", "write 1 or more")
-        if self.readmit_after is not None and self.readmit_after < 1:
-            raise ConfigError(
-                "seamless.curriculum.readmit_after_epochs",
-                self.readmit_after,
-                "must be an integer >= 1",
-                "write null (never) or for example 3",
-            )
 
 
 class Pool:
@@ -133,3 +130,79 @@ class Pool:
                 self._removed[change.prompt] = change.epoch
             else:
                 del self._removed[change.prompt]
+
+
+class StageProgress:
+    """How long the current stage lasts and how well it does: the first rule that applies ends it, never the last one.
+
+    Raises:
+        ConfigError: no stages, a name twice, a source that the data does not have, a stage that cannot end before
+            another one, a rule that cannot apply.
+    """
+
+    def __init__(self, stages: Sequence[StageConfig], known_sources: Collection[str]) -> None:
+        _check(stages, known_sources)
+        self.stages = tuple(stages)
+        self.index = 0
+        self.accuracies: list[float] = []  # per epoch of the current stage
+
+    @property
+    def current(self) -> StageConfig:
+        return self.stages[self.index]
+
+    def step_ended(self, step: int) -> bool:
+        """Whether ``step`` was the stage's last one and the next stage has begun."""
+        limit = self.current.until_step
+        return limit is not None and step >= limit and self._next()
+
+    def epoch_ended(self, accuracy: float) -> bool:
+        """Whether the epoch with this mean accuracy was the stage's last one and the next stage has begun."""
+        self.accuracies.append(accuracy)
+        stage = self.current
+        if stage.until_epoch is not None and len(self.accuracies) >= stage.until_epoch:
+            return self._next()
+        if stage.until_plateau is not None and self._has_plateaued(stage.until_plateau):
+            return self._next()
+        return False
+
+    def _has_plateaued(self, rule: PlateauConfig) -> bool:
+        earlier, recent = self.accuracies[: -rule.epochs], self.accuracies[-rule.epochs :]
+        return bool(earlier) and max(recent) < max(earlier) + rule.min_gain
+
+    def _next(self) -> bool:
+        if self.index + 1 == len(self.stages):
+            return False
+        self.index += 1
+        self.accuracies = []
+        return True
+
+
+def _check(stages: Sequence[StageConfig], known: Collection[str]) -> None:
+    if not stages:
+        raise ConfigError(_KEY, "[]", "has no stage", "name one, or leave the key out for a single stage over all data")
+    names = [stage.name for stage in stages]
+    for position, stage in enumerate(stages):
+        if names.index(stage.name) != position:
+            raise ConfigError(f"{_KEY}[{position}].name", stage.name, "is used twice", "give every stage its own name")
+        if not stage.sources:
+            raise ConfigError(f"{_KEY}[{position}].sources", "[]", "names no data source", f"choose of {sorted(known)}")
+        for source in stage.sources:
+            if source not in known:
+                near = difflib.get_close_matches(source, known, n=1, cutoff=0.0)
+                hint = f"did you mean {near[0]}? The data has {sorted(known)}" if near else "give data with sources"
+                raise ConfigError(f"{_KEY}[{position}].sources", source, "is not a data_source of the data", hint)
+        ends = (stage.until_step, stage.until_epoch, stage.until_plateau) != (None, None, None)
+        if not ends and position + 1 < len(stages):
+            raise ConfigError(
+                f"{_KEY}[{position}]",
+                stage.name,
+                f"never ends, so stage {names[position + 1]} never begins",
+                "give it until_step, until_epoch or until_plateau",
+            )
+        for rule, value in (
+            ("until_step", stage.until_step),
+            ("until_epoch", stage.until_epoch),
+            ("until_plateau.epochs", stage.until_plateau.epochs if stage.until_plateau else None),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{_KEY}[{position}].{rule}", value, "must be an integer >= 1", "write 1 or more")

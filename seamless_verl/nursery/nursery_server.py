@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from seamless_verl.nursery.standin import HEADER
+from seamless_verl.nursery.standin import HEADER, receive
 
 _MOST_FILES = 253  # of one message; SCM_MAX_FD
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
@@ -164,14 +164,7 @@ class Nursery:
 
 def _read_request(connection: socket.socket) -> Birth:
     header, files, _, _ = socket.recv_fds(connection, HEADER, _MOST_FILES)
-    size = int.from_bytes(header, "little")
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("the stand-in ended")
-        data += part
-    request: dict[str, Any] = json.loads(data)
+    request: dict[str, Any] = json.loads(receive(connection, int.from_bytes(header, "little")))
     return Birth(
         arguments=request["arguments"],
         environment=request["environment"],

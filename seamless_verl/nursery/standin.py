@@ -19,7 +19,7 @@ def main() -> int:
     try:
         connection.connect(address)
         _send(connection, arguments, files)
-        pid = int.from_bytes(_receive(connection, HEADER), "little")
+        pid = int.from_bytes(receive(connection, HEADER), "little")
     except OSError:
         os.execv(interpreter, [interpreter, *arguments])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -28,7 +28,7 @@ def main() -> int:
         if file > 2:
             os.close(file)  # their other ends wait for the process to close them, not for us
     try:
-        return int.from_bytes(_receive(connection, HEADER), "little")
+        return int.from_bytes(receive(connection, HEADER), "little")
     except OSError:
         return 1  # the nursery was killed, and whoever depends on this process will want to know
 
@@ -58,12 +58,13 @@ def _send(connection: socket.socket, arguments: list[str], files: list[int]) -> 
     connection.sendall(data)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, whole; also what the nursery reads with."""
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
         if not part:
-            raise ConnectionError("the nursery closed the connection")
+            raise ConnectionError("the other side closed the connection")
         data += part
     return data
 

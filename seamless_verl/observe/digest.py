@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FirstToken, FlightEvent, RequestEnded, RequestStarted
 from seamless_verl.observe.intervals import overlap, union
 from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.recording import Recording
-from seamless_verl.observe.tallies import DecisionRow, Requests, Rows, Sessions, Tallies
+from seamless_verl.observe.tallies import DecisionRow, Tallies
 from seamless_verl.observe.time_ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
 
 Seconds = Mapping[Category, float]
@@ -59,55 +58,37 @@ class RunDigest:
     """Everything that the report shows.
 
     Attributes:
-        start: the last `RunStarted`, or ``None`` for a folder without a recording.
-        end: ``None`` while the run goes on, or when it was killed.
+        tallies: what was counted in the recording.
         running: its process lives.
         span_s: seconds from the first to the last event.
         start_up_s: seconds from the command to the recording, by part; empty where nobody wrote them down.
-        phases: seconds of the trainer in each phase, without the phases inside of it.
         lanes, books: one entry per slice.
-        versions: ``(time, weight version)``.
+        memory: one entry per slice whose memory was counted.
         steps, validations: records of the run folder.
         guard: by step, how far rows computed with ``seamless.shared_prefix`` and without it were apart.
-        lost: events that the recorder dropped.
-        memory: one entry per slice whose memory was counted.
-        weights_checked: loans whose weights were the published ones (True), and those whose were not.
     """
 
     recording: Recording
-    start: flight.RunStarted | None
-    end: flight.RunEnded | None
+    tallies: Tallies
     running: bool
     span_s: float
     start_up_s: Mapping[str, float]
-    phases: Mapping[flight.Phase, float]
     lanes: tuple[Lane, ...]
     books: tuple[SliceSeconds, ...]
     step_spans: tuple[StepSpan, ...]
     decisions: tuple[DecisionRow, ...]
-    versions: tuple[tuple[float, int], ...]
-    requests: Requests
-    rows: Rows
-    sessions: Sessions
-    lost: int
     memory: tuple[SliceMemory, ...]
-    weights_checked: Mapping[bool, int]
     steps: tuple[Mapping[str, Any], ...]
     validations: tuple[Mapping[str, Any], ...]
     guard: tuple[Mapping[str, Any], ...]
 
     @property
     def outcome(self) -> str | None:
-        return self.end.outcome if self.end is not None else None
+        return self.tallies.end.outcome if self.tallies.end is not None else None
 
     def pools(self) -> dict[str, dict[Category, float]]:
         """Device-seconds of the whole recording by pool and category."""
-        found: dict[str, dict[Category, float]] = {}
-        for entry in self.books:
-            pool = found.setdefault(entry.pool, dict.fromkeys(Category, 0.0))
-            for category, seconds in entry.seconds.items():
-                pool[category] += entry.devices * seconds
-        return found
+        return _by_pool((entry.pool, entry.devices, entry.seconds) for entry in self.books)
 
     def validation_sets(self) -> dict[str, list[Mapping[str, Any]]]:
         """Validations by their set, in order of steps."""
@@ -118,7 +99,7 @@ class RunDigest:
 
     def idle_with_agents(self, pool: str) -> float:
         """Share of the pool's idle time in which some attempt of an agent was under way; 0 if it never idled."""
-        busy = union(self.sessions.spans)
+        busy = union(self.tallies.sessions.spans)
         idle = [
             (stretch.start, stretch.stop)
             for lane in self.lanes
@@ -137,13 +118,17 @@ class RunDigest:
 
     def pools_in_steps(self) -> dict[str, dict[Category, float]]:
         """Device-seconds inside of training steps; validation and what lies between steps is left out."""
-        found: dict[str, dict[Category, float]] = {}
-        for span in self.step_spans:
-            for pool, seconds in span.pools.items():
-                sums = found.setdefault(pool, dict.fromkeys(Category, 0.0))
-                for category, value in seconds.items():
-                    sums[category] += value
-        return found
+        return _by_pool((pool, 1, seconds) for span in self.step_spans for pool, seconds in span.pools.items())
+
+
+def _by_pool(spent: Iterable[tuple[str, int, Seconds]]) -> dict[str, dict[Category, float]]:
+    """Device-seconds by pool and category, of ``(pool, devices, seconds of each)``."""
+    found: dict[str, dict[Category, float]] = {}
+    for pool, devices, seconds in spent:
+        sums = found.setdefault(pool, dict.fromkeys(Category, 0.0))
+        for category, value in seconds.items():
+            sums[category] += devices * value
+    return found
 
 
 def digest(
@@ -174,23 +159,15 @@ def digest(
     lanes = tuple(_lane(entry, stretches[entry.slice], tallies.load[entry.slice]) for entry in books)
     return RunDigest(
         recording=recording,
-        start=tallies.start,
-        end=tallies.end,
+        tallies=tallies,
         running=running,
         span_s=span_s,
         start_up_s=start_up_s or {},
-        phases=tallies.phases,
         lanes=lanes,
         books=books,
         step_spans=_by_step(tallies.step_spans, lanes),
         decisions=tallies.decided(),
-        versions=tuple(tallies.versions),
-        requests=tallies.requests,
-        rows=tallies.rows,
-        sessions=tallies.sessions,
-        lost=tallies.lost,
         memory=tallies.memory.of_slices(),
-        weights_checked=tallies.weights_checked,
         steps=tuple({record["step"]: record for record in steps}.values()),
         validations=tuple(validations),
         guard=tuple({record["step"]: record for record in guard}.values()),

@@ -78,7 +78,12 @@ def newest_run(runs: Path) -> Path:
 
 
 def _points(folder: Path) -> list[Path]:
-    return [run for run in _folders(folder) if (run / CONFIG).is_file() and (run / LOGS).is_dir()]
+    return [run for run in _folders(folder) if is_run_folder(run)]
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Every run begins by making these."""
+    return (folder / CONFIG).is_file() and (folder / LOGS).is_dir()
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -90,7 +95,7 @@ def _why_nothing(run: Path, *, running: bool) -> str:
         return f"{run} does not exist"
     if running:
         return f"{run} has recorded nothing yet: its first step has not begun; try again in a minute"
-    if (run / CONFIG).is_file() and (run / LOGS).is_dir():
+    if is_run_folder(run):
         return f"{run} has recorded nothing: the run ended before its first step; {run / LOGS} has the reason"
     points = _points(run)
     if points:

@@ -9,7 +9,7 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.memory import MemoryLevels
 
 _ENDED = ("completed", "stop", "length")
-_INTERRUPTED = ("abort", "aborted")
+INTERRUPTED = ("abort", "aborted")  # how requests end whose tokens are kept
 _ABANDONED = ("CancelledError", flight.WORKER_DIED)
 
 
@@ -90,16 +90,26 @@ class Sessions:
 
 
 class Tallies:
-    """What the digest needs beside the ledger, gathered in one pass."""
+    """What the digest needs beside the ledger, gathered in one pass.
+
+    Attributes:
+        start: the last `RunStarted`; ``None`` without a recording.
+        end: ``None`` while the run goes on, or when it was killed.
+        phases: seconds of the trainer in each phase, without the phases inside of it.
+        load: by slice, ``(time, requests out on it from then on)``.
+        decisions, outcomes: with the number of their run in this folder.
+        versions: ``(time, weight version)``.
+        lost: events that the recorder dropped.
+        weights_checked: loans whose weights were the published ones (True), and those whose were not.
+        step_spans: ``(step, start, stop)``.
+    """
 
     def __init__(self) -> None:
         self.start: flight.RunStarted | None = None
         self.end: flight.RunEnded | None = None
-        self.phases: defaultdict[flight.Phase, float] = defaultdict(
-            float
-        )  # seconds; those of a phase inside of another are its own only
+        self.phases: defaultdict[flight.Phase, float] = defaultdict(float)
         self.load: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-        self.decisions: list[tuple[int, flight.DecisionMade]] = []  # with the number of its run in this folder
+        self.decisions: list[tuple[int, flight.DecisionMade]] = []
         self.outcomes: dict[tuple[int, str], flight.DecisionRealised] = {}
         self.versions: list[tuple[float, int]] = []
         self.requests = Requests()
@@ -108,7 +118,7 @@ class Tallies:
         self.sessions = Sessions()
         self.lost = 0
         self.memory = MemoryLevels()
-        self.weights_checked: Counter[bool] = Counter()  # by whether they were the published ones
+        self.weights_checked: Counter[bool] = Counter()
         self.step_spans: list[tuple[int, float, float]] = []
         self._run = 0
         self._open_step: tuple[int, float] | None = None
@@ -217,12 +227,12 @@ class Tallies:
         requests = self.requests
         requests.tokens += event.tokens
         requests.seconds.append(event.at - start.at)
-        if event.finish in _INTERRUPTED:
+        if event.finish in INTERRUPTED:
             requests.interrupted += 1
             if start.session:
                 self._left[start.session] = self._name(event)
         requests.abandoned += event.finish in _ABANDONED
-        requests.failed += event.finish not in {*_INTERRUPTED, *_ABANDONED, *_ENDED}
+        requests.failed += event.finish not in {*INTERRUPTED, *_ABANDONED, *_ENDED}
         if start.resumed and requests.prefilled_again is not None:
             known = event.cached_tokens is not None
             requests.prefilled_again = (

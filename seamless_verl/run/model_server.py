@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from seamless_verl.agents.confinement import die_with_parent
+from seamless_verl.agents.ties import die_with_parent
 from seamless_verl.errors import MachineError
 from seamless_verl.run.environment import cpu_settings
 

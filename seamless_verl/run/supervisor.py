@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from seamless_verl import nursery
-from seamless_verl.agents.confinement import adopt_orphans, die_with_parent
+from seamless_verl.agents.ties import adopt_orphans, die_with_parent
 from seamless_verl.machine import APART, WEIGHTS, identity
 
 RUN_ID = "SEAMLESS_RUN_ID"

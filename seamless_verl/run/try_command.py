@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,10 @@ from seamless_verl.proxy.deploy.standalone import StandaloneConfig, serve
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.tokenizer import open_tokenizer
 from seamless_verl.run import check_machine, compose
-from seamless_verl.run.attempt_text import told
 from seamless_verl.run.check_references import task_at
 from seamless_verl.run.model_server import SERVED, model_server
 from seamless_verl.run.recipe_assets import find_or_build
+from seamless_verl.trajectory.rows import Row
 from seamless_verl.watch import readers, transcript
 
 if TYPE_CHECKING:
@@ -116,16 +117,7 @@ def _run(parsed: argparse.Namespace, scratch: Path) -> int:
     with _engine(parsed, plain, scratch) as (url, served):
         proxy = _proxy_config(parsed, plain, seamless, url, served, scratch / "recorded")
         tried = asyncio.run(_try(proxy, seamless, task, _sampling(plain, parsed.validation), plain, scratch))
-    tokenizer = open_tokenizer(proxy.tokenizer)
-    for line in told(
-        tried.turns,
-        tried.result.rows,
-        tokenizer.decode,
-        report=tried.report,
-        failure=tried.failure,
-        seconds=tried.seconds,
-        every_token=parsed.tokens,
-    ):
+    for line in _lines(tried, open_tokenizer(proxy.tokenizer).decode, every_token=parsed.tokens):
         print(line)
     finished = tried.report is not None and tried.report.status is AgentStatus.FINISHED
     return 0 if finished and any(row.num_trained for row in tried.result.rows) else 1
@@ -276,3 +268,63 @@ def _turns(proxy: StandaloneConfig, session_id: str, scratch: Path) -> list[dict
     with readers.journal(proxy.record / "journal.sqlite", scratch) as db:
         whole = readers.whole_session(db, session_id)
     return transcript.conversation(*whole, decode) if whole is not None else []
+
+
+# ---------------------------------------------------------------- what is shown of it
+
+_INDENT = "    "
+_ENDED = {"finished": "finished", "timed_out": "ran out of time", "failed": "failed"}
+
+
+def _lines(tried: Tried, decode: transcript.Decode, *, every_token: bool) -> Iterator[str]:
+    """``every_token``: a line per token instead of one per stretch of equal mask."""
+    for turn in tried.turns:
+        yield from _turn(turn)
+    yield ""
+    yield _outcome(tried)
+    rows = tried.result.rows
+    if not any(row.num_trained for row in rows):
+        yield "nothing to train: no answer of the model. The agent must send its requests to the base URL it is given"
+    for number, row in enumerate(rows, 1):
+        yield f"row {number} of {len(rows)}: {len(row.token_ids)} tokens, {sum(row.mask)} of them trained (mask 1)"
+        yield from _tokens(row, decode) if every_token else _stretches(row, decode)
+
+
+def _turn(turn: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    yield (
+        f"turn {turn['ordinal'] + 1}: {turn['prompt_tokens']} tokens of prompt, {turn['generated_tokens']} generated, "
+        f"ended by {turn['finish_reason']}"
+    )
+    if turn["kind"] == "fork" and turn["ordinal"]:
+        reasons = ", ".join(reason["name"] for reason in turn["reasons"]) or "it continues no earlier turn"
+        yield f"  begins a row of its own ({reasons})"
+    yield from (f"  < {line}" for line in turn["given"].splitlines())
+    yield from (f"  > {line}" for line in turn["text"].splitlines() or [""])
+    answer = turn["answer"]
+    for call in answer["tool_calls"] if answer else ():
+        yield f"  as a tool call: {call['name']}({call['arguments']})"
+    if answer and answer["overrides"]:
+        yield f"  decided by the trainer, not by the agent: {', '.join(answer['overrides'])}"
+
+
+def _outcome(tried: Tried) -> str:
+    report, seconds = tried.report, tried.seconds
+    if report is None:
+        return f"no reward after {seconds:.1f} s: {tried.failure}"
+    parts = [f"reward {report.reward:g}", *(f"{name} {value:g}" for name, value in report.rewards.items())]
+    detail = f": {report.detail}" if report.detail else ""
+    return f"{'  '.join(parts)}  (the agent {_ENDED[report.status.value]} after {seconds:.1f} s{detail})"
+
+
+def _stretches(row: Row, decode: transcript.Decode) -> Iterator[str]:
+    for mask, pairs in groupby(zip(row.mask, row.token_ids, strict=True), key=lambda pair: pair[0]):
+        ids = [token for _, token in pairs]
+        yield f"{_INDENT}{mask} x {len(ids):<5} {decode(ids)!r}"
+
+
+def _tokens(row: Row, decode: transcript.Decode) -> Iterator[str]:
+    yield f"{_INDENT}{'at':>6} {'id':>7} mask  log-prob  text"
+    for at, (token, mask, log_prob) in enumerate(zip(row.token_ids, row.mask, row.log_probs, strict=True)):
+        value = f"{log_prob:9.4f}" if mask else " " * 9
+        yield f"{_INDENT}{at:>6} {token:>7} {mask:>4} {value}  {decode([token])!r}"

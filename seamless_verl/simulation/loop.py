@@ -34,7 +34,6 @@ class StepRecord:
     ended: float
     tokens: int
     generated: int
-    trained_s: float
     waited_s: float
     staleness: tuple[int, ...]
     answers: tuple[int, ...]
@@ -79,7 +78,7 @@ class TrainLoop:
         self._step = 0
         self._requests = 0
         self._holding = ""
-        self._waited_s = self._starved_s = self._trained_s = 0.0
+        self._waited_s = self._starved_s = 0.0
         self._waited_groups = self._starved_groups = 0
         self._missing = 0
 
@@ -103,7 +102,7 @@ class TrainLoop:
         for step in range(1, self._scenario.steps + 1):
             began, self._step = self._clock.now, step
             self._say(flight.StepBegan(at=began, step=step))
-            self._waited_s = self._starved_s = self._trained_s = 0.0
+            self._waited_s = self._starved_s = 0.0
             self._waited_groups = self._starved_groups = 0
             self._missing = self._scenario.batch
             if not self._rules.barrier or step == 1:
@@ -164,7 +163,6 @@ class TrainLoop:
         gpus = sum(pool.slices * pool.gpus for pool in self._scenario.gang)
         seconds = self._scenario.train.seconds(sum(group.tokens for group in batch), gpus)
         self._use_gang(Use.TRAIN)
-        self._trained_s += seconds
         self._phase(Phase.UPDATE_ACTOR)
         yield seconds
         self._phase(Phase.UPDATE_ACTOR, ends=True)
@@ -267,7 +265,6 @@ class TrainLoop:
                 ended=self._clock.now,
                 tokens=sum(group.tokens for group in groups),
                 generated=sum(group.generated for group in groups),
-                trained_s=self._trained_s,
                 waited_s=self._waited_s,
                 staleness=tuple(step - 1 - group.version for group in groups),
                 answers=tuple(attempt.generated for group in groups for attempt in group.attempts),

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.digest import RunDigest, StepSpan
 from seamless_verl.observe.intervals import Intervals, union
-from seamless_verl.observe.page.words import LABELS, style_of
-from seamless_verl.observe.time_ledger import IDLE, Category
+from seamless_verl.observe.page.words import spent
+from seamless_verl.observe.tallies import INTERRUPTED
+from seamless_verl.observe.time_ledger import IDLE
 
 _MOST_BLAMED, _LEAST_BLAMED = 8, 0.01  # attempts, share of the idle time
-_INTERRUPTED = ("abort", "aborted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class AttemptTimes:
         idle_s = sum(seconds[category] for seconds in span.pools.values() for category in IDLE)
         return {
             "seconds": span.stop - span.start,
-            "pools": {pool: _parts(seconds) for pool, seconds in span.pools.items()},
+            "pools": {pool: spent(seconds) for pool, seconds in span.pools.items()},
             "idle": idle_s,
             "alone": max(0.0, idle_s - sum(share for _, share in shares)),
             "blamed": [pair for pair in shares[:_MOST_BLAMED] if pair[1] > _LEAST_BLAMED * idle_s],
@@ -153,7 +153,7 @@ def _requests(run: RunDigest) -> tuple[_Spans, _Spans, _Spans]:
             first = start.at + (event.first_token_s or 0.0)
             queued[start.session].append((start.at, first))
             had[start.session].append((first, event.at))
-            if event.finish in _INTERRUPTED:
+            if event.finish in INTERRUPTED:
                 since[start.session] = event.at
     for start in out.values():
         had[start.session].append((start.at, run.span_s))
@@ -183,7 +183,3 @@ def _part(span: tuple[float, float], attempt: tuple[float, float], is_whole: boo
 
 def _share(at: float, began: float, seconds: float) -> float:
     return min(1.0, max(0.0, (at - began) / seconds)) if seconds > 0 else 0.0
-
-
-def _parts(seconds: Mapping[Category, float]) -> Sequence[tuple[str, str, float]]:
-    return [(LABELS[category], style_of(category), value) for category, value in seconds.items() if value > 0]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from seamless_verl.observe.digest import RunDigest
-from seamless_verl.observe.page.words import LABELS, duration, quantile, share, si, style_of
+from seamless_verl.observe.page.words import duration, quantile, share, si, spent
 from seamless_verl.observe.time_ledger import IDLE
 
 _CURVES: Mapping[str, tuple[str, str]] = {
@@ -31,10 +31,7 @@ def figures(run: RunDigest) -> dict[str, Any]:
     as people read it, what it is)."""
     return {
         "curves": [{"name": name, "about": about, "points": points} for name, about, points in _curves(run) if points],
-        "pools": {
-            pool: [(LABELS[category], style_of(category), value) for category, value in seconds.items() if value > 0]
-            for pool, seconds in run.pools_in_steps().items()
-        },
+        "pools": {pool: spent(seconds) for pool, seconds in run.pools_in_steps().items()},
         "facts": list(_facts(run)),
     }
 
@@ -64,11 +61,11 @@ def _facts(run: RunDigest) -> Iterator[tuple[str, str, str]]:
         told = f"{duration(cost * 1000)}"
         yield "device time per 1,000 trained tokens", told, "device time in steps, over tokens that carried a gradient"
     for name, values, about in (
-        ("answer tokens of a row", run.rows.response_tokens, "of what was trained, observations included"),
-        ("seconds of an attempt", run.sessions.seconds, "of agents' attempts that ended"),
+        ("answer tokens of a row", run.tallies.rows.response_tokens, "of what was trained, observations included"),
+        ("seconds of an attempt", run.tallies.sessions.seconds, "of agents' attempts that ended"),
     ):
         if values:
             yield f"{name}, median", si(quantile(values, 0.5)), about
             yield f"{name}, 90 %", si(quantile(values, 0.9)), about
-    if run.sessions.ended:
-        yield "turns of an attempt", f"{run.sessions.turns / run.sessions.ended:.2f}", "mean"
+    if run.tallies.sessions.ended:
+        yield "turns of an attempt", f"{run.tallies.sessions.turns / run.tallies.sessions.ended:.2f}", "mean"

@@ -6,16 +6,16 @@ A place is a run of the trainer (``flight/``, ``steps.jsonl``, ``rows/``), a rec
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.observe.page.words import ended
 from seamless_verl.observe.recording import FLIGHT
-from seamless_verl.observe.reporter import STEPS
-from seamless_verl.observe.run_folder import CONFIG, LOGS
+from seamless_verl.observe.reporter import STEPS, json_of
+from seamless_verl.observe.run_folder import CONFIG, is_run_folder
 
 JOURNALS = ("journal.sqlite", "shard-*/journal.sqlite", "proxy/*/journal.sqlite")
 KEPT_FILES = ("proxy/*/kept.sqlite",)
@@ -40,9 +40,7 @@ class Place:
 
 
 def is_place(folder: Path) -> bool:
-    if (folder / FLIGHT).is_dir() or (folder / STEPS).is_file():
-        return True
-    if (folder / CONFIG).is_file() and (folder / LOGS).is_dir():
+    if (folder / FLIGHT).is_dir() or (folder / STEPS).is_file() or is_run_folder(folder):
         return True
     return any(next(folder.glob(pattern), None) is not None for pattern in (*JOURNALS, *KEPT_FILES))
 
@@ -111,12 +109,7 @@ def _state(place: Path, *, alive: bool) -> tuple[str, str]:
     if not (place / FLIGHT).is_dir():
         recorded = next(iter(files_of(place, JOURNALS)), None)
         return ("recording of a proxy", "open") if recorded is not None else ("nothing recorded", "bad")
-    outcome = _outcome(place / FLIGHT)
-    if outcome is None:
-        return "no end recorded", "bad"
-    if outcome == "KeyboardInterrupt":
-        return "interrupted", "open"
-    return (outcome, "good") if outcome == "finished" else (f"ended by {outcome}", "bad")
+    return ended(_outcome(place / FLIGHT))
 
 
 def _outcome(folder: Path) -> str | None:
@@ -153,11 +146,5 @@ def _records(file: Path, *, first: bool, having: bytes = b"", step: int = 1) -> 
     except OSError:
         return
     for line in lines[1 if start else 0 :][::step]:
-        if having not in line:
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
+        if having in line and (record := json_of(line)) is not None:
             yield record

@@ -1,4 +1,5 @@
-"""One attempt as people read it: its turns in words, its rows token by token, and where a history parted. Pure.
+"""One attempt as people read it: its turns in words, its rows token by token, where a history parted, and where the
+attempts of a group do. Pure.
 
 Texts are decoded from the recorded tokens, special tokens included: it is what the model saw. Answers are shown as the
 agent got them, too. Nothing here is escaped: the page puts every string in as text.
@@ -7,6 +8,7 @@ agent got them, too. Nothing here is escaped: the page puts every string in as t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ Decode = Callable[[Sequence[int]], str]
 _AROUND = 60  # tokens that are shown before a parting
 _AFTER = 400  # and after it
 _PICTURE = "⟦picture⟧"
+_PARTED_BEFORE, _PARTED_AFTER = 12, 40  # tokens, of attempts of a group
+_LETTERS = 4  # of a token, about
 
 
 def conversation(session: Session, answers: Sequence[Answer], decode: Decode) -> list[dict[str, Any]]:
@@ -243,3 +247,106 @@ def why_nothing(attempt: Mapping[str, Any]) -> str:
         "seamless.proxy.journal=false), was recorded by an earlier version, keeps its journals on another disk, or "
         "newer attempts have taken the place."
     )
+
+
+# ---------------------------------------------------------------- where the attempts of a group part
+
+# Attempts are compared by the tokens of their rows, or, where those are gone, by the text that verl wrote down. Of
+# several rows the two that share most are compared: a sub-agent's row says nothing about another attempt's main row.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """Of one attempt, one of its rows.
+
+    Attributes:
+        units: its tokens, or letters where tokens are gone.
+        answers: ``(first unit, one after the last, turn)`` of each answer in it.
+    """
+
+    units: Sequence[Any]
+    answers: tuple[tuple[int, int, int], ...] = ()
+
+
+def of_rows(rows: Sequence[Row], ordinals: Mapping[str, int]) -> list[Said]:
+    """Args:
+    ordinals: of each answer, by its id.
+    """
+    return [
+        Said(
+            units=row.token_ids,
+            answers=tuple((turn.start, turn.stop, ordinals[turn.generation_id]) for turn in row.turns),
+        )
+        for row in rows
+    ]
+
+
+def ordinals_of(rows: Sequence[Row]) -> dict[str, int]:
+    """Turns of rows whose session is gone, numbered as they come."""
+    found: dict[str, int] = {}
+    for row in rows:
+        for turn in row.turns:
+            found.setdefault(turn.generation_id, len(found))
+    return found
+
+
+def parted(attempts: Sequence[tuple[str, Sequence[Said]]], decode: Callable[[Any], str], unit: str) -> dict[str, Any]:
+    """Args:
+        attempts: keys, and what is left of each; in the order of the group.
+        decode: units to text.
+        unit: ``token`` or ``character``.
+
+    Returns:
+        ``unit``, ``first`` (its key; ``None``: nothing is left of any), ``parted`` (an entry per other attempt of which
+        something is left), ``missing`` (keys of those of which nothing is).
+    """
+    known = [(key, said) for key, said in attempts if said]
+    missing = [key for key, said in attempts if not said]
+    if not known:
+        return {"unit": unit, "first": None, "parted": [], "missing": missing}
+    (first, base), *others = known
+    per_token = 1 if unit == "token" else _LETTERS
+    around = (_PARTED_BEFORE * per_token, _PARTED_AFTER * per_token)
+    return {
+        "unit": unit,
+        "first": first,
+        "parted": [{"key": key, **_parting(base, said, decode, around)} for key, said in others],
+        "missing": missing,
+    }
+
+
+def _parting(
+    base: Sequence[Said], other: Sequence[Said], decode: Callable[[Any], str], around: tuple[int, int]
+) -> dict[str, Any]:
+    pairs = [(shared(one.units, two.units), one, two) for one in base for two in other]
+    at, one, two = max(pairs, key=lambda pair: pair[0])
+    before, after = around
+    place, turn, into = _place(at, two)
+    if at == len(one.units) == len(two.units):
+        place = "same"
+    return {
+        "at": at,
+        "place": place,
+        "turn": turn,
+        "into": into,
+        "before": decode(two.units[max(0, at - before) : at]),
+        "first": decode(one.units[at : at + after]),
+        "this": decode(two.units[at : at + after]),
+    }
+
+
+def _place(at: int, said: Said) -> tuple[str, int | None, int]:
+    """Whether that unit is in an ``answer`` or in what was ``given`` before one; of which turn, and how far in it."""
+    begin = 0
+    for start, stop, turn in said.answers:
+        if at < start:
+            return "given", turn, at - begin
+        if at < stop:
+            return "answer", turn, at - start
+        begin = stop
+    return "end", said.answers[-1][2] if said.answers else None, 0
+
+
+def of_texts(texts: Sequence[Mapping[str, Any]]) -> list[Said]:
+    """Of verl's dump: what was answered and observed, without the prompt that all of a group share."""
+    return [Said(units=text["output"]) for text in texts if text.get("output")]

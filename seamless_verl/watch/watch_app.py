@@ -13,11 +13,12 @@ kept, nor run scripts but ours. Strings of agents are JSON here and text in the 
 from __future__ import annotations
 
 import hmac
+import json
 import sqlite3
 from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import blake2b
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
@@ -27,6 +28,7 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.observe import page as report_page
 from seamless_verl.watch.watched import NotThere, Watched
 
 HEADERS = {
@@ -41,25 +43,12 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_WATCH, _REPORT = Path(__file__).parent / "site", Path(report_page.__file__).parent
 _OURS = {
-    **dict.fromkeys(("page.css", "lanes.js"), "seamless_verl.observe.page"),
-    **dict.fromkeys(
-        (
-            "watch.css",
-            "main.js",
-            "dom.js",
-            "runs.js",
-            "run.js",
-            "steps.js",
-            "attempt.js",
-            "tokens.js",
-            "compare.js",
-            "search.js",
-            "times.js",
-        ),
-        "seamless_verl.watch",
-    ),
+    file.name: file
+    for file in (_REPORT / "page.css", _REPORT / "lanes.js", *_WATCH.iterdir())
+    if file.suffix in (".css", ".js")
 }
 
 
@@ -148,7 +137,8 @@ def _json(content: Any, status: int = 200) -> Response:
     try:
         body = msgspec.json.encode(content)
     except UnicodeEncodeError:  # half a character, as an agent may send it
-        body = msgspec.json.encode(_printable(content))
+        printable = json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+        body = msgspec.json.encode(json.loads(printable))  # and what is no number is null
     return Response(body, status, media_type="application/json")
 
 
@@ -156,30 +146,20 @@ def _unless_seen(content: dict[str, Any] | None) -> Response:
     return Response(status_code=204) if content is None else _json(content)
 
 
-def _printable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, dict):
-        return {_printable(key): _printable(held) for key, held in value.items()}
-    return [_printable(held) for held in value] if isinstance(value, (list, tuple)) else value
-
-
 def _serve_files(app: FastAPI) -> None:
     @app.get("/")
     def shell() -> Response:
-        return _file("seamless_verl.watch", "site/shell.html")
+        return _file(_WATCH / "shell.html")
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:
         if name not in _OURS:
             raise NotThere(f"there is no {name}")
-        package = _OURS[name]
-        return _file(package, f"site/{name}" if package == "seamless_verl.watch" else name)
+        return _file(_OURS[name])
 
 
-def _file(package: str, name: str) -> Response:
-    text = (files(package) / name).read_text(encoding="utf-8")
-    return Response(text, media_type=_KINDS[name.rsplit(".", 1)[1]])
+def _file(file: Path) -> Response:
+    return Response(file.read_text(encoding="utf-8"), media_type=_KINDS[file.suffix])
 
 
 def _run_of(places: Places, run: str) -> Watched:

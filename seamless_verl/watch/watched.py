@@ -27,10 +27,10 @@ from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.watch import compared, long_texts, readers, transcript, watched_groups
 from seamless_verl.watch.attempt_time import AttemptTimes
 from seamless_verl.watch.index import RunIndex
-from seamless_verl.watch.partings import Said, of_rows, of_texts, ordinals_of, parted
 from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, standing
 from seamless_verl.watch.run_text import RunText
 from seamless_verl.watch.text_search import MOST, Search
+from seamless_verl.watch.transcript import Said, of_rows, of_texts, ordinals_of, parted
 
 _UPDATE_S = 0.5
 _SHARE = 0.02  # of one core, beside a run that has none to spare

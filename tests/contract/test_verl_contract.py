@@ -379,10 +379,9 @@ async def test_all_that_wait_for_a_replica_in_one_process_ask_the_router_once():
 def test_the_load_balancer_keeps_books_on_how_long_a_replica_is_busy(monkeypatch):
     from seamless_verl.observe.time_ledger import Category
     from seamless_verl.verl_adapter.rollout import load_balancer as balancer
-    from seamless_verl.verl_adapter.rollout import replica_seconds
 
     now = 9.0
-    monkeypatch.setattr(replica_seconds.time, "monotonic", lambda: now)
+    monkeypatch.setattr(balancer.time, "monotonic", lambda: now)
     metered = balancer.MeteredLoadBalancer({"a": "handle", "b": "handle"})
     metered._request_id_to_server["x"] = metered._request_id_to_server["y"] = "a"
 

@@ -79,7 +79,7 @@ def test_a_slice_of_the_trainer_is_lent_between_steps_and_taken_back_for_each(ma
     finishes = Counter(event.finish for event in recording.events if isinstance(event, flight.RequestEnded))
     assert finishes["aborted"] > 0  # so that whole answers say something
     assert any(event.resumed for event in recording.events if isinstance(event, flight.RequestStarted))
-    moved = load_digest(folder).requests.moved
+    moved = load_digest(folder).tallies.requests.moved
     reclaimed, joined_midway = ("trainers/0", "rollouts/0"), ("rollouts/0", "trainers/0")
     assert reclaimed in moved
     assert moved.keys() <= {reclaimed, joined_midway}

@@ -214,17 +214,18 @@ def assert_the_report_accounts_for_the_run(folder: Path, devices: dict[str, int]
     (start,) = [event["at"] for event in events if event["event"] == "RunStarted"]
     (end,) = [event["at"] for event in events if event["event"] == "RunEnded"]
     found = load_digest(folder)
-    assert (found.outcome, found.lost, found.recording.torn) == ("finished", 0, ())
+    assert (found.outcome, found.tallies.lost, found.recording.torn) == ("finished", 0, ())
     spent = {pool: sum(seconds.values()) for pool, seconds in found.pools().items()}
     assert spent == pytest.approx({pool: (end - start) * count for pool, count in devices.items()}, rel=0.005)
     measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     updates, waits = (sum(step[f"timing_s/{key}"] for step in measured) for key in ("update_actor", "gen"))
-    assert found.phases[Phase.UPDATE_ACTOR] == pytest.approx(updates, rel=0.02, abs=0.2)
-    assert found.phases[Phase.WAIT_FOR_BATCH] >= 0.98 * waits - 0.2  # verl does not count the wait for lent slices
+    phases = found.tallies.phases
+    assert phases[Phase.UPDATE_ACTOR] == pytest.approx(updates, rel=0.02, abs=0.2)
+    assert phases[Phase.WAIT_FOR_BATCH] >= 0.98 * waits - 0.2  # verl does not count the wait for lent slices
     assert found.pools()["rollout"][Category.GENERATE] > 0
-    assert found.requests.failed == 0
-    assert found.requests.abandoned > 0, "what the dead worker had asked for"
-    assert found.requests.tokens >= sum(step["tokens_per_s"] * step["step_s"] for step in found.steps) > 0
+    assert found.tallies.requests.failed == 0
+    assert found.tallies.requests.abandoned > 0, "what the dead worker had asked for"
+    assert found.tallies.requests.tokens >= sum(step["tokens_per_s"] * step["step_s"] for step in found.steps) > 0
     command = [sys.executable, "-m", "seamless_verl.cli", "report", str(folder)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert answer.stdout.strip() == str(folder / "report.html")

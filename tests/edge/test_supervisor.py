@@ -37,10 +37,10 @@ def test_an_orphan_without_the_mark_ends_and_a_spared_child_stays():
     program = f"""
         import subprocess, sys
         import psutil
-        from seamless_verl.agents import confinement
+        from seamless_verl.agents import ties
         from seamless_verl.run import supervisor
 
-        confinement.adopt_orphans()
+        ties.adopt_orphans()
         spared = subprocess.Popen([sys.executable, "-c", {NAMELESS!r}], stdout=subprocess.PIPE)
         spared.stdout.readline()
         before = frozenset(psutil.Process().children())

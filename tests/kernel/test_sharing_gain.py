@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.sharing_gain import Price, Shape, Work, work
-from seamless_verl.token_trie import Trie
+from seamless_verl.token_trie import Price, Shape, Trie, Work, work
 from tests.kernel.test_token_trie import families
 
 UNITS = Shape(token=1_000_000.0, pair=1_000.0, position=1.0)  # so that the sum tells them apart

@@ -186,7 +186,7 @@ async def _run_agent(
     if status in _BROKEN:
         raise MachineError("mini-swe-agent", f"cannot be used ({detail})", INSTALL)
     patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
-    return HarnessResult(ended=status, patch=patch, detail=detail, num_calls=int(agent.n_calls))
+    return HarnessResult(ended=status, patch=patch, detail=detail)
 
 
 def _agent_thread(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.agents.confinement import die_with_owner
+from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
@@ -64,14 +64,12 @@ class HarnessResult:
         ended: how, in mini-swe-agent's word (``Submitted``, ``LimitsExceeded``), ``TimedOut`` or an error's name.
         patch: the submitted diff, or what changed in the repository where none was submitted.
         detail: the error in one line, or empty.
-        num_calls: model calls.
         unclean: what the sandbox may have left behind, or empty.
     """
 
     ended: str
     patch: str
     detail: str = ""
-    num_calls: int = 0
     unclean: str = ""
 
 

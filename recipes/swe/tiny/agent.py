@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from seamless_verl.agents.agent_pool import serve
-from seamless_verl.agents.sandbox import Sandbox, TestRun
 from seamless_verl.recipes.swe.tiny import edit
 from seamless_verl.recipes.swe.tiny.chat import ChatClient, ChatFailed, ChatRefused
+from seamless_verl.recipes.swe.tiny.sandbox import Sandbox, TestRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The limits are executed lines and the size of values, not seconds, so that the same seed gives the same tasks on a busy
 machine, and a bug that squares a number in a loop cannot eat the memory. Only code that
-the generator wrote itself comes here; what a model wrote runs in ``seamless_verl.agents.sandbox``.
+the generator wrote itself comes here; what a model wrote runs in ``sandbox``.
 """
 
 from __future__ import annotations

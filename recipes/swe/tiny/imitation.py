@@ -13,7 +13,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from seamless_verl.agents.sandbox import Sandbox
+from seamless_verl.recipes.swe.tiny.sandbox import Sandbox
 from seamless_verl.recipes.swe.tiny.tasks import generate
 
 SIZES = {"held_out": 200, "held_out_templates": 60}

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from seamless_verl.agents.sandbox import Sandbox, TestRun
 from seamless_verl.recipes.swe.tiny import edit
 from seamless_verl.recipes.swe.tiny.agent import describe
+from seamless_verl.recipes.swe.tiny.sandbox import Sandbox, TestRun
 from seamless_verl.recipes.swe.tiny.tasks import Task
 from seamless_verl.recipes.swe.tiny.tokenizer import PAD_ID, TURN_END_ID, render
 
@@ -36,7 +36,6 @@ class Episode:
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     turns: int = 0
-    valid_edits: int = 0
     done: bool = False
 
 
@@ -137,7 +136,6 @@ class Player:
         text = self._tokenizer.decode(episode.ids[begin:-1], skip_special_tokens=False)
         edited = edit.apply_edit(episode.lines, str(text))
         if edited is not None:
-            episode.valid_edits += 1
             episode.lines = edited
             episode.run = self._run(episode.task, edited)
             episode.done = episode.run.all_passed

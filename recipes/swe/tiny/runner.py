@@ -19,8 +19,8 @@ from typing import Any
 
 from seamless_verl.agents.agent_pool import AgentPool, JobFailed, JobTimedOut, WorkerDied
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
-from seamless_verl.agents.sandbox import Limits, Sandbox, TestRun
 from seamless_verl.errors import ConfigError
+from seamless_verl.recipes.swe.tiny.sandbox import Limits, Sandbox, TestRun
 
 _AGENT = (sys.executable, "-m", "seamless_verl.recipes.swe.tiny.agent")
 _MAX_SOURCE_BYTES = 1 << 16
@@ -110,11 +110,6 @@ class TinySweRunner:
     def check_task(task: Mapping[str, Any]) -> None:
         """Refuse a task that could not be run, before anything heavy starts; see `PublicTask.parse`."""
         PublicTask.parse(task)
-
-    @property
-    def agent_pids(self) -> tuple[int, ...]:
-        """Process ids of the live agent workers."""
-        return self._pool.pids
 
     async def run(self, job: AgentJob) -> AgentReport:
         """Run and grade one attempt. Raises ``ConfigError`` for a malformed task, before the model is asked."""

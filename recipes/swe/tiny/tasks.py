@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from random import Random
-from typing import Any
 
 from seamless_verl.recipes.swe.tiny import edit, execution
 from seamless_verl.recipes.swe.tiny.mutations import Lines, body_key, draw_mutation, renamed_body_key
@@ -107,15 +106,6 @@ class Task:
             "test_command": f"python {self.test_file}",
         }
         return json.dumps({**public, "hidden": hidden})
-
-    @classmethod
-    def from_json(cls, text: str) -> Task:
-        """Inverse of ``to_json``; raises ``KeyError`` or ``TypeError`` on anything else."""
-        public: dict[str, Any] = json.loads(text)
-        hidden: dict[str, Any] = dict(public["hidden"])
-        cases = tuple(Case(tuple(case["arguments"]), case["expected"]) for case in hidden.pop("cases"))
-        fixed = tuple(hidden.pop("fixed"))
-        return cls(source=tuple(public["source"].splitlines()), fixed=fixed, cases=cases, **hidden)
 
     def run(self, lines: Lines) -> tuple[str, float]:
         """Outcome text and share of passed tests of ``lines``, computed in this process (data generation only)."""

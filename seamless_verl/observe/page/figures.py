@@ -119,14 +119,14 @@ def learning(run: RunDigest) -> list[Figure]:
 
 def data(run: RunDigest) -> list[Figure]:
     """Staleness, lengths, times and rows per rollout."""
-    stale = [age for age, count in sorted(run.rows.staleness.items()) for _ in range(count)]
-    per_rollout = [charts.Series(label="rows per rollout", points=run.rows.per_rollout, style="s-sync")]
+    stale = [age for age, count in sorted(run.tallies.rows.staleness.items()) for _ in range(count)]
+    per_rollout = [charts.Series(label="rows per rollout", points=run.tallies.rows.per_rollout, style="s-sync")]
     return [
         _histogram("staleness of trained rows", stale, "weight versions", "s-sync", lambda value: f"{value:g}"),
-        _histogram("response tokens of trained rows", run.rows.response_tokens, "tokens", "s-generate", si),
-        _histogram("prompt tokens of trained rows", run.rows.prompt_tokens, "tokens", "s-train", si),
-        _histogram("attempts of agents", run.sessions.seconds, "seconds", "s-prefill-again", duration),
-        _histogram("requests to replicas", run.requests.seconds, "seconds", "s-switch", duration),
+        _histogram("response tokens of trained rows", run.tallies.rows.response_tokens, "tokens", "s-generate", si),
+        _histogram("prompt tokens of trained rows", run.tallies.rows.prompt_tokens, "tokens", "s-train", si),
+        _histogram("attempts of agents", run.tallies.sessions.seconds, "seconds", "s-prefill-again", duration),
+        _histogram("requests to replicas", run.tallies.requests.seconds, "seconds", "s-switch", duration),
         Figure("rows per rollout", charts.lines(per_rollout, x_label="step", y_format=_hundredths)),
     ]
 

@@ -8,16 +8,23 @@ table at the end. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import fmean, median
+from typing import Any
 
 from seamless_verl.observe.digest import RunDigest
-from seamless_verl.observe.page import alarms
-from seamless_verl.observe.page.alarms import Told
-from seamless_verl.observe.page.words import LABELS, REALIGNED, duration, quantile, share
+from seamless_verl.observe.page.words import FORKS, LABELS, REALIGNED, duration, quantile, share
+from seamless_verl.observe.reporter import MOST_NORM_OFF, MOST_OFF
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.trajectory.tokens import DriftReason
+
+Told = Iterator[tuple[str, str]]
+"""Titles and advice."""
+_LATEST = 5  # steps that an alarm looks at
+_MOST_ROWS, _MOST_GROWTH = 3.0, 1.5  # rows per rollout; of the latest steps, over what it was before
+_FEWEST_GROUPS, _MOST_SILENT = 8, 0.5
 
 
 class Weight(Enum):
@@ -84,15 +91,15 @@ def _where(run: RunDigest) -> str:
 
 
 def _ended_badly(run: RunDigest) -> Told:
-    if run.start is None or run.running or run.outcome in ("finished", "KeyboardInterrupt"):
+    if run.tallies.start is None or run.running or run.outcome in ("finished", "KeyboardInterrupt"):
         return
-    if run.end is None:
+    if run.tallies.end is None:
         yield (
             f"The recording stops {_where(run)}: the run was killed, or its machine went away",
             f"Up to a fifth of a second is missing at its end; the rest is complete. {_AGAIN}",
         )
     else:
-        detail = f": {run.end.detail}" if run.end.detail else ""
+        detail = f": {run.tallies.end.detail}" if run.tallies.end.detail else ""
         yield (
             f"The run ended {_where(run)} with {run.outcome}{detail}",
             f"logs/trainer.log has the whole story, the right end of the lanes what each slice did. {_AGAIN}",
@@ -100,7 +107,7 @@ def _ended_badly(run: RunDigest) -> Told:
 
 
 def _not_ended(run: RunDigest) -> Told:
-    if run.start is None or run.outcome == "finished":
+    if run.tallies.start is None or run.outcome == "finished":
         return
     if run.running:
         yield f"The run goes on; the recording is {_where(run)}", _LIVE
@@ -118,10 +125,10 @@ def _audit(run: RunDigest) -> Told:
 
 
 def _staleness(run: RunDigest) -> Told:
-    worst = max(run.rows.staleness, default=0)
-    if run.start is not None and worst > run.start.eta:
+    worst = max(run.tallies.rows.staleness, default=0)
+    if run.tallies.start is not None and worst > run.tallies.start.eta:
         yield (
-            f"A row was {worst} versions old; the bound is {run.start.eta}",
+            f"A row was {worst} versions old; the bound is {run.tallies.start.eta}",
             "seamless.staleness.eta is a promise, so this is a defect: please report it with this recording.",
         )
 
@@ -171,7 +178,7 @@ def _idle_trainer(run: RunDigest, seconds: Mapping[Category, float]) -> str:
 def _idle_rollout(run: RunDigest, pool: str) -> str:
     """No requests to serve: agents do something else, or there are none because the bound admits no more prompts."""
     shrink = sum(entry.devices for entry in run.books if entry.pool == pool) > 1
-    if not run.sessions.ended:
+    if not run.tallies.sessions.ended:
         return "It had no requests to serve: prompts are held back by the staleness bound while the trainer works."
     busy = run.idle_with_agents(pool)
     if busy > 0.5:
@@ -225,9 +232,9 @@ def _validation(run: RunDigest) -> Told:
 
 def _slow_sessions(run: RunDigest) -> Told:
     """The slowest twentieth takes more than three times the median."""
-    if len(run.sessions.seconds) < 20:
+    if len(run.tallies.sessions.seconds) < 20:
         return
-    middle, slow = quantile(run.sessions.seconds, 0.5), quantile(run.sessions.seconds, 0.95)
+    middle, slow = quantile(run.tallies.sessions.seconds, 0.5), quantile(run.tallies.sessions.seconds, 0.95)
     if middle > 0 and slow > 3 * middle:
         yield (
             f"One attempt in twenty takes more than {duration(slow)}; the median is {duration(middle)}",
@@ -238,11 +245,11 @@ def _slow_sessions(run: RunDigest) -> Told:
 def _drift(run: RunDigest) -> Told:
     """More than one turn in twenty starts a branch for a reason that is not how agents work by design."""
     harmless = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
-    forks = Counter({reason: count for reason, count in run.sessions.drift.items() if reason not in harmless})
-    if run.sessions.turns and forks.total() / run.sessions.turns > 0.05:
+    forks = Counter({reason: count for reason, count in run.tallies.sessions.drift.items() if reason not in harmless})
+    if run.tallies.sessions.turns and forks.total() / run.tallies.sessions.turns > 0.05:
         reason, count = forks.most_common(1)[0]
         yield (
-            f"{forks.total()} of {run.sessions.turns} turns did not continue their session, most often for "
+            f"{forks.total()} of {run.tallies.sessions.turns} turns did not continue their session, most often for "
             f"{reason.replace('_', ' ')} ({count})",
             "Each such turn becomes a row of its own and is prefilled from there. If the agent does not mean to "
             "rewrite its history, let it send back what it was given.",
@@ -250,9 +257,9 @@ def _drift(run: RunDigest) -> Told:
 
 
 def _failed_requests(run: RunDigest) -> Told:
-    if run.requests.failed:
+    if run.tallies.requests.failed:
         yield (
-            f"{run.requests.failed} of {run.requests.started} requests to replicas ended with an error",
+            f"{run.tallies.requests.failed} of {run.tallies.requests.started} requests to replicas ended with an error",
             "The finish field of RequestEnded in flight/ names the errors; logs/ has the replicas' own words.",
         )
 
@@ -273,9 +280,9 @@ def _decisions(run: RunDigest) -> Told:
 
 
 def _recorder(run: RunDigest) -> Told:
-    if run.lost:
+    if run.tallies.lost:
         yield (
-            f"The recorder dropped {run.lost} events",
+            f"The recorder dropped {run.tallies.lost} events",
             "The disk could not keep up; figures of this page are lower bounds from there on.",
         )
 
@@ -293,16 +300,86 @@ def _well(run: RunDigest) -> Told:
         )
 
 
+# ---------------------------------------------------------------- alarms about what is trained
+
+
+def _rows_per_rollout(run: RunDigest) -> Told:
+    """The mean of the latest steps is above `_MOST_ROWS`, or above `_MOST_GROWTH` times the median of those before."""
+    ratios = list(dict(run.tallies.rows.per_rollout).values())
+    if not ratios:
+        return
+    latest, before = fmean(ratios[-_LATEST:]), ratios[:-_LATEST]
+    usual = median(before) if len(before) >= _LATEST else None
+    grown = usual is not None and latest > _MOST_GROWTH * usual
+    if latest <= _MOST_ROWS and not grown:
+        return
+    was = f"; before it was {usual:.1f}" if usual is not None and grown else ""
+    forks = Counter({name: n for name, n in run.tallies.sessions.drift.items() if name in FORKS}).most_common(1)
+    why = f" Most often: {forks[0][0].replace('_', ' ')} ({forks[0][1]} turns)." if forks else ""
+    yield (
+        f"A rollout became {latest:.1f} rows in the latest steps{was}",
+        f"Sessions fork: a request that does not continue what was recorded begins another row.{why} Each row is "
+        "prefilled and trained by itself, so steps grow in proportion. Sub-agents and parallel calls do it by design; "
+        "an agent that rewrites its history should send back what it was given. The reasons are below, the texts in "
+        "seamless-verl watch, mark drifted.",
+    )
+
+
+def _groups_without_signal(run: RunDigest) -> Told:
+    """More than `_MOST_SILENT` of the groups that ended in the latest steps have one reward for all attempts."""
+    since = run.step_spans[-_LATEST].start if len(run.step_spans) >= _LATEST else 0.0
+    groups = [group for group in run.tallies.sessions.groups.values() if group.attempts > 1 and not group.validation]
+    recent = [group for group in groups if group.at >= since]
+    silent = [group for group in recent if group.low == group.high]
+    if len(recent) < _FEWEST_GROUPS or len(silent) <= _MOST_SILENT * len(recent):
+        return
+    best = max(group.high for group in groups)
+    solved = sum(group.high == best for group in silent)
+    yield (
+        f"{share(len(silent) / len(recent))} of the latest {len(recent)} groups have the same reward for every attempt",
+        f"Their advantage is zero: GRPO learns nothing from them, and their device time is lost. {solved} have the "
+        f"best reward that was seen ({best:g}): they are too easy; seamless.curriculum.history_resampling=true takes "
+        f"such prompts out. {len(silent) - solved} have a lower one: they are too hard, or the reward or the agent "
+        "does not work; read one of them (seamless-verl watch, mark zero variance). A larger rollout.n finds "
+        "differences more often.",
+    )
+
+
+def _computed_twice(run: RunDigest) -> Told:
+    """Rows computed with ``seamless.shared_prefix`` and without it differ by more than bfloat16 explains."""
+    for role in ("actor", "critic"):
+        bad = [record for record in run.guard if _is_off(record, role)]
+        if bad:
+            last = bad[-1]
+            off, norm = (_figure(last.get(f"{role}/shared_prefix/{name}", 0.0)) for name in ("off", "grad_norm_off"))
+            yield (
+                f"The {role} computes otherwise with seamless.shared_prefix than without, in step {last['step']}",
+                f"Two rows computed both ways differ by {off} in the mean (at most {MOST_OFF}), the gradient's norm by "
+                f"{norm} of its length (at most {MOST_NORM_OFF}). What was trained since is in doubt: stop the run, "
+                "write seamless.shared_prefix=off, and go on from a checkpoint before that step. Please report it.",
+            )
+
+
+def _is_off(record: Mapping[str, Any], role: str) -> bool:
+    limits = {f"{role}/shared_prefix/off": MOST_OFF, f"{role}/shared_prefix/grad_norm_off": MOST_NORM_OFF}
+    # What was not finite is null in the record.
+    return any(key in record and (record[key] is None or record[key] > most) for key, most in limits.items())
+
+
+def _figure(value: float | None) -> str:
+    return "what is no number" if value is None else f"{value:.2g}"
+
+
 _RULES: tuple[tuple[Callable[[RunDigest], Told], Weight, str], ...] = (
     (_ended_badly, Weight.BROKEN, "lanes"),
     (_not_ended, Weight.NOTE, "lanes"),
     (_audit, Weight.BROKEN, "learning"),
     (_staleness, Weight.BROKEN, "data"),
-    (alarms.computed_twice, Weight.BROKEN, "learning"),
+    (_computed_twice, Weight.BROKEN, "learning"),
     (_failed, Weight.BROKEN, "lanes"),
     (_failed_requests, Weight.BROKEN, "data"),
-    (alarms.rows_per_rollout, Weight.COSTLY, "data"),
-    (alarms.groups_without_signal, Weight.COSTLY, "learning"),
+    (_rows_per_rollout, Weight.COSTLY, "data"),
+    (_groups_without_signal, Weight.COSTLY, "learning"),
     (_idle, Weight.COSTLY, "ledger"),
     (_overheads, Weight.COSTLY, "ledger"),
     (_decisions, Weight.COSTLY, "decisions"),

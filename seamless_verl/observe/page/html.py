@@ -18,7 +18,7 @@ from seamless_verl.observe.digest import RunDigest
 from seamless_verl.observe.page import figures
 from seamless_verl.observe.page.findings import Finding, findings
 from seamless_verl.observe.page.lane_data import as_script, lane_data
-from seamless_verl.observe.page.words import DRIFT, LABELS, duration, share, si, style_of
+from seamless_verl.observe.page.words import DRIFT, LABELS, duration, ended, share, si, style_of
 from seamless_verl.observe.tallies import DecisionRow
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.scheduling.slices import ACTIVE_TAG
@@ -55,7 +55,7 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
     whole = run.pools()
     return environment.from_string(page).render(
         run=run,
-        title=run.start.name if run.start is not None else "run without a recording",
+        title=run.tallies.start.name if run.tallies.start is not None else "run without a recording",
         state=_state(run),
         told=_told(run),
         cards=list(_cards(run)),
@@ -69,7 +69,7 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
         learning=list(map(drawn, figures.learning(run))),
         data=list(map(drawn, figures.data(run))),
         sharing=list(map(drawn, figures.sharing(run))),
-        drift=[(reason, count, _explained(reason)) for reason, count in run.sessions.drift.most_common()],
+        drift=[(reason, count, _explained(reason)) for reason, count in run.tallies.sessions.drift.most_common()],
         requests=_requests(run),
         sessions=_sessions(run),
         about=_about(run),
@@ -85,15 +85,11 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
 
 def _state(run: RunDigest) -> tuple[str, str]:
     """In words, and its style."""
-    if run.start is None:
+    if run.tallies.start is None:
         return "no recording", "open"
     if run.running:
         return "running", "open"
-    if run.outcome is None:
-        return "no end recorded", "bad"
-    if run.outcome == "KeyboardInterrupt":
-        return "interrupted", "open"
-    return (run.outcome, "good") if run.outcome == "finished" else (f"ended by {run.outcome}", "bad")
+    return ended(run.outcome)
 
 
 def _told(run: RunDigest) -> list[str]:
@@ -105,13 +101,13 @@ def _told(run: RunDigest) -> list[str]:
         told.append(datetime.fromtimestamp(run.recording.origin_s, timezone.utc).strftime("%d %B %Y, %H:%M UTC"))
     start_up = f" after {duration(sum(run.start_up_s.values()))} of start-up" if run.start_up_s else ""
     told.append(duration(run.span_s) + start_up)
-    if run.start is not None:
+    if run.tallies.start is not None:
         devices = sum({entry.slice: entry.devices for entry in run.books}.values())
         told += [
-            f"{len(run.step_spans)} of {run.start.total_steps} steps",
+            f"{len(run.step_spans)} of {run.tallies.start.total_steps} steps",
             f"{devices} devices in {len(run.lanes)} slices",
-            f"policy {run.start.policy}",
-            f"staleness bound {run.start.eta}",
+            f"policy {run.tallies.start.policy}",
+            f"staleness bound {run.tallies.start.eta}",
         ]
     return told
 
@@ -139,7 +135,7 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         audited, rows = (sum(record[key] for record in run.steps) for key in ("rows_audited", "rows"))
         violations = sum(record["audit_violations"] for record in run.steps)
         stale = max(record["staleness_max"] for record in run.steps)
-        bound = f" (bound {run.start.eta})" if run.start is not None else ""
+        bound = f" (bound {run.tallies.start.eta})" if run.tallies.start is not None else ""
         compared = f"of {audited} compared ({share(audited / rows) if rows else '–'})"
         detail = f"rows differ from the engine's record, {compared} · staleness ≤ {stale}{bound}"
         yield "token audit", str(violations), detail
@@ -149,8 +145,8 @@ def _per_token_and_rollout(run: RunDigest) -> Iterator[_Card]:
     if (cost := run.device_s_per_token()) is not None:
         detail = f"device time in steps, idle or not, over tokens that carried a gradient: {cost:.2g} s for each"
         yield "GPU-seconds per 1,000 trained tokens", f"{1000 * cost:.3g} s", detail
-    if run.rows.per_rollout:
-        (step, last), ratios = run.rows.per_rollout[-1], [ratio for _, ratio in run.rows.per_rollout]
+    if run.tallies.rows.per_rollout:
+        (step, last), ratios = run.tallies.rows.per_rollout[-1], [ratio for _, ratio in run.tallies.rows.per_rollout]
         detail = f"in step {step}; median {statistics.median(ratios):.2f}, most {max(ratios):.2f}"
         yield "rows per rollout", f"{last:.2f}", detail
 
@@ -183,7 +179,7 @@ def _validated(run: RunDigest) -> Iterator[_Card]:
 
 
 def _decisions(run: RunDigest) -> dict[str, Any]:
-    policy = f" (policy {run.start.policy})" if run.start is not None else ""
+    policy = f" (policy {run.tallies.start.policy})" if run.tallies.start is not None else ""
     moves = _tag_changes(run)
     told = f"slices changed their tag {moves} times, for reasons not recorded" if moves else "every slice kept its tag"
     return {
@@ -223,7 +219,7 @@ def _explained(reason: str) -> str:
 
 
 def _requests(run: RunDigest) -> _Pairs:
-    requests = run.requests
+    requests = run.tallies.requests
     again = "not told by the engine" if requests.prefilled_again is None else f"{si(requests.prefilled_again)} tokens"
     return [
         ("started", str(requests.started)),
@@ -238,10 +234,10 @@ def _requests(run: RunDigest) -> _Pairs:
 
 
 def _sessions(run: RunDigest) -> _Pairs:
-    sessions = run.sessions
+    sessions = run.tallies.sessions
     if not sessions.ended:
         return [("ended", "0")]
-    waited, total = sum(run.requests.seconds), sum(sessions.seconds)
+    waited, total = sum(run.tallies.requests.seconds), sum(sessions.seconds)
     # Nobody knows where requests overlap, or come from other agent loops as well.
     waiting = waited / total if 0 < waited <= total else None
     return [
@@ -257,7 +253,7 @@ def _about(run: RunDigest) -> _Pairs:
     recording = run.recording
     told = [("events", str(len(recording.events)))]
     told += [(f"from {writer}", str(count)) for writer, count in recording.writers.items()]
-    told += [("dropped by the recorder", str(run.lost))] if run.lost else []
+    told += [("dropped by the recorder", str(run.tallies.lost))] if run.tallies.lost else []
     told += [("last line cut short in", ", ".join(recording.torn))] if recording.torn else []
     told += [(f"unknown kind {kind}, left out", str(count)) for kind, count in recording.unknown.items()]
     return told

@@ -58,7 +58,7 @@ def lane_data(run: RunDigest) -> dict[str, Any]:
         "categories": [{"style": style_of(category), "label": LABELS[category]} for category in order],
         "pools": [{"name": name, "lanes": members} for name, members in pools.items()],
         "steps": [[span.step, ticks(span.start), ticks(span.stop)] for span in run.step_spans],
-        "versions": [[ticks(at), version] for at, version in run.versions],
+        "versions": [[ticks(at), version] for at, version in run.tallies.versions],
         "decisions": [
             [ticks(row.made.at), row.made.action, ", ".join(row.made.slices), row.made.reason] for row in run.decisions
         ],

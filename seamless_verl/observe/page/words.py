@@ -52,6 +52,20 @@ def style_of(category: Category) -> str:
     return f"c-{category.value.replace('_', '-')}"
 
 
+def spent(seconds: Mapping[Category, float]) -> list[tuple[str, str, float]]:
+    """What time went into, with its style and seconds; what took none is left out."""
+    return [(LABELS[category], style_of(category), value) for category, value in seconds.items() if value > 0]
+
+
+def ended(outcome: str | None) -> tuple[str, str]:
+    """How a run ended, in words, and the style of that; ``None``: nobody recorded an end."""
+    if outcome is None:
+        return "no end recorded", "bad"
+    if outcome == "KeyboardInterrupt":
+        return "interrupted", "open"
+    return (outcome, "good") if outcome == "finished" else (f"ended by {outcome}", "bad")
+
+
 def share(value: float | None) -> str:
     """``42%``; a question mark where nobody knows, ``<1%`` for what is small but there."""
     if value is None:

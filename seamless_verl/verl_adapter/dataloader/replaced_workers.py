@@ -4,7 +4,7 @@
                              ▲                   │
                              └── its groups ◄────┘  those that have not ended, to the worker in its place
 
-verl 0.9.1 starts its workers once. What is decided stands in `staleness.reissue`. The proxy beside the new worker gives
+verl 0.9.1 starts its workers once. What is decided stands in `staleness.groups`. The proxy beside the new worker gives
 its agents the answers that the dead ones had (`proxy.journal.left_sessions`). Invariant: the groups of a worker are
 handed out again only once its process is gone and the rows that it wrote of them are cleared.
 """
@@ -25,7 +25,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import index_select_tensor_dict
 
 from seamless_verl.run.restarts import RunBroken
-from seamless_verl.staleness.reissue import MOST_LOSSES, SUCCESSOR, IssuedGroups
+from seamless_verl.staleness.groups import MOST_LOSSES, SUCCESSOR, IssuedGroups
 
 _log = logging.getLogger(__name__)
 _GONE_S = 10.0

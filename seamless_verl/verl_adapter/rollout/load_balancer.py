@@ -25,12 +25,12 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import EnginePace
-from seamless_verl.observe.time_ledger import SliceSeconds
+from seamless_verl.observe.flight import RequestEnded, RequestStarted, SliceAdded, SliceRemoved, SliceState
+from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
 from seamless_verl.staleness.affinity import Newcomers, queued_to_move, requests_to_move
 from seamless_verl.staleness.floors import UNTOLD, ServingVersions
 from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import EngineLoad, LeastRequests, PendingRequest, Reckoned, ReplicaLoad, Route
-from seamless_verl.verl_adapter.rollout.replica_seconds import ReplicaSeconds
 
 NONE_NEW_ENOUGH = "No replica takes requests for version"
 """How a request is refused whose floor nobody serves, or nobody who has not got his share of requests: it is to wait by
@@ -38,6 +38,7 @@ NONE_NEW_ENOUGH = "No replica takes requests for version"
 
 UNBOUNDED = 1 << 30
 LOOK_EVERY_S = 1.0
+_ANY = "any"  # all requests on a replica count as one: it is busy while at least one is out
 _ASKED = {"engine_load": LOOK_EVERY_S, "pace": 10.0}  # what of a replica, and every how many seconds
 
 
@@ -349,3 +350,33 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     def books(self) -> tuple[SliceSeconds, ...]:
         """Seconds of every replica, by address, while it was registered: busy and idle."""
         return self._seconds.books()
+
+
+class ReplicaSeconds:
+    """How long each replica of a router, by address, was registered, and how much of that it had something to do."""
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+
+    def joined(self, replicas: Iterable[str]) -> None:
+        can, does = ("rollout",), SliceState.ROLLOUT
+        for name in replicas:
+            self._ledger.handle(
+                SliceAdded(at=time.monotonic(), slice=name, pool="", devices=1, capabilities=can, state=does)
+            )
+
+    def left(self, replicas: Iterable[str]) -> None:
+        for name in replicas:
+            self._ledger.handle(SliceRemoved(at=time.monotonic(), slice=name))
+
+    def busy(self, replica: str) -> None:
+        """It has a request now, and had none."""
+        self._ledger.handle(RequestStarted(at=time.monotonic(), request=_ANY, slice=replica, prompt_tokens=0))
+
+    def idle(self, replica: str) -> None:
+        self._ledger.handle(
+            RequestEnded(at=time.monotonic(), request=_ANY, slice=replica, tokens=0, finish="completed")
+        )
+
+    def books(self) -> tuple[SliceSeconds, ...]:
+        return self._ledger.books(time.monotonic())

@@ -34,7 +34,7 @@ from seamless_verl.proxy.text.steadiness import moving_note
 from seamless_verl.run.capacity import attempts_per_worker
 from seamless_verl.run.check_combinations import check_routing_replay
 from seamless_verl.run.supervisor import RUN_ID
-from seamless_verl.staleness.reissue import SUCCESSOR
+from seamless_verl.staleness.groups import SUCCESSOR
 from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log
 from seamless_verl.verl_adapter.rollout.proxy_actor import ActorProxy, ShardSettings
 from seamless_verl.verl_adapter.rollout.request_log import at_worker_end

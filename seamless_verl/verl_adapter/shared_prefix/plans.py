@@ -17,8 +17,7 @@ from verl.utils.device import get_device_id
 from verl.utils.model import extract_multi_modal_inputs
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.sharing_gain import Shape, Work, work
-from seamless_verl.token_trie import Ids, micro_batches
+from seamless_verl.token_trie import Ids, Shape, Work, micro_batches, work
 from seamless_verl.verl_adapter.shared_prefix import MODE
 
 _PLAN = "seamless_shared_prefix"

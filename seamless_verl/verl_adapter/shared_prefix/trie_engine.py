@@ -22,8 +22,7 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.engine.base import EngineRegistry
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.sharing_gain import Price, Shape
-from seamless_verl.token_trie import Ids, Predictions, Trie
+from seamless_verl.token_trie import Ids, Predictions, Price, Shape, Trie
 from seamless_verl.verl_adapter.shared_prefix import LONGEST, MODE, VENDOR, attention, guard, plans
 
 _KEY = "seamless.shared_prefix"

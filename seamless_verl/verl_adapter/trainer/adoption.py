@@ -6,7 +6,6 @@ import logging
 import os
 import uuid
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -17,6 +16,7 @@ from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
 from seamless_verl.run.check_references import check_estimator
 from seamless_verl.run.check_weights import check_weights
+from seamless_verl.run.recipe_assets import plain
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.scheduling.declaration import with_policy
 from seamless_verl.verl_adapter.plugin import TRAINER_MODE
@@ -88,12 +88,6 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     check_packages(settings, machine)
     for warning in (*check_estimator(settings, seamless), *check_memory(settings, machine)):
         _log.warning("%s", warning)
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration as plain values, interpolations resolved."""
-    values: Any = OmegaConf.to_container(config, resolve=True)
-    return dict(values)
 
 
 def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:

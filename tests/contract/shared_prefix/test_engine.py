@@ -241,7 +241,7 @@ def test_gradients_are_compared_of_rows_that_have_an_advantage() -> None:
 
 
 def test_auto_takes_what_is_sooner_by_its_own_price_and_on_always_the_trie(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seamless_verl.sharing_gain import Work
+    from seamless_verl.token_trie import Work
     from seamless_verl.verl_adapter.shared_prefix import MODE, plans
 
     monkeypatch.setattr(plans, "get_device_id", lambda: "cpu")

@@ -48,11 +48,11 @@ def test_a_step_with_a_loan_is_read_back_as_it_was(tmp_path):
     run = load_digest(tmp_path)
     assert run.outcome == "finished"
     assert [span.step for span in run.step_spans] == [1]
-    assert [version for _, version in run.versions] == [1]
+    assert [version for _, version in run.tallies.versions] == [1]
     trainer, rollout = ({stretch.state for stretch in lane.stretches} for lane in run.lanes)
     assert trainer <= {SliceState.TRAINING, SliceState.ROLLOUT}
     assert rollout <= {SliceState.ROLLOUT, SliceState.SYNCING}
-    assert set(run.phases) == {Phase.SWITCH, Phase.UPDATE_ACTOR, Phase.SYNC_WEIGHTS}
+    assert set(run.tallies.phases) == {Phase.SWITCH, Phase.UPDATE_ACTOR, Phase.SYNC_WEIGHTS}
     assert {entry.slice: sum(entry.seconds.values()) for entry in run.books} == pytest.approx(
         {"trainer/0": run.span_s, "rollout/0": run.span_s}, abs=1e-5
     )
@@ -108,5 +108,5 @@ def test_what_ended_the_run_stands_in_the_recording(tmp_path, error, story, outc
     flight = begun(tmp_path)
     flight.blame = lambda error: story
     flight.broke(error)
-    end = load_digest(tmp_path).end
+    end = load_digest(tmp_path).tallies.end
     assert (end.outcome, end.detail) == (outcome, detail)

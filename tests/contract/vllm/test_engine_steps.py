@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import pytest
 
 from seamless_verl.decode_cost import EngineStep
-from seamless_verl.verl_adapter.vllm.engine_steps import EngineSteps
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def noted():
+    """How to stand around a processor; verl and vLLM come with it."""
+    from seamless_verl.verl_adapter.vllm.vllm_server import EngineSteps
+
+    return EngineSteps
 
 
 class Processor:
@@ -28,9 +37,9 @@ def token(request, computed=None, last=False, tokens=(7,)):
     return SimpleNamespace(request_id=request, new_token_ids=list(tokens), prefill_stats=told, finished=last)
 
 
-def test_a_step_has_its_seconds_its_requests_and_what_was_computed_for_new_ones():
+def test_a_step_has_its_seconds_its_requests_and_what_was_computed_for_new_ones(noted):
     processor = Processor("a", "b")
-    steps = EngineSteps(processor)
+    steps = noted(processor)
     assert processor.process_outputs([token("a", computed=100)], 10.0, "stats") == "done"
     processor.process_outputs([token("a"), token("b", computed=40)], 10.5)
     processor.process_outputs([token("a")], 10.75)
@@ -40,14 +49,14 @@ def test_a_step_has_its_seconds_its_requests_and_what_was_computed_for_new_ones(
     assert processor.seen[0][1:] == (10.0, "stats")
 
 
-def test_a_step_has_the_contexts_of_those_that_got_a_token():
+def test_a_step_has_the_contexts_of_those_that_got_a_token(noted):
     def state(prompt_len, so_far):
         detokenizer = SimpleNamespace(num_output_tokens=lambda: so_far)
         return SimpleNamespace(prompt_len=prompt_len, detokenizer=detokenizer, external_req_id="outside")
 
     processor = Processor()
     processor.request_states |= {"a": state(100, 7), "b": state(40, 0), "c": state(1000, 3)}
-    steps = EngineSteps(processor)
+    steps = noted(processor)
     processor.process_outputs([token("a")], 1.0)
     processor.process_outputs([token("a"), token("b", computed=40), token("c", tokens=())], 1.5)
     processor.process_outputs([token("a")], 2.0)
@@ -55,9 +64,9 @@ def test_a_step_has_the_contexts_of_those_that_got_a_token():
     assert list(steps.first_tokens) == ["outside"]
 
 
-def test_what_passes_while_the_engine_has_nothing_to_do_is_no_steps_time():
+def test_what_passes_while_the_engine_has_nothing_to_do_is_no_steps_time(noted):
     processor = Processor("a")
-    steps = EngineSteps(processor)
+    steps = noted(processor)
     processor.process_outputs([token("a", computed=5)], 1.0)
     processor.process_outputs([token("a", last=True)], 2.0)
     processor.request_states["b"] = None
@@ -69,9 +78,9 @@ def test_what_passes_while_the_engine_has_nothing_to_do_is_no_steps_time():
 
 
 @pytest.mark.parametrize("outputs", [[], [token("a", tokens=())]])
-def test_outputs_without_tokens_are_no_step(outputs):
+def test_outputs_without_tokens_are_no_step(noted, outputs):
     processor = Processor("a")
-    steps = EngineSteps(processor)
+    steps = noted(processor)
     for at in (1.0, 2.0, 3.0):
         processor.process_outputs(outputs, at)
     assert not steps.latest

@@ -213,7 +213,7 @@ async def test_killed_agent_fails_its_attempt_and_the_next_one_works(
     model.answer = answer
     attempt = asyncio.ensure_future(runner.run(job(task, model)))
     await asyncio.to_thread(asked.wait)
-    (pid,) = runner.agent_pids
+    (pid,) = runner._pool.pids
     os.kill(pid, signal.SIGKILL)
     report = await attempt
     assert report.status is AgentStatus.FAILED
@@ -256,7 +256,7 @@ async def test_close_leaves_no_process(model: Model, task: Task) -> None:
     runner = TinySweRunner(processes=2, threads=2)
     model.answer = lambda request: completion(task.answer)
     await asyncio.gather(*(runner.run(job(task, model)) for _ in range(4)))
-    pids = runner.agent_pids
+    pids = runner._pool.pids
     assert len(pids) == 2
     await runner.close()
     await runner.close()

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from seamless_verl.recipes.swe.tiny import assets, tokenizer
 from seamless_verl.recipes.swe.tiny.demonstrations import conversations
 from seamless_verl.recipes.swe.tiny.runner import PublicTask
-from seamless_verl.recipes.swe.tiny.tasks import Task
 
 WEATHER = {
     "type": "function",
@@ -140,12 +139,12 @@ def test_rows_are_what_verl_and_the_runner_read(
         for row in rows:
             assert row["agent_name"] == "seamless_agent"
             assert row["reward_model"] == {"style": "rule", "ground_truth": ""}
-            task = Task.from_json(row["extra_info"]["task"])
-            assert task.split == row["extra_info"]["split"]
-            PublicTask.parse(json.loads(row["extra_info"]["task"]))
+            task = json.loads(row["extra_info"]["task"])
+            assert task["hidden"]["split"] == row["extra_info"]["split"]
+            PublicTask.parse(task)
             (message,) = row["prompt"]
             assert message["role"] == "user"
-            assert message["content"].startswith(f"1|def {task.function}(")
+            assert message["content"].startswith(f"1|def {task['hidden']['function']}(")
 
 
 def test_lengths_stay_within_what_the_recipe_reserves(

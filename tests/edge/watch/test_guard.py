@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.cli import main
+from seamless_verl.watch.watch_app import _json
 from tests.edge.watch.recorded import TOKEN, watching, write_flight
 
 ROUTES = ["", "static/main.js", "static/page.css", "api/runs", "api/run/x/page", "api/run/x/steps", "api/run/x/groups",
@@ -56,6 +58,21 @@ async def test_every_answer_forbids_foreign_scripts_frames_and_keeping(tmp_path:
             assert policy["frame-ancestors"] == "'none'"
             assert headers["referrer-policy"] == "no-referrer"  # the token is in the address
             assert headers["cache-control"] == "no-store"
+
+
+async def test_scripts_and_styles_of_the_site_and_of_the_report_are_served_and_no_other_file(tmp_path: Path) -> None:
+    watch = Path(main.__code__.co_filename).parent / "watch"
+    async with watching(tmp_path) as http:
+        for name in (*(file.name for file in (watch / "site").glob("*s")), "page.css", "lanes.js"):
+            assert (await http.get(f"static/{name}")).status_code == 200, name
+        for name in ("shell.html", "watch_app.py", "..%2Fwatch_app.py", "%2Fetc%2Fpasswd", "page.html.jinja", "."):
+            assert (await http.get(f"static/{name}")).status_code in (403, 404), name
+
+
+def test_what_json_cannot_hold_becomes_a_mark_or_null() -> None:
+    """Half a character, as an agent may send it; a figure that is no number."""
+    answer = _json({"said \ud83d": ["whole", "half \ud83d"], "loss": float("nan")})
+    assert json.loads(answer.body) == {"said ?": ["whole", "half ?"], "loss": None}
 
 
 def test_the_pages_are_of_ours_alone() -> None:

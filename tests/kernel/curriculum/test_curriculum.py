@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from seamless_verl.curriculum.curriculum import Curriculum, CurriculumError, Draw, EpochEnded, StageEntered
 from seamless_verl.curriculum.prompt_pool import Outcome, Resampling
-from seamless_verl.curriculum.stages import Plateau, Stage
+from seamless_verl.curriculum_config import CurriculumConfig
+from seamless_verl.curriculum_config import PlateauConfig as Plateau
+from seamless_verl.curriculum_config import StageConfig as Stage
 from seamless_verl.errors import ConfigError
 
 RIGHT, MIXED, WRONG = [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]
@@ -195,12 +197,12 @@ def test_stages_that_cannot_work_are_refused(stages: list[Stage], words: str) ->
 def test_pools_that_would_be_empty_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train_files"):
         Curriculum(sources=[])
-    with pytest.raises(ConfigError, match=r"pool_floor=0: would empty the pool"):
-        Resampling(floor=0)
+    with pytest.raises(ConfigError, match=r"pool_floor=0"):
+        CurriculumConfig(pool_floor=0)
     with pytest.raises(ConfigError, match=r"pool_floor=3.*has only 2 prompts"):
         Curriculum(sources=["a"] * 2, resampling=Resampling(floor=3))
     with pytest.raises(ConfigError, match=r"readmit_after_epochs=0"):
-        Resampling(readmit_after=0)
+        CurriculumConfig(readmit_after_epochs=0)
 
 
 def test_a_state_of_other_data_stages_or_version_is_refused() -> None:

@@ -86,7 +86,7 @@ def test_requests_are_counted_by_how_they_ended():
         done(4.0, "c", finish="RayActorError", tokens=0),
     ]
     run = run_of(events)
-    r = run.requests
+    r = run.tallies.requests
     assert (r.started, r.interrupted, r.abandoned, r.failed, r.resumed) == (4, 1, 1, 1, 1)
     assert (r.tokens, r.prefilled_again) == (3 + 5, 5)
     assert run.lanes[0].load == ((0.0, 1), (0.5, 2), (1.0, 1), (1.0, 2), (2.0, 1), (3.0, 0), (3.0, 1), (4.0, 0))
@@ -106,12 +106,12 @@ def test_a_request_that_goes_on_elsewhere_has_moved():
     events = [start(), rollout(0.0), first, unnamed, stopped(2.0, first), stopped(2.0, unnamed), again]
     events += [begun(3.0, "", "b:1"), stopped(4.0, again), ended, stopped(6.0, ended, "completed")]
     events += [begun(7.0, "s", "a:1")]  # its next turn has the tokens of the last one, and nothing was interrupted
-    assert run_of(events).requests.moved == {("r", "b:1"): 1}
+    assert run_of(events).tallies.requests.moved == {("r", "b:1"): 1}
 
 
 def test_an_engine_that_does_not_tell_what_was_cached_makes_prefill_unknown():
     run = run_of([start(), rollout(0.0), request(0.0, "a", resumed=True), done(1.0, "a")])
-    assert run.requests.prefilled_again is None
+    assert run.tallies.requests.prefilled_again is None
 
 
 def test_decisions_of_a_continued_run_are_not_mixed_up():
@@ -147,7 +147,7 @@ def test_phases_inside_of_others_are_charged_once_and_those_of_a_killed_run_unti
         ended(7.0, Phase.SYNC_WEIGHTS), began(8.0, Phase.VALUES), flight.StepEnded(at=10.0, step=1),
         start(20.0), began(21.0, Phase.VALUES), flight.StepBegan(at=24.0, step=1),
     ]  # fmt: skip
-    assert dict(run_of(events).phases) == {Phase.SYNC_WEIGHTS: 4.0, Phase.SWITCH: 2.0, Phase.VALUES: 5.0}
+    assert dict(run_of(events).tallies.phases) == {Phase.SYNC_WEIGHTS: 4.0, Phase.SWITCH: 2.0, Phase.VALUES: 5.0}
 
 
 def session(at: float, seconds: float) -> flight.SessionEnded:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import DecodeCost
+from seamless_verl.observe import flight
 from seamless_verl.simulation.agents import LogNormal
 from seamless_verl.simulation.clock import Clock
 from seamless_verl.simulation.fleet import Fleet
@@ -54,3 +56,14 @@ def make_fleet(clock: Clock, **changes: Any) -> Fleet:
         "finished": lambda request: None,
     }
     return Fleet(clock, **{**values, **changes})
+
+
+def trained_s(events: Iterable[flight.FlightEvent]) -> list[float]:
+    """Seconds that the trainer computed in each step of a recording."""
+    found: list[float] = []
+    for event in events:
+        if isinstance(event, flight.StepBegan):
+            found.append(0.0)
+        elif isinstance(event, (flight.PhaseBegan, flight.PhaseEnded)) and event.phase is flight.Phase.UPDATE_ACTOR:
+            found[-1] += event.at if isinstance(event, flight.PhaseEnded) else -event.at
+    return found

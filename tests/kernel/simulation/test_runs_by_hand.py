@@ -20,7 +20,7 @@ from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics, slower
 from seamless_verl.simulation.run import Result, Simulation, simulate
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics, divisor
-from tests.kernel.simulation.build import scenario
+from tests.kernel.simulation.build import scenario, trained_s
 
 SECOND = DecodeCost(floor_s=1.0, base_s=0.0, per_request_s=0.0, attention_base_s=0.0, attention_per_token_s=0.0)
 ENGINE = EnginePhysics(decode=SECOND, prefill_s_per_token=0.0, kv_tokens=100_000)
@@ -96,7 +96,7 @@ def test_steps_by_hand(system: str, eta: int) -> None:
     result, _, events = watched(by_hand(system, eta=eta, warm=0))
     times = [step.ended - step.began for step in result.steps]
     assert times == pytest.approx(BY_HAND[system, eta], abs=1e-3)
-    assert [step.trained_s for step in result.steps] == pytest.approx([TRAIN_S] * 5)
+    assert trained_s(events) == pytest.approx([TRAIN_S] * 5)
     assert result.max_staleness <= eta
     for state, seconds in ((SliceState.SYNCING, 2.0), (SliceState.DRAINING, 3.0)):
         assert stretches(events, state) == pytest.approx([seconds] * len(stretches(events, state)))

@@ -23,7 +23,7 @@ from seamless_verl.simulation.regimes import REGIMES
 from seamless_verl.simulation.replica import EnginePhysics, slower
 from seamless_verl.simulation.run import Result, Simulation, simulate
 from seamless_verl.simulation.scenario import Noise, Pool, Scenario, SwitchCosts, TrainPhysics
-from tests.kernel.simulation.build import ENGINE, scenario
+from tests.kernel.simulation.build import ENGINE, scenario, trained_s
 
 pytestmark = pytest.mark.timeout(300)  # some take 15 s of a core, on a loaded machine several times that
 SYSTEMS = tuple(REGIMES)
@@ -239,9 +239,10 @@ def test_verls_gate_is_told_of_every_wait_of_a_trainer_that_nobody_else_uses(mon
     monkeypatch.setattr(GateRule, "step_ended", watched)
     monkeypatch.setattr(GateRule, "should_lend", lambda self, ready, *, last_step: False)
     quick = TrainPhysics(gpu_s_per_token=1e-5, update_s=0.5)
-    result = simulate(scenario("verl_enable_switch", train=quick, warm=0))
-    for step, (waited_s, waited_groups) in list(zip(result.steps, told, strict=True))[1:]:
-        assert waited_s == pytest.approx(step.ended - step.began - step.trained_s - 1.0, abs=1e-6)
+    events: list[flight.FlightEvent] = []
+    result = Simulation(scenario("verl_enable_switch", train=quick, warm=0), record=events.append).run()
+    for step, trained, (waited_s, waited_groups) in list(zip(result.steps, trained_s(events), told, strict=True))[1:]:
+        assert waited_s == pytest.approx(step.ended - step.began - trained - 1.0, abs=1e-6)
         assert waited_groups > 0
 
 

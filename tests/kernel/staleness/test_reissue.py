@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from seamless_verl.staleness.groups import MOST_LOSSES, IssuedGroups
 from seamless_verl.staleness.protocol import EntryState, StalenessProtocol
-from seamless_verl.staleness.reissue import MOST_LOSSES, IssuedGroups
 
 
 class DyingWorkers(RuleBasedStateMachine):

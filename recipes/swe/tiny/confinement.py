@@ -15,12 +15,13 @@ import functools
 import os
 import platform
 import resource
-import signal
 import struct
 import sysconfig
 from collections.abc import Iterable
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+from seamless_verl.agents.ties import KernelRefused, set_attribute
+
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _SECCOMP_MODE_FILTER = 2
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
@@ -82,10 +83,6 @@ _READABLE = sorted(
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class ConfinementError(Exception):
-    """The kernel refused a part of the confinement; the process must not go on."""
-
-
 def supported() -> str | None:
     """Why this machine cannot confine a process, or ``None`` when it can."""
     if os.name != "posix" or platform.system() != "Linux":
@@ -102,36 +99,6 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1)))
 
 
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """This process gets signal ``number`` when its parent, whose process id is given, ends.
-
-    Raises:
-        ConfinementError: the parent has ended, or the kernel refuses.
-    """
-    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        raise ConfinementError("the parent ended before its child was tied to it")
-
-
-def die_with_owner(variable: str, number: int = signal.SIGKILL) -> None:
-    """`die_with_parent` for a child whose parent put its own process id into an environment variable.
-
-    A process started by hand has no such variable and goes on.
-    """
-    owner = os.environ.pop(variable, None)
-    if owner is None or platform.system() != "Linux":
-        return
-    try:
-        die_with_parent(int(owner), number)
-    except ConfinementError:
-        os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, so that it can wait for every one of them."""
-    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
-
-
 def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     """Confine this process: only ``folder`` can be written, only it and the Python installation read.
 
@@ -141,7 +108,7 @@ def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int) -> N
         file_bytes: largest file that can be written.
 
     Raises:
-        ConfinementError: a part could not be put into force.
+        KernelRefused: a part could not be put into force.
     """
     for which, limit in (
         (resource.RLIMIT_CPU, cpu_s),
@@ -153,16 +120,11 @@ def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int) -> N
         hard = resource.getrlimit(which)[1]
         lowest = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(which, (lowest, lowest))
-    _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+    set_attribute("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
     version = landlock_version()
     if version:
         _restrict_files(folder, version)
     _install_filter(filter_program(files=version > 0))
-
-
-def _prctl(name: str, option: int, value: int) -> None:
-    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        raise ConfinementError(f"prctl({name}): {os.strerror(ctypes.get_errno())}")
 
 
 @functools.cache
@@ -203,7 +165,7 @@ def _install_filter(program: bytes) -> None:
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(instructions))
     if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0) != 0:
-        raise ConfinementError(f"seccomp filter: {os.strerror(ctypes.get_errno())}")
+        raise KernelRefused(f"seccomp filter: {os.strerror(ctypes.get_errno())}")
 
 
 def _restrict_files(folder: str, version: int) -> None:
@@ -211,7 +173,7 @@ def _restrict_files(folder: str, version: int) -> None:
     attribute = struct.pack("Q", rights)
     ruleset = _libc.syscall(_LANDLOCK_CREATE, attribute, len(attribute), 0)
     if ruleset < 0:
-        raise ConfinementError(f"Landlock: {os.strerror(ctypes.get_errno())}")
+        raise KernelRefused(f"Landlock: {os.strerror(ctypes.get_errno())}")
     reading = _READ | _READ_FOLDER | _EXECUTE
     allowed = [(folder, rights & ~_SPECIAL_FILES), *((path, reading) for path in _READABLE)]
     allowed += [(device, _READ | _WRITE) for device in ("/dev/null", "/dev/zero", "/dev/urandom")]
@@ -219,7 +181,7 @@ def _restrict_files(folder: str, version: int) -> None:
         for path, access in allowed:
             _allow_beneath(ruleset, path, access)
         if _libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
-            raise ConfinementError(f"Landlock: {os.strerror(ctypes.get_errno())}")
+            raise KernelRefused(f"Landlock: {os.strerror(ctypes.get_errno())}")
     finally:
         os.close(ruleset)
 
@@ -231,6 +193,6 @@ def _allow_beneath(ruleset: int, path: str, access: int) -> None:
         return
     try:
         if _libc.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", access, handle), 0) != 0:
-            raise ConfinementError(f"Landlock rule for {path}: {os.strerror(ctypes.get_errno())}")
+            raise KernelRefused(f"Landlock rule for {path}: {os.strerror(ctypes.get_errno())}")
     finally:
         os.close(handle)

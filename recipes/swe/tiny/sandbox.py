@@ -26,12 +26,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.agents import confinement
+import seamless_verl
 from seamless_verl.errors import MachineError, SeamlessError
+from seamless_verl.recipes.swe.tiny import confinement
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(seamless_verl.__file__).resolve().parents[1])
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from seamless_verl.agents.zygote import main; del sys.path[0]; main()"
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from seamless_verl.recipes.swe.tiny.zygote import main; del sys.path[0]; main()"
 )
 _REPLY_GRACE_S = 10.0
 

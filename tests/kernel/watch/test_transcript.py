@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seamless_verl.watch.partings import Said, parted
-from seamless_verl.watch.transcript import shared
+from seamless_verl.watch.transcript import Said, parted, shared
 
 
 def _said(units: str, *answers: tuple[int, int, int]) -> list[Said]:

@@ -28,14 +28,8 @@ import time
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from seamless_verl.agents.confinement import (
-    ConfinementError,
-    adopt_orphans,
-    confine,
-    die_with_parent,
-    filter_program,
-    landlock_version,
-)
+from seamless_verl.agents.ties import KernelRefused, adopt_orphans, die_with_parent
+from seamless_verl.recipes.swe.tiny.confinement import confine, filter_program, landlock_version
 
 _MAX_MESSAGE_BYTES = 1 << 16
 
@@ -257,7 +251,7 @@ def run_once(request: dict[str, Any]) -> dict[str, Any]:
     if child == 0:
         try:
             _tests_process(request, report_write, output_write, zygote)
-        except ConfinementError as error:
+        except KernelRefused as error:
             os.write(report_write, json.dumps({"broken": str(error)}).encode() + b"\n")
         except BaseException as error:  # noqa: BLE001 - said on the captured output, then this process ends
             os.write(2, f"{type(error).__name__}: {error}\n".encode())

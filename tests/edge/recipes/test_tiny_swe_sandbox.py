@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from seamless_verl.agents import confinement, sandbox
-from seamless_verl.agents.sandbox import Limits, Sandbox, SandboxError, TestRun
 from seamless_verl.errors import MachineError
+from seamless_verl.recipes.swe.tiny import confinement, sandbox
 from seamless_verl.recipes.swe.tiny.agent import describe
+from seamless_verl.recipes.swe.tiny.sandbox import Limits, Sandbox, SandboxError, TestRun
 from seamless_verl.recipes.swe.tiny.tasks import generate
 
 TESTS = '''
@@ -219,7 +219,7 @@ def test_two_runs_do_not_see_each_other() -> None:
 
 def test_without_landlock_no_file_can_be_opened(tmp_path: Path) -> None:
     script = f"""
-from seamless_verl.agents import confinement
+from seamless_verl.recipes.swe.tiny import confinement
 confinement.landlock_version = lambda: 0
 confinement.confine({str(tmp_path)!r}, cpu_s=5, memory_bytes=1 << 30, file_bytes=1 << 20)
 for name in ("own", "/dev/null", "/etc/passwd"):
@@ -305,8 +305,8 @@ def test_a_zygote_that_dies_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_confinement_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = "def refuse(*_, **__): raise zygote.ConfinementError('seccomp filter: denied')"
-    broken = sandbox._START.replace("main()", f"import seamless_verl.agents.zygote as zygote\n{refuse}")
+    refuse = "def refuse(*_, **__): raise zygote.KernelRefused('seccomp filter: denied')"
+    broken = sandbox._START.replace("main()", f"import seamless_verl.recipes.swe.tiny.zygote as zygote\n{refuse}")
     monkeypatch.setattr(sandbox, "_START", broken + "\nzygote.confine = refuse\nmain()")
     box = Sandbox()
     try:
