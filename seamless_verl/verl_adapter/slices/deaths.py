@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _GONE_S = 10.0
 _AGAIN_S = 10.0  # the memory of a killed engine may come back a little after its process is gone
-_RESTART_S = Patience().restart_s - 60.0  # with its last tidying it ends before its GPUs may be the trainer's
+_RESTART_S = Patience().restart_s - 90.0  # with what is tidied up it ends before its GPUs may be the trainer's
 _INTERVAL_S = 5.0
 _LAST_ANSWERS_S = 3.0  # the dead answer at once, the busy not at all
 _LAST_RESORT_S = 45.0  # for the run to end by itself once it is known why it must
@@ -126,6 +126,12 @@ class ReplicaHealth:
         return {replica: f"its server has not answered for {seconds:.0f} s" for replica, seconds in since.items()}
 
 
+def story_of(error: BaseException) -> str:
+    """Its kind and its last line, without the traceback of the process that raised it."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[-1:]])
+
+
 def restart_replica(replica: RolloutReplica) -> None:
     """Start a replica anew and wait until it answers; a hybrid one is put to sleep then.
 
@@ -137,9 +143,8 @@ def restart_replica(replica: RolloutReplica) -> None:
     try:
         _launch(replica, until)
     except Exception as error:  # noqa: BLE001 - whatever vLLM raises for lack of memory; the second time it goes through
-        _log.warning("replica %s did not start (%s), once more", replica.replica_rank, error)
+        _log.warning("replica %s did not start (%s), once more", replica.replica_rank, story_of(error))
         _launch(replica, until)
-    ray.get([w.__ray_call__.remote(_forget_server) for w in replica.workers], timeout=max(until - time.monotonic(), 0))
 
 
 def _launch(replica: RolloutReplica, until: float) -> None:
@@ -149,6 +154,8 @@ def _launch(replica: RolloutReplica, until: float) -> None:
         asyncio.run(asyncio.wait_for(replica.launch_servers(), until - time.monotonic()))
         if replica.rollout_mode is RolloutMode.HYBRID:
             asyncio.run(asyncio.wait_for(replica.sleep(), until - time.monotonic()))
+        forgotten = [worker.__ray_call__.remote(_forget_server) for worker in replica.workers]
+        ray.get(forgotten, timeout=max(until - time.monotonic(), 0))
     except BaseException:
         kill(replica.servers)
         time.sleep(_AGAIN_S)
@@ -177,8 +184,16 @@ def start_workers(replica: RolloutReplica, suffix: str = "") -> list[Any]:
     return workers
 
 
+def end_replicas(replicas: Sequence[RolloutReplica]) -> None:
+    """Kill their servers; memory of engines that lived is free then."""
+    died = ReplicaHealth(replicas).deaths(_LAST_ANSWERS_S)
+    kill([server for replica in replicas for server in replica.servers])
+    if len(died) < len(replicas):
+        time.sleep(_AGAIN_S)
+
+
 def kill(actors: list[Any]) -> None:
-    """And wait until they are gone, with the engines that servers started."""
+    """And wait until they are gone; the engines that servers started end right after them."""
     for actor in actors:
         ray.kill(actor)
     calls = [actor.__ray_ready__.remote() for actor in actors]

@@ -26,7 +26,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 from seamless_verl.scheduling.slices import SliceId
-from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth, kill, restart_replica
+from seamless_verl.verl_adapter.slices.deaths import ReplicaHealth, end_replicas, restart_replica, story_of
 from seamless_verl.verl_adapter.slices.standing import tell_cache_sizes
 from seamless_verl.verl_adapter.weights.rolling_weights import RollingWeights
 from seamless_verl.verl_adapter.weights.weight_checks import WeightChecks
@@ -70,7 +70,7 @@ class ReplicaSlices:
         self._checks = checks
         self._store = store
         self._restarts = ThreadPoolExecutor(len(self._replicas) or 1, thread_name_prefix="restart")
-        self._given_up: dict[SliceId, str] = {}  # what a transfer found out that nobody else can
+        self._given_up: dict[SliceId, str] = {}  # until they are back: why, as it was known first
         self.sync_metrics: dict[str, Any] = {}
 
     def is_hybrid(self, slice_id: SliceId) -> bool:
@@ -118,7 +118,7 @@ class ReplicaSlices:
             The slices that could not take them by themselves; the others generate.
 
         Raises:
-            RayError, TransferBroken: all sleep, but for those that are `dead` and those that serve.
+            RayError, TransferBroken: all that were woken sleep, but for those that are `dead` and those that serve.
         """
         try:
             if self._store is not None:
@@ -134,7 +134,9 @@ class ReplicaSlices:
             _together([self._replicas[s].resume_generation() for s in awake] + asleep)
             return failed
         except (RayError, TransferBroken):  # verl wakes all, and the trainer may get its GPUs next
-            self.interrupt(list(self._hybrid.keys() - self.dead(self._hybrid) - set(serving)))
+            woken = set(self._hybrid) if self._store is None else set(slices)
+            self._given_up |= (dead := self.dead(woken))
+            self.interrupt(list(woken - dead.keys() - set(serving)))
             raise
 
     def publish(self, version: int) -> None:
@@ -172,7 +174,9 @@ class ReplicaSlices:
                 failed[slice_id] = error
             elif error is not None:
                 raise error
-        kill([server for s in failed for server in self._replicas[s].servers])
+        if failed:
+            self._given_up |= {s: story_of(error) for s, error in failed.items()} | self.dead(failed)
+            end_replicas([self._replicas[s] for s in failed])
         return failed
 
     def sync(self, version: int) -> None:
@@ -201,11 +205,13 @@ class ReplicaSlices:
         known = {s: reason for s, reason in self._given_up.items() if s in asked.values()}
         return {asked[replica]: reason for replica, reason in found.items()} | known
 
-    def leave_out(self, slice_id: SliceId) -> None:
-        """Take a slice off the router and, if its replica stands alone, out of weight transfers."""
-        self.unregister([slice_id])
-        if not self.is_hybrid(slice_id):
-            self._standing_weights.remove_replicas([self._standing[slice_id]])
+    def leave_out(self, slices: Collection[SliceId]) -> None:
+        """Take slices off the router, and those that stand alone out of weight transfers. The others are ended: the
+        trainer may get their GPUs next, and requests that wait at their gates go elsewhere."""
+        self.unregister(list(slices))
+        self._given_up |= dict.fromkeys(set(slices) - self._given_up.keys(), "it is out")
+        end_replicas([replica for s, replica in self._hybrid.items() if s in slices])
+        self._standing_weights.remove_replicas([replica for s, replica in self._standing.items() if s in slices])
 
     def take_in(self, slices: Sequence[SliceId]) -> None:
         """Standing replicas that came back take part in the next `sync`."""

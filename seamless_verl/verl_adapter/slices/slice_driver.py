@@ -15,6 +15,7 @@ from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
 from seamless_verl.scheduling.slices import GENERATING, SliceId, Tag
+from seamless_verl.verl_adapter.slices.deaths import story_of
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
 
@@ -155,16 +156,27 @@ class SliceDriver:
         horizons = [c for c in commands if isinstance(c, cm.SetHorizon)]
         if horizons:  # before the slices are on the router
             self._replicas.set_horizon([c.slice for c in horizons], horizons[-1].outlasting)
+        out = self._take_out(commands)
+        commands = [c for c in commands if getattr(c, "slice", None) not in out]  # ordered before that was known
         done = self._drain({c.slice: c.command for c in commands if isinstance(c, cm.DrainSlice)})
         lends = [c for c in commands if isinstance(c, cm.LendSlice)]
-        done += self._lend(lends, [c for c in commands if isinstance(c, cm.SyncWeights)])
+        return done + self._lend(lends, [c for c in commands if isinstance(c, cm.SyncWeights)])
+
+    def _take_out(self, commands: Sequence[cm.Command]) -> dict[SliceId, str]:
+        """Before anything else, since a loan may take minutes: requests go elsewhere, and the time of a restart runs.
+
+        Returns:
+            Who is out, and why.
+        """
+        out = {c.slice: c.reason for c in commands if isinstance(c, cm.FailOver)}
+        if out:
+            self._replicas.leave_out(out)
+        for slice_id, reason in out.items():
+            self._warn(f"slice {slice_id} is out: {reason}")
         for command in commands:
-            if isinstance(command, cm.FailOver):
-                self._replicas.leave_out(command.slice)
-                self._warn(f"slice {command.slice} is out: {command.reason}")
-            elif isinstance(command, cm.RestartSlice):
+            if isinstance(command, cm.RestartSlice):
                 self._restarts[command.slice] = self._replicas.restart(command.slice)
-        return done
+        return out
 
     def _note(self, command: cm.Command) -> None:
         if isinstance(command, cm.GrantAcquire):
@@ -261,9 +273,8 @@ class SliceDriver:
                 if not dead:
                     story = f"weights of version {version} did not reach {', '.join(commands)}, and none is dead"
                     raise WeightsLost(f"{story}: {error}") from error
-                for slice_id, reason in dead.items():
-                    self._replicas.leave_out(slice_id)
-                    failed.append(self._failed(slice_id, reason))
+                self._replicas.leave_out(dead)
+                failed += [self._failed(slice_id, reason) for slice_id, reason in dead.items()]
 
     def _cut_short(self, commands: dict[SliceId, int], error: RayError | TransferBroken) -> list[ev.Event]:
         """A loan failed: the trainer's replicas that died are lost, lent or not, and the others are handed back.
@@ -275,7 +286,7 @@ class SliceDriver:
         """
         trainers = [s.slice.id for s in self._cluster if s.slice.lendable and Tag.ROLLOUT in s.usable]
         never_lent = [s.slice.id for s in self._cluster if s.slice.capabilities == {Tag.TRAIN}]
-        for slice_id, reason in self._replicas.dead(never_lent).items():
+        for slice_id, reason in self._replicas.dead([] if self._cluster.wakes_apart else never_lent).items():
             raise WeightsLost(f"the replica of {slice_id}, which verl wakes with those that are lent, died: {reason}")
         dead = self._replicas.dead(trainers) or dict.fromkeys(commands, f"{type(error).__name__}: {error}")
         failed = [self._failed(slice_id, reason) for slice_id, reason in dead.items()]
@@ -284,7 +295,7 @@ class SliceDriver:
     def _failures(self, errors: Mapping[SliceId, RayError]) -> list[ev.SliceFailed]:
         """Replicas that failed each by itself."""
         dead = self._replicas.dead(errors)
-        return [self._failed(s, dead.get(s, f"{type(error).__name__}: {error}")) for s, error in errors.items()]
+        return [self._failed(s, dead.get(s, story_of(error))) for s, error in errors.items()]
 
     def _failed(self, slice_id: SliceId, reason: str) -> ev.SliceFailed:
         return ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT)

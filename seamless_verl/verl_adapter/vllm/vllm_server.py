@@ -25,6 +25,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from seamless_verl.decode_cost import EnginePace, EngineStep, measured_pace
+from seamless_verl.errors import SeamlessError
 from seamless_verl.staleness.routing import EngineLoad
 from seamless_verl.verl_adapter.cpu.cpu_device import name_device
 from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN, PART, VERSION_SPANS
@@ -127,6 +128,10 @@ class _Parts:
         self._num_told = end
 
 
+class HalfAwake(SeamlessError):
+    """Nobody knows which memory the engine holds: a wake or a sleep failed half-way, or is under way."""
+
+
 class InterruptibleServer(vLLMHttpServer):
     """Keeps its own account of the requests on their way into the engine, by the names they came with."""
 
@@ -135,6 +140,7 @@ class InterruptibleServer(vLLMHttpServer):
         self._on_their_way: set[str] = set()
         self._parts: dict[str, _Parts] = {}  # of those that are handed over in parts
         self._ended: LRUCache[str, bool] = LRUCache(maxsize=_MOST_ENDED)  # by name, before the engine had them
+        self._asleep: set[str] | None = set()  # tags; None: see `HalfAwake`
         self._without_token = 0  # verl's count
         self._has_cores = False  # more than one
         self._steps: EngineSteps | None = None
@@ -142,6 +148,28 @@ class InterruptibleServer(vLLMHttpServer):
         if self.rollout_mode in _DEVICES:
             workers = self.config.tensor_model_parallel_size * self.config.pipeline_model_parallel_size
             name_device(_DEVICES[self.rollout_mode], self.replica_rank * workers)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        asleep, self._asleep = self._asleep, None
+        await super().wake_up(tags)
+        if asleep is not None:
+            self._asleep = asleep - set(tags or self._get_wake_up_tags())
+
+    async def sleep(self) -> None:
+        """As verl's. Where only the weights are awake, vLLM 0.24 to 0.27 only warns (`Executor.sleep`), so it is woken
+        whole before. Remove when vLLM sleeps from there.
+
+        Raises:
+            HalfAwake: its memory comes back only when it ends.
+        """
+        if self._asleep is None:
+            raise HalfAwake(f"nobody knows what the engine of rollout replica {self.replica_rank} holds; it has to end")
+        every = set(self._get_wake_up_tags())
+        if self._asleep and self._asleep != every:
+            await self.wake_up(sorted(self._asleep))
+        self._asleep = None
+        await super().sleep()  # type: ignore[no-untyped-call]
+        self._asleep = every
 
     async def weights_checksum(self) -> str:
         """Checksum of the weights that the engine holds (`weight_checks`)."""

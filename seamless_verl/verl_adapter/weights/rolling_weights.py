@@ -31,9 +31,10 @@ from seamless_verl.observe.flight import FlightEvent, PullBegan, PullEnded
 from seamless_verl.observe.recording import FlightRecorder
 from seamless_verl.staleness.synchronisation import Pull, ReplicaWeights, synchronisation_of
 from seamless_verl.verl_adapter.rollout.llm_client import replica_died
+from seamless_verl.verl_adapter.slices.deaths import story_of
 from seamless_verl.verl_adapter.weights import weight_store
 from seamless_verl.verl_adapter.weights.shared_engine import make_room
-from seamless_verl.verl_adapter.weights.weight_carrier import Carrier, carrier_of
+from seamless_verl.verl_adapter.weights.weight_carrier import Carrier, carrier_of, node_of
 from seamless_verl.verl_adapter.weights.weight_store import SHARED
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
@@ -103,7 +104,8 @@ class RollingWeights:
         self._clock = clock
         self._limit_s = limit_s
         self._newest: int | None = None
-        self._copy_s = 0.0
+        self._copy_s = 0.0  # to another node a pull begins with a copy of the version
+        self._nodes: dict[RolloutReplica, str] = {}
         self._published: dict[str, Any] = {}  # what the last publication took, until it is told
         self._states = {replica: _State() for replica in replicas}
         self._news = threading.Condition()
@@ -127,6 +129,7 @@ class RollingWeights:
         with self._news:
             for replica in replicas:
                 self._states.pop(replica, None)
+                self._nodes.pop(replica, None)  # it may come back on another one
 
     def publish(self, version: int) -> None:
         """What the trainer's workers hold, unless that version is published already."""
@@ -136,8 +139,7 @@ class RollingWeights:
         told = ray.get(self._actor_wg.update_weights(global_steps=version, mode=SHARED))
         self._published = {key: value for each in told if isinstance(each, dict) for key, value in each.items()}
         self._published["weights/wait_s"] = time.perf_counter() - began
-        if self._carrier is not None:  # to another node a pull begins with a copy of the version
-            self._copy_s = self._published.get("weights/bytes", 0.0) / _SLOWEST
+        self._copy_s = self._published.get("weights/bytes", 0.0) / _SLOWEST
         with self._news:
             self._newest = version
             self._news.notify_all()
@@ -155,12 +157,25 @@ class RollingWeights:
         told = str(self._folder), version, self._keep, self._router
         calls = {each: each.servers[0].wake_with.remote(*told, each.server_address, self._carrier) for each in replicas}
         failed: dict[RolloutReplica, RayError] = {}
+        until = time.monotonic() + _WAKE_S
         for replica, call in calls.items():
             try:
-                ray.get(call, timeout=_WAKE_S + self._copy_s)
+                ray.get(call, timeout=max(until + self._copying_s(replica) - time.monotonic(), 0))
             except RayError as error:
                 failed[replica] = error
         return failed
+
+    def _copying_s(self, replica: RolloutReplica) -> float:
+        """How much longer it may take. Who does not say at once where it is may be elsewhere, and is asked again."""
+        if self._carrier is None:
+            return 0.0
+        if replica not in self._nodes:
+            try:
+                call = replica.servers[0].__ray_call__.remote(node_of)
+                self._nodes[replica] = ray.get(call, timeout=_ANSWER_S)
+            except RayError:
+                return self._copy_s
+        return 0.0 if self._nodes[replica] == self._carrier.node else self._copy_s
 
     def update_weights(self, global_steps: int) -> dict[str, Any]:
         """`publish`, and wait for replicas without weights.
@@ -252,7 +267,7 @@ class RollingWeights:
         address = replica.server_address
         self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
         server = replica.servers[0]
-        state.limit_s = self._limit_s + self._copy_s
+        state.limit_s = self._limit_s + self._copying_s(replica)
         state.since = time.monotonic()
         told = str(self._folder), pull.at_least, self._keep, self._router, address, self._carrier
         state.call = server.pull.remote(*told)
@@ -289,7 +304,7 @@ class RollingWeights:
 
     def _failed(self, replica: RolloutReplica, state: _State, error: Exception) -> None:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        story = f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}"
+        story = story_of(cause)
         is_refused = type(cause).__name__ == "WeightsRefused"
         before = state.version
         with self._news:

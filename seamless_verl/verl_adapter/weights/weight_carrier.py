@@ -105,14 +105,14 @@ def carrier_of(worker: Any, folder: Path) -> Carrier | None:
     """How weights get to other nodes that ``worker`` publishes; None: there are no others."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return None
-    node = ray.get(worker.__ray_call__.remote(_node_of))
+    node = ray.get(worker.__ray_call__.remote(node_of))
     on_it = NodeAffinitySchedulingStrategy(node, soft=False)
     make: Any = ray.remote(Holder)
     options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": _AT_A_TIME, "scheduling_strategy": on_it}
     return Carrier(node=node, holder=make.options(**options).remote(str(folder)))
 
 
-def _node_of(worker: Any) -> str:
+def node_of(worker: Any) -> str:
     return _node()
 
 

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -158,7 +159,7 @@ def test_a_server_without_its_engine_counts_as_dead(actor: Any, monkeypatch: pyt
 def test_a_restart_that_takes_too_long_ends_before_others_may_have_its_gpus_and_leaves_nothing_on_them(
     actor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tidying_s = 2 * (deaths._GONE_S + deaths._AGAIN_S)
+    tidying_s = deaths._LAST_ANSWERS_S + 4 * deaths._GONE_S + 3 * deaths._AGAIN_S
     assert deaths._RESTART_S + tidying_s < Patience().restart_s
     monkeypatch.setattr(deaths, "_RESTART_S", 5.0)
     monkeypatch.setattr(deaths, "_AGAIN_S", 0.1)
@@ -180,6 +181,58 @@ def test_a_restart_that_takes_too_long_ends_before_others_may_have_its_gpus_and_
     for server in launched:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(server.pid.remote())
+
+
+def test_a_worker_that_does_not_forget_the_last_server_leaves_no_engine_behind(
+    actor: Any, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deaths, "_RESTART_S", 5.0)
+    monkeypatch.setattr(deaths, "_AGAIN_S", 0.1)
+    launched: list[Any] = []
+
+    async def launch() -> None:
+        launched.append(actor.options(num_cpus=0).remote())
+        replica.servers.append(launched[-1])
+
+    async def sleep() -> None:
+        await launched[-1].pid.remote()
+
+    busy = parts["trainer worker 0"]
+    busy.work.remote()
+    replica = SimpleNamespace(
+        rollout_mode=RolloutMode.HYBRID,
+        replica_rank=0,
+        workers=[busy],
+        servers=[],
+        launch_servers=launch,
+        sleep=sleep,
+    )
+    with pytest.raises((asyncio.TimeoutError, ray.exceptions.GetTimeoutError)):
+        deaths.restart_replica(replica)  # type: ignore[arg-type]
+    assert launched
+    for server in launched:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(server.pid.remote())
+
+
+def test_memory_of_an_engine_that_lived_is_waited_for(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(deaths, "time", SimpleNamespace(sleep=waited.append, monotonic=time.monotonic))
+    server = actor.options(num_cpus=0).remote()
+    replica: Any = type("Replica", (), {"rollout_mode": RolloutMode.HYBRID, "servers": [server]})()
+    deaths.end_replicas([replica])
+    assert waited == [deaths._AGAIN_S]
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(server.pid.remote())
+    deaths.end_replicas([replica])
+    deaths.end_replicas([])
+    assert waited == [deaths._AGAIN_S], "what died before holds nothing any more"
+
+
+def test_an_error_is_told_in_a_line_also_where_it_has_no_words() -> None:
+    handed = ray.exceptions.RayTaskError("wake", "Traceback …\n" * 20, ValueError("first\nlast "))
+    assert deaths.story_of(handed) == "ValueError: last"
+    assert deaths.story_of(asyncio.TimeoutError()) == "TimeoutError"
 
 
 def test_the_router_transferqueue_trainer_and_reward_workers_are_watched_by_name(actor: Any) -> None:

@@ -73,8 +73,9 @@ class Replicas:
     def dead(self, slices):
         return {s: "killed" for s in slices if s in self.died}
 
-    def leave_out(self, slice_id):
-        self.on_router.discard(slice_id)
+    def leave_out(self, slices):
+        self.told.append(("leave_out", list(slices)))
+        self.on_router.difference_update(slices)
 
     def take_in(self, slices):
         self.told.append("take_in")
@@ -82,6 +83,7 @@ class Replicas:
     def restart(self, slice_id):
         from concurrent.futures import Future
 
+        self.told.append(("restart", slice_id))
         self.died.discard(slice_id)
         self.restarts.append((slice_id, Future()))
         return self.restarts[-1][1]
@@ -246,6 +248,26 @@ def test_a_replica_that_died_asleep_fails_a_loan_of_others_and_is_named():
     assert [(type(event).__name__, event.slice) for event in told] == [("SliceFailed", "t/0"), ("SliceDrained", "t/1")]
 
 
+@pytest.mark.parametrize("wakes_apart", [False, True])
+def test_who_is_out_is_left_out_and_restarted_before_others_are_lent_and_what_was_ordered_of_it_is_void(wakes_apart):
+    """A loan may take as long as a restart has."""
+    from seamless_verl.scheduling import commands as cm
+
+    run = Run("t/0", "t/1", "t/2", wakes_apart=wakes_apart)
+    orders = [
+        cm.DrainSlice(command=7, slice="t/0"),
+        cm.LendSlice(command=8, slice="t/1", version=0),
+        cm.LendSlice(command=9, slice="t/2", version=0),
+        cm.FailOver(slice="t/0", reason="killed"),
+        cm.FailOver(slice="t/2", reason="killed"),
+        cm.RestartSlice(slice="t/0"),
+    ]
+    told = run.driver._carry_out(orders)
+    ordered = [each for each in run.replicas.told if each not in ("register", "even_out")]
+    assert ordered == [("leave_out", ["t/0", "t/2"]), ("restart", "t/0"), "hold", "wake"]
+    assert [(type(event).__name__, event.slice) for event in told] == [("SliceReady", "t/1")]
+
+
 def test_of_a_loan_that_failed_though_nobody_died_all_are_restarted():
     run = Run("t/0", "t/1")
     run.replicas.dies_in["wake"] = "nobody"
@@ -293,17 +315,22 @@ def test_weights_that_reach_nobody_although_all_live_end_the_run():
     assert exit_of(lost.value) is Exit.DIED, "it goes on from its last checkpoint"
 
 
-def test_a_dead_replica_of_a_slice_that_only_trains_is_named_and_the_run_starts_again():
-    """verl wakes it with the others, and the scheduler can start it as little as lend it."""
+@pytest.mark.parametrize("wakes_apart", [False, True])
+def test_a_dead_replica_of_a_slice_that_only_trains_is_named_and_the_run_starts_again(wakes_apart):
+    """verl wakes it with the others, and the scheduler cannot start it. Who wakes apart does not need it."""
     from seamless_verl.run.restarts import Exit, exit_of
     from seamless_verl.scheduling.slices import Gpu, Slice, SliceState
     from seamless_verl.verl_adapter.slices.slice_driver import WeightsLost
 
-    run = Run()
+    run = Run(wakes_apart=wakes_apart)
     only = Slice(id="t/9", pool="t", gpus=(Gpu(node="t/9", index=0),), capabilities=frozenset({Tag.TRAIN}))
     run.driver.tell(run.ev.SliceAdded(at=run.clock(), slice=only, state=SliceState.IDLE))
     run.replicas.died.add("t/9")
     run.replicas.dies_in["wake"] = "t/9"
+    if wakes_apart:
+        run.step()
+        assert [slice_id for slice_id, _ in run.replicas.restarts] == ["t/0"], "it could not wake"
+        return
     with pytest.raises(WeightsLost, match="the replica of t/9, .* died: killed") as lost:
         run.step()
     assert exit_of(lost.value) is Exit.DIED

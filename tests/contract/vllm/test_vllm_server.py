@@ -45,6 +45,7 @@ async def serve(cls, monkeypatch, num_cores=1):
     server = object.__new__(cls)
     if hasattr(cls, "_admitting"):  # ours
         vars(server).update(_on_their_way=set(), _parts={}, _ended={}, _without_token=0, _has_cores=False, _steps=None)
+        server._asleep = set()
     vars(server).update(
         node_rank=0,
         replica_rank=0,
@@ -156,6 +157,88 @@ def test_with_several_engine_cores_the_first_token_counts_as_under_verl(monkeypa
         await abort
 
     asyncio.run(scenario())
+
+
+class SleepingEngine(FullEngine):
+    """With vLLM's own account of what sleeps.
+
+    Attributes:
+        held: tags whose memory it has.
+        told: of wakes, in order.
+        fails: the next wake gets half of what it wants.
+    """
+
+    def __init__(self, num_cores):
+        super().__init__(num_cores)
+        self.held, self.told, self.fails = {"weights", "kv_cache"}, [], False
+        self.executor = SimpleNamespace(is_sleeping=False, sleeping_tags=set(), collective_rpc=self._work)
+
+    def _work(self, method, kwargs):
+        if method == "sleep":
+            self.held = set()
+            return
+        self.told.append(kwargs["tags"])
+        self.held |= set(kwargs["tags"])
+        if self.fails:
+            raise RuntimeError("out of memory")
+
+    async def sleep(self, level):
+        from vllm.v1.executor.abstract import Executor
+
+        Executor.sleep(self.executor, level)
+
+    async def wake_up(self, tags):
+        from vllm.v1.executor.abstract import Executor
+
+        Executor.wake_up(self.executor, tags)
+
+    async def reset_prefix_cache(self, **kwargs):
+        pass
+
+    async def reset_encoder_cache(self):
+        pass
+
+
+async def sleeping_server(monkeypatch):
+    """As it is after a hybrid replica was launched."""
+    from verl.workers.rollout.replica import RolloutMode
+
+    from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer
+
+    server = await serve(InterruptibleServer, monkeypatch)
+    server.engine, server.rollout_mode = SleepingEngine(1), RolloutMode.HYBRID
+    server.config.free_cache_engine = True
+    await server.sleep()
+    assert server.engine.held == set()
+    return server
+
+
+@pytest.mark.parametrize("woken", [["weights"], ["kv_cache"], ["weights", "kv_cache"], []])
+async def test_an_engine_that_is_awake_in_part_holds_nothing_once_it_sleeps(monkeypatch, woken):
+    """As those that live are when one dies in a transfer into the trainer's replicas."""
+    server = await sleeping_server(monkeypatch)
+    for _ in range(2):
+        for tag in woken:
+            await server.wake_up([tag])
+        await server.sleep()
+        assert server.engine.held == set()
+    assert all(len(tags) == 1 for tags in server.engine.told), "nothing is mapped twice"
+    await server.wake_up()
+    assert server.engine.held == {"weights", "kv_cache"}
+
+
+async def test_an_engine_that_woke_half_way_cannot_be_handed_back(monkeypatch):
+    from seamless_verl.verl_adapter.vllm.vllm_server import HalfAwake
+
+    server = await sleeping_server(monkeypatch)
+    server.engine.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await server.wake_up(["weights"])
+    server.engine.fails = False
+    for _ in range(2):
+        with pytest.raises(HalfAwake, match="rollout replica 0"):
+            await server.sleep()
+        await server.wake_up(["weights"])
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])

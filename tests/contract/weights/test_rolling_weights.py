@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -68,6 +69,7 @@ class Replica:
         answers: how the next pulls end; none left: they do not.
         asked: set when a pull has begun that does not end.
         wakes: how its wake ends; by itself it does not.
+        node: where it is, once it says so.
     """
 
     def __init__(self, rank: int) -> None:
@@ -83,8 +85,10 @@ class Replica:
                 pull=SimpleNamespace(remote=self._pull),
                 requests=SimpleNamespace(remote=lambda: done((1, 0))),
                 wake_with=SimpleNamespace(remote=self._wake),
+                __ray_call__=SimpleNamespace(remote=lambda _: self.node),
             )
         ]
+        self.node: Future[str] = done("here")
         self.wakes: Future[Any] = Future()
         self.woken: list[tuple[int, str]] = []
 
@@ -118,11 +122,11 @@ class Replica:
             return self._news.wait_for(lambda: self.version == version, 20)
 
 
-def failure(name: str) -> BaseException:
+def failure(name: str, text: str = "it failed") -> BaseException:
     """As Ray raises what a server raised."""
     from ray.exceptions import RayTaskError
 
-    return RayTaskError("pull", "remote traceback", type(name, (Exception,), {})("it failed"))
+    return RayTaskError("pull", "remote traceback", type(name, (Exception,), {})(text))
 
 
 @pytest.fixture
@@ -219,7 +223,7 @@ def test_what_is_refused_keeps_its_version_and_is_asked_again(start: Callable[..
 def test_a_whole_load_cures_what_broke(start: Callable[..., Any], fake_ray: FakeRay) -> None:
     replica = Replica(0)
     weights, _ = start(replica)
-    replica.answers += [failure("ReplicaBroken"), "whole"]
+    replica.answers += [failure("ReplicaBroken", ""), "whole"]  # an error without words, too
     weights.update_weights(2)
     assert replica.has(2)
     assert not fake_ray.killed
@@ -254,13 +258,18 @@ def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ra
     assert other.has(3)
 
 
-def test_a_pull_to_another_node_has_time_for_the_copy(start: Callable[..., Any], fake_ray: FakeRay) -> None:
+@pytest.mark.parametrize("node", ["here", "there", "unknown"])
+def test_a_pull_to_another_node_has_time_for_the_copy(start: Callable[..., Any], fake_ray: FakeRay, node: str) -> None:
     """By what the trainer's worker published: this process may be on a node that has nothing of it."""
     fake_ray.nbytes = float(64 << 30)
     replica = Replica(0)
-    weights, _ = start(replica, limit_s=0.3, carrier=object())
+    replica.node = Future() if node == "unknown" else done(node)
+    weights, _ = start(replica, limit_s=0.3, carrier=SimpleNamespace(node="here"))
     weights.update_weights(2)
     assert replica.asked.wait(10)
+    if node == "here":
+        assert fake_ray.has_killed.wait(10), "nothing is copied"
+        return
     assert not fake_ray.has_killed.wait(1.5), "64 GiB are under way"
     replica.open.set_result(replica.pulled(2))
     assert replica.has(2)
@@ -285,13 +294,19 @@ def test_lent_replicas_wake_each_by_itself_with_what_is_published(
 
     from seamless_verl.verl_adapter.weights import rolling_weights
 
-    monkeypatch.setattr(rolling_weights, "_WAKE_S", 0.2)
-    well, dead, silent = lent = [Replica(number) for number in (5, 6, 7)]
+    monkeypatch.setattr(rolling_weights, "_WAKE_S", 1.0)
+    fake_ray.nbytes = float(64 << 30)
+    well, dead, *silent = lent = [Replica(number) for number in range(5, 11)]
     well.wakes.set_result(None)
     dead.wakes.set_exception(RayActorError())
-    weights, _ = start(Replica(0))
+    weights, _ = start(Replica(0), carrier=SimpleNamespace(node="here"))
+    began = time.monotonic()
     failed = weights.wake(lent, 1)
-    assert {replica: type(error) for replica, error in failed.items()} == {dead: RayActorError, silent: GetTimeoutError}
-    assert [replica.woken for replica in lent] == [[(1, "replica-5")], [(1, "replica-6")], [(1, "replica-7")]]
+    assert time.monotonic() - began < 3, "they have the same second, and nothing is copied"
+    assert {replica: type(error) for replica, error in failed.items()} == {
+        dead: RayActorError,
+        **dict.fromkeys(silent, GetTimeoutError),
+    }
+    assert [replica.woken for replica in lent] == [[(1, f"replica-{number}")] for number in range(5, 11)]
     assert fake_ray.made_room == 2, "both workers of the trainer"
     assert fake_ray.published == [1], "whatever they hold by now"
