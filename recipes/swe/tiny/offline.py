@@ -152,4 +152,5 @@ class Player:
 
 
 def pass_rate(episodes: Sequence[Episode]) -> float:
-    return sum(episode.run.all_passed for episode in episodes) / len(episodes)
+    passed: int = sum(episode.run.all_passed for episode in episodes)
+    return passed / len(episodes)
