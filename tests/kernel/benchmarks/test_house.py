@@ -5,9 +5,9 @@ from __future__ import annotations
 from benchmarks import house
 
 CEILINGS = {
-    "lines of code": 33_690,  # wanted: 18,500 (docs/limits.md)
-    "files": 267,  # wanted: 150
-    "median file": 178,  # wanted: 150
+    "lines of code": 32_936,  # wanted: 18,500 (docs/limits.md)
+    "files": 253,  # wanted: 150
+    "median file": 182,  # wanted: 150
     "longest file": 400,
     "longest function": 50,
     "files in one folder": 20,
