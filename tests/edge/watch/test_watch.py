@@ -505,8 +505,8 @@ async def test_of_a_long_text_the_beginning_is_sent_and_what_was_seen_is_not_sen
         row_again = await http.get(f"api/{at}/tokens", params={"key": agent.session.id, "seen": row["mark"]})
         write_texts(tmp_path, 1, [("old_0_0", 0.5, "short")])
         seen = {"key": "old~0", "seen": told["mark"]}
-        while (changed := await http.get(f"api/{at}/attempt", params=seen)).status_code == 204:
-            await asyncio.sleep(0.05)  # it looks at the folder now and then
+        while (changed := await http.get(f"api/{at}/attempt", params=seen)).status_code == 204:  # noqa: ASYNC110 - it polls
+            await asyncio.sleep(0.05)
         while changed.json()["is_behind"]:
             changed = await http.get(f"api/{at}/attempt", params=seen)
     assert len(answer.content) < 100_000
