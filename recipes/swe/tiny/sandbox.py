@@ -31,8 +31,9 @@ from seamless_verl.errors import MachineError, SeamlessError
 from seamless_verl.recipes.swe.tiny import confinement
 
 _ROOT = str(Path(seamless_verl.__file__).resolve().parents[1])
+_RECIPES = str(Path(__file__).resolve().parents[3])  # in a checkout they lie beside the package, else in it
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "import sys; sys.path.insert(0, sys.argv[1]); import seamless_verl; seamless_verl.__path__.append(sys.argv[2]); "
     "from seamless_verl.recipes.swe.tiny.zygote import main; del sys.path[0]; main()"
 )
 _REPLY_GRACE_S = 10.0
@@ -207,7 +208,7 @@ class _Zygote:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", "-B", "-c", _START, _ROOT]
+    command = [sys.executable, "-I", "-S", "-B", "-c", _START, _ROOT, _RECIPES]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env={}, cwd="/")
 
