@@ -122,6 +122,8 @@ class Scheduler:
         self._loans.slice_is_back(decision, status.slice.id, self.cluster)
         if restartable and status.repair is Repair.GIVEN_UP:
             reason = f"{reason}; it stays out, having failed to wake {status.failed_wakes} times in a row"
+        if status.repair is Repair.GIVEN_UP and status in self.cluster.awaited():
+            reason = f"{reason}; none of the trainer's slices is lent any more (seamless.weights.sync=rolling goes on)"
         if Tag.ROLLOUT in status.slice.capabilities:
             self._issuer.say(FailOver(slice=status.slice.id, reason=reason))
         if holder is None or status.holder is not None:

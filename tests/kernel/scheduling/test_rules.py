@@ -368,7 +368,10 @@ def test_a_lent_slice_that_can_never_load_its_weights_is_restarted_a_few_times_o
             world.do(ev.SliceReturned(at=at + 0.5, slice=SliceId("a")))
         at += 1
     assert len(world.given(cm.RestartSlice)) == FAILED_WAKES - 1
-    assert world.given(cm.FailOver)[-1].reason == "no weights; it stays out, having failed to wake 3 times in a row"
+    assert world.given(cm.FailOver)[-1].reason == (
+        "no weights; it stays out, having failed to wake 3 times in a row; "
+        "none of the trainer's slices is lent any more (seamless.weights.sync=rolling goes on)"
+    )
     world.do(groups(100.0, 8, 0))
     world.do(acquire(100.0))
     world.answer()
