@@ -2,8 +2,8 @@
 
 A worker runs many jobs at once in threads and lives until the pool closes. A worker that dies takes only its own jobs
 with it, each of which fails with ``WorkerDied``, and is replaced; so is one in which all threads hang in jobs that were
-given up. Workers get a new session and a short list of
-environment variables, and they end with the process that owns the pool, even when that is killed.
+given up. Workers get a process group of their own and a short list of environment variables, and they end with the
+process that owns the pool, even when that is killed.
 
 This file holds both sides: ``AgentPool`` for the owner, ``serve`` for the worker's script. Standard library only.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from seamless_verl.agents.ties import die_with_owner
+from seamless_verl.agents.ties import APART, die_with_owner
 from seamless_verl.errors import SeamlessError
 from seamless_verl.places import places_of, places_of_stack
 
@@ -208,7 +208,7 @@ class AgentPool:
             stdout=pipe,
             stderr=pipe,
             env={**self._environment, _OWNER: str(os.getpid())},
-            start_new_session=True,
+            **APART,
             limit=_MAX_LINE_BYTES,
         )
         worker = _Worker(process)

@@ -51,8 +51,8 @@ def handle(payload, forgotten):
         return dict(os.environ)
     if kind == "child":
         return [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid, os.getpid()]
-    if kind == "session":
-        return [os.getsid(0), os.getpid()]
+    if kind == "group":
+        return [os.getpgid(0), os.getpid(), os.getsid(0)]
 
 serve(handle)
 """
@@ -297,9 +297,10 @@ async def test_environment_is_not_passed_on_wholesale(
     assert environment[RUN_ID] == "a-run", "the sweep of another node finds agents by it"
 
 
-async def test_worker_has_a_session_of_its_own(pool: AgentPool) -> None:
-    session, pid = await pool.run({"kind": "session"}, 30)
-    assert session == pid
+async def test_a_worker_is_a_process_group_of_its_own_and_shares_cores_as_its_owner_does(pool: AgentPool) -> None:
+    group, pid, session = await pool.run({"kind": "group"}, 30)
+    assert group == pid
+    assert session == (os.getsid(0) if sys.version_info >= (3, 11) else pid)
 
 
 async def test_close_ends_workers_their_children_and_their_jobs(command: tuple[str, ...], tmp_path: Path) -> None:
