@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from seamless_verl.agents.ties import APART, die_with_owner
+from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import SeamlessError
 from seamless_verl.places import places_of, places_of_stack
 
@@ -208,7 +208,6 @@ class AgentPool:
             stdout=pipe,
             stderr=pipe,
             env={**self._environment, _OWNER: str(os.getpid())},
-            **APART,
             limit=_MAX_LINE_BYTES,
         )
         worker = _Worker(process)
@@ -276,9 +275,12 @@ def _take(worker: _Worker, message: dict[str, Any]) -> None:
 
 
 def _kill(worker: _Worker) -> None:
-    """SIGKILL for the worker's whole process group."""
+    """SIGKILL for the worker's whole process group, or for the worker, which makes it when it begins to serve."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
+        try:
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            worker.process.kill()
 
 
 async def _keep_stderr(worker: _Worker) -> None:
@@ -299,6 +301,8 @@ def serve(handler: Handler) -> None:
     ``handler`` runs in a thread per job; what it returns must be JSON-compatible, what it raises fails the job. What
     is printed goes to standard error, whose last lines the owner quotes when the worker dies.
     """
+    if _OWNER in os.environ:
+        os.setpgid(0, 0)  # no session, which would wait seconds for a core of a busy machine (ADR 13)
     die_with_owner(_OWNER)
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

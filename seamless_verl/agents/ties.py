@@ -9,15 +9,10 @@ import ctypes
 import os
 import platform
 import signal
-import sys
-from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
-"""For `subprocess`: out of the terminal's reach. A session of its own may wait seconds for a core (ADR 13)."""
 
 
 class KernelRefused(Exception):

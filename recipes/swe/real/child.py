@@ -26,7 +26,6 @@ from typing import Any
 
 import psutil
 
-from seamless_verl.agents.ties import APART
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
@@ -90,7 +89,7 @@ async def run_child(child: Child) -> Mapping[str, Any]:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", child.module, str(result),
                 stdin=asyncio.subprocess.PIPE, stdout=sink, stderr=sink,
-                cwd=folder, env=_environment(child, folder), **APART,
+                cwd=folder, env=_environment(child, folder), start_new_session=True,
             )  # fmt: skip
             clean = False
             try:

@@ -300,7 +300,7 @@ async def test_environment_is_not_passed_on_wholesale(
 async def test_a_worker_is_a_process_group_of_its_own_and_shares_cores_as_its_owner_does(pool: AgentPool) -> None:
     group, pid, session = await pool.run({"kind": "group"}, 30)
     assert group == pid
-    assert session == (os.getsid(0) if sys.version_info >= (3, 11) else pid)
+    assert session == os.getsid(0)
 
 
 async def test_close_ends_workers_their_children_and_their_jobs(command: tuple[str, ...], tmp_path: Path) -> None:
