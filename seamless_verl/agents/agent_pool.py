@@ -202,13 +202,9 @@ class AgentPool:
 
     async def _start(self, slot: int) -> _Worker:
         pipe = asyncio.subprocess.PIPE
+        environment = {**self._environment, _OWNER: str(os.getpid())}
         process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env={**self._environment, _OWNER: str(os.getpid())},
-            limit=_MAX_LINE_BYTES,
+            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, limit=_MAX_LINE_BYTES
         )
         worker = _Worker(process)
         worker.send({"threads": self._threads})
@@ -277,10 +273,9 @@ def _take(worker: _Worker, message: dict[str, Any]) -> None:
 def _kill(worker: _Worker) -> None:
     """SIGKILL for the worker's whole process group, or for the worker, which makes it when it begins to serve."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        try:
-            os.killpg(worker.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            worker.process.kill()
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        worker.process.kill()
 
 
 async def _keep_stderr(worker: _Worker) -> None:

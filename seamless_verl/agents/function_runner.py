@@ -31,10 +31,7 @@ from seamless_verl.places import error_in_words, places_of
 
 _KEY = "seamless.agent.kwargs"
 _GRADE_S = 60.0  # for the reward of an attempt that left no outcome
-_ARGUMENTS = {
-    "agent": ("task", "base_url", "api_key", "model"),
-    "reward": ("task", "outcome"),
-}
+_ARGUMENTS = {"agent": ("task", "base_url", "api_key", "model"), "reward": ("task", "outcome")}
 
 
 class FunctionRunner:

@@ -6,8 +6,7 @@
                                                        shard 1 (a place of its own, RECORD/shard-1) …
 
 What a shard is, a :class:`Launcher` decides: a process of this machine (here), or an actor on a node of a Ray cluster
-(`verl_adapter.rollout.ray_shards`). It keeps its place for as long as its folder lives, since agents hold its
-address.
+(`verl_adapter.rollout.ray_shards`). It keeps its place as long as its folder lives: agents hold its address.
 """
 
 from __future__ import annotations
