@@ -296,8 +296,6 @@ def serve(handler: Handler) -> None:
     ``handler`` runs in a thread per job; what it returns must be JSON-compatible, what it raises fails the job. What
     is printed goes to standard error, whose last lines the owner quotes when the worker dies.
     """
-    if _OWNER in os.environ:
-        os.setpgid(0, 0)  # no session, which would wait seconds for a core of a busy machine (ADR 13)
     die_with_owner(_OWNER)
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -33,15 +33,19 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def die_with_owner(variable: str, number: int = signal.SIGKILL) -> None:
     """`die_with_parent` for a child whose parent put its own process id into an environment variable.
 
-    A process started by hand has no such variable and goes on.
+    It becomes a process group, out of the terminal's reach: in a session of its own it may wait seconds for a core of a
+    busy machine (ADR 13), and uvloop cannot spawn into a group. A process started by hand has no such variable and goes
+    on.
     """
     owner = os.environ.pop(variable, None)
-    if owner is None or platform.system() != "Linux":
+    if owner is None:
         return
-    try:
-        die_with_parent(int(owner), number)
-    except KernelRefused:
-        os._exit(1)
+    os.setpgid(0, 0)
+    if platform.system() == "Linux":
+        try:
+            die_with_parent(int(owner), number)
+        except KernelRefused:
+            os._exit(1)
 
 
 def adopt_orphans() -> None:

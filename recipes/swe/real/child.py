@@ -89,7 +89,7 @@ async def run_child(child: Child) -> Mapping[str, Any]:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", child.module, str(result),
                 stdin=asyncio.subprocess.PIPE, stdout=sink, stderr=sink,
-                cwd=folder, env=_environment(child, folder), start_new_session=True,
+                cwd=folder, env=_environment(child, folder),
             )  # fmt: skip
             clean = False
             try:
