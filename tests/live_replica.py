@@ -6,11 +6,9 @@ What stands beside the server is not a trainer: an actor that hands over the wei
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +20,7 @@ from verl.workers.rollout.router import get_router_handle
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.run.compose import our_config_dir, verl_config_dir
-from seamless_verl.run.environment import CPU_ENVIRONMENT, IMPORTED
-from seamless_verl.run.supervisor import INTERPRETER
+from seamless_verl.run.environment import CPU_ENVIRONMENT
 from seamless_verl.scheduling.slices import SliceId
 from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
@@ -31,10 +28,8 @@ from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleReplica
 from tests.as_on_gpus import GPU_RUNNER, SCHEDULED_AHEAD
 from tests.fakes import small_tokenizer
-from tests.nurseries import nursery_of
 
 SLICE = SliceId("trainer/0")
-_FIRST_JOB = "01000000"  # of a Ray cluster, which its workers read when they load Ray: in the nursery
 
 
 class Weights:
@@ -200,13 +195,11 @@ def live_replica(
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
     of_workers |= SCHEDULED_AHEAD if ahead else {}
     of_workers |= GPU_RUNNER if gpu_runner else {}
-    of_nursery = {**os.environ, **of_workers, "RAY_JOB_ID": _FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    with TemporaryDirectory(prefix="nursery-") as home, nursery_of(Path(home), *IMPORTED, env=of_nursery) as python:
-        environment = {"env_vars": of_workers | {INTERPRETER: str(python)}, "py_executable": str(python)}
-        ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env=environment, log_to_driver=False)
-        try:
-            started = LiveReplica(model, *overrides, replica_class=replica_class)
-            assert started.works() == (ahead, gpu_runner)
-            yield started
-        finally:
-            ray.shutdown()
+    environment = {"env_vars": of_workers}
+    ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+    try:
+        started = LiveReplica(model, *overrides, replica_class=replica_class)
+        assert started.works() == (ahead, gpu_runner)
+        yield started
+    finally:
+        ray.shutdown()

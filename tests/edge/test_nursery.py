@@ -2,22 +2,42 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from seamless_verl import nursery
 from seamless_verl.run.environment import CPU_ENVIRONMENT, IMPORTED
-from tests.nurseries import nursery_of, standin_in
+
+STANDIN = Path(nursery.__path__[0]) / "standin.py"
 
 
 @pytest.fixture
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("n")
-    standin_in(folder)
+    address, executable = folder / "nursery", folder / "python"
+    executable.write_text(
+        f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(STANDIN), str(address), sys.executable])} "$@"\n'
+    )
+    executable.chmod(0o755)
     return folder
+
+
+@contextmanager
+def nursery_of(home: Path, *imported: str, **settings):
+    """Within, a nursery with these modules stands behind the stand-in, whose path this is."""
+    command = [sys.executable, "-m", "seamless_verl.nursery.nursery_server", str(home / "nursery"), *imported]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **settings) as server:
+        try:
+            assert any(line.startswith("nursery: ready") for line in server.stderr)
+            yield home / "python"
+        finally:
+            server.kill()
 
 
 @pytest.fixture
