@@ -271,11 +271,13 @@ def _take(worker: _Worker, message: dict[str, Any]) -> None:
 
 
 def _kill(worker: _Worker) -> None:
-    """SIGKILL for the worker's whole process group, or for the worker, which makes it when it begins to serve."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        worker.process.kill()
+    """SIGKILL for the worker's whole process group, and for the worker, which makes it when it begins to serve.
+
+    Not by ``process.kill``, which takes the status of a worker that has just ended from whoever waits for it.
+    """
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(worker.process.pid, signal.SIGKILL)
 
 
 async def _keep_stderr(worker: _Worker) -> None:
