@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from seamless_verl.agents.ties import die_with_owner
+from seamless_verl.agents.ties import die_with_owner, kill_group
 from seamless_verl.errors import SeamlessError
 from seamless_verl.places import places_of, places_of_stack
 
@@ -181,8 +181,8 @@ class AgentPool:
 
     def _end_if_stuck(self, worker: _Worker, given_up: frozenset[int]) -> None:
         """End a worker all of whose threads still hang in jobs that were given up: it would never begin another."""
-        if len(worker.given_up & given_up) >= self._threads:
-            _kill(worker)
+        if worker in self._workers and len(worker.given_up & given_up) >= self._threads:
+            kill_group(worker.process.pid)
 
     async def _started(self, slot: int) -> _Worker:
         """The slot's worker, started now if it has none; a worker that never gets ready is an error with its story."""
@@ -211,7 +211,7 @@ class AgentPool:
         worker.readers = [asyncio.ensure_future(self._read(slot, worker)), asyncio.ensure_future(_keep_stderr(worker))]
         self._workers[slot] = worker
         if self._closed:  # meanwhile: `close` has not seen it
-            _kill(worker)
+            kill_group(worker.process.pid)
         return worker
 
     async def _read(self, slot: int, worker: _Worker) -> None:
@@ -226,7 +226,7 @@ class AgentPool:
         except Exception as error:  # noqa: BLE001 - told by `story`, to every job that it fails
             worker.unreadable = f"{type(error).__name__}: {error}"
         finally:
-            _kill(worker)
+            kill_group(worker.process.pid)
             await worker.process.wait()
             await worker.readers[1]
             if self._workers[slot] is worker:
@@ -241,7 +241,7 @@ class AgentPool:
         """End every worker and what it started; jobs in progress fail with ``WorkerDied``. Idempotent."""
         self._closed = True
         for worker in [worker for worker in self._workers if worker is not None]:
-            _kill(worker)
+            kill_group(worker.process.pid)
             await asyncio.gather(*worker.readers)
 
 
@@ -268,16 +268,6 @@ def _take(worker: _Worker, message: dict[str, Any]) -> None:
         future.set_exception(JobFailed(message["error"]))
     else:
         future.set_result(message["result"])
-
-
-def _kill(worker: _Worker) -> None:
-    """SIGKILL for the worker's whole process group, and for the worker, which makes it when it begins to serve.
-
-    Not by ``process.kill``, which takes the status of a worker that has just ended from whoever waits for it.
-    """
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(worker.process.pid, signal.SIGKILL)
 
 
 async def _keep_stderr(worker: _Worker) -> None:

@@ -5,6 +5,7 @@ Linux only, through ``prctl`` of the C library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -46,6 +47,16 @@ def die_with_owner(variable: str, number: int = signal.SIGKILL) -> None:
             die_with_parent(int(owner), number)
         except KernelRefused:
             os._exit(1)
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL for the process group that `die_with_owner` made, and for a process that has not come to that yet.
+
+    Not by ``process.kill``, which takes the status of one that has just ended from whoever waits for it.
+    """
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

@@ -174,10 +174,7 @@ class VerlGate:
         if verdict.verb is Verb.LEND:
             self._lend = None  # once per step
         yield Decision(
-            verb=verdict.verb,
-            slices=ids(idle),
-            reason=verdict.reason,
-            predicted_benefit_s=verdict.predicted_benefit_s,
+            verb=verdict.verb, slices=ids(idle), reason=verdict.reason, predicted_benefit_s=verdict.predicted_benefit_s
         )
 
 

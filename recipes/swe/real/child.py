@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from seamless_verl.agents.ties import kill_group
 from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
@@ -122,12 +122,6 @@ async def _clean(process: asyncio.subprocess.Process, child: Child, *, clean: bo
     await asyncio.to_thread(kill_marked, child.token)
     if not clean and child.container_runtime:
         await remove_containers(child.container_runtime, child.token)
-
-
-def kill_group(pid: int) -> None:
-    """SIGKILL to a process group, which may be gone."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def kill_marked(token: str) -> None:
