@@ -1,5 +1,6 @@
 """An agent on litellm, run by an interpreter that has it: ``litellm_agent.py BASE_URL API_KEY``; prints JSON."""
 
+import gc
 import json
 import os
 import sys
@@ -8,6 +9,10 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
 
+# litellm leaves an Anthropic stream before its last byte. Where the garbage collector closes that while httpcore holds
+# the lock of its connections, httpcore waits for itself forever: collected where it holds none. Until httpcore mends
+# that (encode/httpcore, pull request 1108).
+gc.disable()
 BASE_URL, KEY = sys.argv[1:3]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "run", "description": "runs", "parameters": PARAMETERS}}]
@@ -22,6 +27,7 @@ def ask(way: str, messages: list, stream: bool) -> object:
     if not stream:
         return litellm.completion(**options)
     chunks = list(litellm.completion(stream=True, **options))
+    gc.collect()
     return litellm.stream_chunk_builder(chunks, messages=messages)
 
 
