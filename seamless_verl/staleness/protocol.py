@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 from seamless_verl.checked import check_bound, check_redundancy, whole
@@ -165,9 +166,17 @@ class StalenessProtocol:
             yield group, entry.state
 
     def stuck(self) -> tuple[str, ...]:
-        """Reservations that keep the step being filled from being READY, oldest version first; empty unless STUCK."""
-        first = self._buffers[0]
-        return tuple(group for group, _ in first.reserved()) if first.state is BufferState.STUCK else ()
+        """Unfinished groups that keep the step being filled from being READY, oldest version first.
+
+        Empty while more can be reserved for it. Where ``in_flight`` forbids that, those of later steps that will take
+        its free places are among them.
+        """
+        first, *later = self._buffers
+        if first.state is BufferState.READY or (first.num_free and self.capacity(self.version)):
+            return ()
+        groups = [group for group, _ in first.reserved()]
+        others = (group for buffer in later for group, _ in buffer.reserved())
+        return (*groups, *islice(others, max(0, first.num_missing - len(groups))))
 
     def awaited(self) -> Iterator[str]:
         """Unfinished groups that the step being filled cannot do without: the bound keeps them out of later ones."""

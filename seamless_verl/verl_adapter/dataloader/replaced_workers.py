@@ -26,6 +26,7 @@ from verl.utils.tensordict_utils import index_select_tensor_dict
 
 from seamless_verl.run.restarts import RunBroken
 from seamless_verl.staleness.groups import MOST_LOSSES, SUCCESSOR, IssuedGroups
+from seamless_verl.verl_adapter.rollout.attempt_watch import attended
 
 _log = logging.getLogger(__name__)
 _GONE_S = 10.0
@@ -38,6 +39,7 @@ class ReplacingManager(AgentLoopManagerTQ):
     Attributes:
         say: told in a line of every worker that died.
         note_death: told which one, by the id of its actor.
+        look: called while a worker that is given prompts does not answer.
         floor_of: the oldest weights that may begin a prompt, those of its reservation; None: prompts have none.
     """
 
@@ -45,6 +47,7 @@ class ReplacingManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)
         self.say: Callable[[str], None] = _log.warning
         self.note_death: Callable[[str], None] = lambda worker: None
+        self.look: Callable[[], None] = lambda: None
         self.floor_of: Callable[[str], int] | None = None
         self._issued = IssuedGroups()
         self._replaced: dict[str, int] = {}  # workers that died -> their place among the others
@@ -109,7 +112,7 @@ class ReplacingManager(AgentLoopManagerTQ):
             calls.append((worker, worker.generate_sequences.remote(prompts, *floors)))
         for worker, call in calls:
             try:
-                ray.get(call)
+                attended(call, self.look)
             except RayActorError as error:
                 dead.append((worker, error))
         return dead

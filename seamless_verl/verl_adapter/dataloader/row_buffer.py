@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
 from omegaconf import DictConfig
 
 from seamless_verl.config import StalenessConfig
@@ -56,15 +55,16 @@ def row_buffer(
     )
 
 
-def follow_versions(rows: RowBuffer, router: Any, max_lag: int) -> None:
-    """Replicas take new weights one after the other: reserve by what they serve.
+def follow_versions(rows: RowBuffer, weights: Any, max_lag: int) -> None:
+    """Replicas take new weights one after the other: reserve by what they serve, and wait for nobody if they cannot.
 
     Args:
-        router: the actor of our own load balancer.
+        weights: the run's `RollingWeights`.
         max_lag: of ``seamless.weights``.
     """
     assert isinstance(rows, StreamingReplayBuffer)  # `run.check_weights`
-    rows.follow_versions(lambda: ray.get(router.oldest_version.remote()), max_lag)
+    rows.follow_versions(weights.oldest_version, max_lag)
+    rows.check = weights.raise_broken
 
 
 def resumed_folder(trainer: DictConfig, step: int) -> Path:

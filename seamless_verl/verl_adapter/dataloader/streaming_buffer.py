@@ -115,7 +115,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def listen(self, workers: Sequence[Any], replace: Replace | None = None, say: Say = print) -> None:
         super().listen(workers, replace, say)
         if all(hasattr(worker, "restart_groups") for worker in workers):
-            self.stragglers.listen(workers)
+            self.stragglers.listen(workers, self.desk.look)
 
     # ---------------------------------------------------------------- admission
 

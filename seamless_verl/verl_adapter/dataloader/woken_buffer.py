@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_evi
 from seamless_verl.errors import SeamlessError
 from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
-from seamless_verl.verl_adapter.rollout.attempt_watch import AttemptDesk
+from seamless_verl.verl_adapter.rollout.attempt_watch import AttemptDesk, attended
 
 # With a bell, how long to wait before looking without having been called (a killed worker never rings).
 LOOK_S = 10.0
@@ -36,12 +36,12 @@ class RolloutFailed(SeamlessError):
     """No attempt of a validation can be used, or prompt groups fail one after another; more of them would hide that."""
 
 
-def living(calls: Sequence[Any]) -> list[Any]:
-    """Answers of rollout workers, without those that died: the bell hears of them, too."""
+def living(calls: Sequence[Any], look: Callable[[], None]) -> list[Any]:
+    """Answers of rollout workers, without those that died: the bell hears of them, too. ``look``: see `attended`."""
     answers = []
     for call in calls:
         with suppress(RayActorError):
-            answers.append(ray.get(call))
+            answers.append(attended(call, look))
     return answers
 
 
@@ -93,14 +93,16 @@ class Stragglers:
         self._waited_s = 0.0  # in the waits of this step that are over, since a group came
         self._since: float | None = None  # from when on the wait under way counts
         self._workers: Sequence[Any] = ()
+        self._look: Callable[[], None] = lambda: None
 
     @property
     def look_again_s(self) -> float:
         """When to look again although nobody called."""
         return float("inf") if self.policy.treatment is Treatment.WAIT else self.policy.patience_s
 
-    def listen(self, workers: Sequence[Any]) -> None:
-        self._workers = workers
+    def listen(self, workers: Sequence[Any], look: Callable[[], None]) -> None:
+        """``look`` is called while workers do not answer."""
+        self._workers, self._look = workers, look
 
     @contextmanager
     def waiting(self, step: int) -> Iterator[None]:
@@ -123,7 +125,7 @@ class Stragglers:
     def give_up(self, uids: Sequence[str]) -> None:
         """These are surplus: have them stopped."""
         if uids:
-            living([worker.give_up_groups.remote(uids) for worker in self._workers])
+            living([worker.give_up_groups.remote(uids) for worker in self._workers], self._look)
 
     def treat(self, protocol: StalenessProtocol, version: int) -> dict[str, int]:
         """Called at every look that brought nothing; the slots of groups that are started anew move.
@@ -145,11 +147,11 @@ class Stragglers:
         uids = [command.group for command in commands]
         if isinstance(commands[0], Retry):
             return {"training/stuck/retried_total": self._restart(protocol, version, uids)}
-        living([worker.cut_groups.remote(uids) for worker in self._workers])
+        living([worker.cut_groups.remote(uids) for worker in self._workers], self._look)
         return {"training/stuck/truncated_total": len(uids)}
 
     def _restart(self, protocol: StalenessProtocol, version: int, uids: Sequence[str]) -> int:
-        answers = living([worker.restart_groups.remote(uids, version) for worker in self._workers])
+        answers = living([worker.restart_groups.remote(uids, version) for worker in self._workers], self._look)
         accepted = {uid for answer in answers for uid in answer}
         for uid in uids:  # in the policy's order; what has ended meanwhile is found by the next look
             if uid in accepted:
@@ -175,6 +177,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
         self._bell: Bell | None = None
         self.look_s = LOOK_S
         self._meanwhile: Callable[[], None] = lambda: None
+        self.check: Callable[[], None] = lambda: None  # raises what keeps rows from coming
         self.desk = AttemptDesk([], print)  # until `listen`
         self._evicted: dict[str, float] = {}  # metrics of what `take_stock` replaced, until the next sample
 
@@ -191,6 +194,7 @@ class WokenReplayBuffer(ReplayBufferAsync):
             time.sleep(min(timeout_s, _POLL_S))
         else:
             self._bell.wait(min(timeout_s, self.look_s))
+        self.check()
         self.desk.look()
 
     def attend(self, meanwhile: Callable[[], None]) -> None:

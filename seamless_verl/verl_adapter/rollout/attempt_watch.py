@@ -93,6 +93,17 @@ def with_blocked(news: AttemptNews, watch: LoopWatch | None) -> AttemptNews:
     return replace(news, standing=(), blocked=silent if silent[0] >= _BLOCKED_S else None)
 
 
+def attended(call: Any, look: Callable[[], None]) -> Any:
+    """What a rollout worker answers; meanwhile ``look``: its event loop may stand, and somebody has to tell.
+
+    Raises:
+        RayError: of the call.
+    """
+    while not ray.wait([call], timeout=_AGAIN_S)[0]:
+        look()
+    return ray.get(call)
+
+
 class AttemptDesk:
     """Asks the rollout workers what became of attempts, and tells the user what is new.
 

@@ -87,7 +87,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             finally:
                 del self._held[number]
         if at_home or self._request_id_to_server.get(request_id) not in self._able(floor):
-            self._choose(request_id, context_tokens, floor, session)
+            self._choose(request_id, context_tokens, floor, session, worker)
         seat = self._seat(request_id, Attempt(attempt, context_tokens or 0, worker))
         self._moving.pop(request_id, None)
         return seat

@@ -78,8 +78,9 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._outlasting: frozenset[str] = frozenset()
         self._newcomers = Newcomers(self.rules.price)
         self._versions = ServingVersions()
-        # Conversations that wait to ask again; one that was given up counts until it is forgotten, which costs little.
-        self._refused: LRUCache[str, None] = LRUCache(maxsize=self._request_id_to_server.maxsize)
+        # Conversations that wait to ask again, and for which rollout worker. Each raises the share of a replica that is
+        # new enough, so those that were given up have to go.
+        self._refused: LRUCache[str, str] = LRUCache(maxsize=self._request_id_to_server.maxsize)
         self._seconds = ReplicaSeconds()
         self._seconds.joined(self._inflight_requests)
         self._more = asyncio.Event()  # somebody joined, or has newer weights
@@ -164,13 +165,13 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         Raises:
             RuntimeError: there is no replica, or none that is new enough (`NONE_NEW_ENOUGH`).
         """
-        self._choose(request_id, context_tokens, floor, session)
+        self._choose(request_id, context_tokens, floor, session, worker)
         return self._seat(request_id, Attempt(attempt, context_tokens or 0, worker))
 
-    def _choose(self, request_id: str, context_tokens: int | None, floor: int, session: str) -> None:
+    def _choose(self, request_id: str, context_tokens: int | None, floor: int, session: str, worker: str) -> None:
         able = self._able(floor)
         if self._inflight_requests and not able:
-            self._refuse(request_id, floor)
+            self._refuse(request_id, floor, worker)
         home = self._request_id_to_server.get(request_id)
         if home is not None and home in able:
             place = self._newcomers.place_of(home, context_tokens, able, self._pace(home))
@@ -184,10 +185,10 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
                 if isinstance(decision, Route):
                     self._request_id_to_server[request_id] = decision.replica
                 elif able:
-                    self._refuse(request_id, floor)
+                    self._refuse(request_id, floor, worker)
 
-    def _refuse(self, request_id: str, floor: int) -> NoReturn:
-        self._refused[request_id] = None
+    def _refuse(self, request_id: str, floor: int, worker: str) -> NoReturn:
+        self._refused[request_id] = worker
         raise RuntimeError(f"{NONE_NEW_ENOUGH} {floor} yet")
 
     def _seat(self, request_id: str, attempt: Attempt) -> tuple[str, Any]:
@@ -243,6 +244,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     def conversations_over(self, request_ids: list[str]) -> None:
         """Their sessions have ended."""
         self._let_go(request_ids)
+        for request_id in request_ids:
+            self._refused.pop(request_id, None)
 
     def _let_go(self, conversations: Iterable[str]) -> None:
         """They will not be gone on with where they are: of these caches, what is needed next is taken of theirs."""
@@ -256,6 +259,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     def worker_died(self, worker: str) -> None:
         """Nobody waits for the requests of this rollout worker any more: they end, and give their places back."""
         self._dead.add(worker)
+        for request_id in [name for name, waiting in self._refused.items() if waiting == worker]:
+            del self._refused[request_id]
         left = [(key, each) for key, attempts in self._running.items() for each in attempts if each.worker == worker]
         for (server_id, conversation), attempt in left:
             handle = self._servers[server_id]

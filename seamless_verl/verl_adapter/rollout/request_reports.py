@@ -16,6 +16,8 @@ from ray.exceptions import RayActorError
 
 from seamless_verl.scheduling import events as ev
 
+_ANSWER_S = 1.0  # for a worker whose event loop turns
+
 
 @dataclass(slots=True)
 class OpenWork:
@@ -52,14 +54,23 @@ class RequestReports:
     def __init__(self, workers: Sequence[Any]) -> None:
         self._workers = workers if all(hasattr(worker, "take_request_events") for worker in workers) else ()
         self._open: dict[Any, OpenWork] = {}
+        self._calls: dict[Any, Any] = {}  # those that have not been answered yet
 
     def fetch(self) -> list[ev.Event]:
-        """What happened since the last call."""
+        """What happened since the last call, but for workers that do not answer: theirs comes with a later one."""
         events: list[ev.Event] = []
         for worker in [known for known in self._open if known not in self._workers]:
+            self._calls.pop(worker, None)
             events += self._open.pop(worker).failed(time.time())
-        for worker, call in [(worker, worker.take_request_events.remote()) for worker in self._workers]:
+        asked = {worker: worker.take_request_events.remote() for worker in self._workers if worker not in self._calls}
+        self._calls |= asked
+        if asked:
+            ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S)
+        for worker, call in list(self._calls.items()):
             work = self._open.setdefault(worker, OpenWork())
+            if not ray.wait([call], timeout=0)[0]:
+                continue
+            del self._calls[worker]
             try:
                 told = ray.get(call)
             except RayActorError:  # whoever waits for its groups has it replaced

@@ -151,9 +151,9 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     def fit(self, agent_loop_manager: Any) -> None:
         workers = getattr(agent_loop_manager, "agent_loop_workers", [])
         self.rows.listen(workers, getattr(agent_loop_manager, "replace", None), self.reporter.say)
-        agent_loop_manager.floor_of = getattr(self.rows, "floor_of", None)
+        agent_loop_manager.floor_of, agent_loop_manager.look = getattr(self.rows, "floor_of", None), self.rows.desk.look
         if (weights := self.seamless.weights).sync == "rolling":
-            follow_versions(self.rows, self.standalone_server_manager.global_load_balancer, weights.max_lag)
+            follow_versions(self.rows, self.standalone_checkpoint_manager, weights.max_lag)
         self.standing.tell_cache_sizes(self.standalone_server_manager, self.llm_server_manager)
         self.declare_slices(workers)
         with self.flight.whole_run(), closing(self.standalone_checkpoint_manager), closing(self.signals):

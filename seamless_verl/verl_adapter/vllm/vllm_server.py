@@ -237,6 +237,18 @@ class InterruptibleServer(vLLMHttpServer):
         self.engine.add_request = noted  # type: ignore[method-assign]
         self.engine.generate = in_parts  # type: ignore[method-assign]
 
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """As verl's; ``reject_request`` sends those away, too, that wait for weights since before.
+
+        verl 0.9.1 reads that flag when a request arrives only: they would wait for the replica's next loan. Remove when
+        it wakes them.
+        """
+        aborted = await super().abort_all_requests(reset_prefix_cache, reject_request)
+        if reject_request:
+            self._resume_event.set()
+            self._resume_event.clear()
+        return aborted
+
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         rejected = await super()._park_until_admitted(request_id)
         if rejected is None and request_id in self._ended:

@@ -52,6 +52,7 @@ class _State:
     """What is known of a replica.
 
     Attributes:
+        servers: its own, also when somebody starts it anew meanwhile and it has none, or others.
         version: of its weights; None: it has none, or broke.
         call: the pull under way, since when, and for how long at most.
         failed: pulls that failed since the last one that did not.
@@ -59,6 +60,7 @@ class _State:
         lost: why it will not come back by itself; empty: it has not died.
     """
 
+    servers: tuple[Any, ...]
     version: int | None = None
     call: Any = None
     since: float = 0.0
@@ -107,7 +109,7 @@ class RollingWeights:
         self._copy_s = 0.0  # to another node a pull begins with a copy of the version
         self._nodes: dict[RolloutReplica, str] = {}
         self._published: dict[str, Any] = {}  # what the last publication took, until it is told
-        self._states = {replica: _State() for replica in replicas}
+        self._states = _new_states(replicas)
         self._news = threading.Condition()
         self._open = True
         self._broke: BaseException | None = None
@@ -122,7 +124,7 @@ class RollingWeights:
     def add_replicas(self, replicas: Sequence[RolloutReplica]) -> None:
         """They have no weights: the next `update_weights` waits for their first pull."""
         with self._news:
-            self._states |= {replica: _State() for replica in replicas}
+            self._states |= _new_states(replicas)
             self._news.notify_all()
 
     def remove_replicas(self, replicas: Sequence[RolloutReplica]) -> None:
@@ -160,19 +162,19 @@ class RollingWeights:
         until = time.monotonic() + _WAKE_S
         for replica, call in calls.items():
             try:
-                ray.get(call, timeout=max(until + self._copying_s(replica) - time.monotonic(), 0))
+                limit_s = until + self._copying_s(replica, replica.servers[0]) - time.monotonic()
+                ray.get(call, timeout=max(limit_s, 0))
             except RayError as error:
                 failed[replica] = error
         return failed
 
-    def _copying_s(self, replica: RolloutReplica) -> float:
+    def _copying_s(self, replica: RolloutReplica, server: Any) -> float:
         """How much longer it may take. Who does not say at once where it is may be elsewhere, and is asked again."""
         if self._carrier is None:
             return 0.0
         if replica not in self._nodes:
             try:
-                call = replica.servers[0].__ray_call__.remote(node_of)
-                self._nodes[replica] = ray.get(call, timeout=_ANSWER_S)
+                self._nodes[replica] = ray.get(server.__ray_call__.remote(node_of), timeout=_ANSWER_S)
             except RayError:
                 return self._copy_s
         return 0.0 if self._nodes[replica] == self._carrier.node else self._copy_s
@@ -189,12 +191,24 @@ class RollingWeights:
         with self._news:
             while self._broke is None and any(each.version is None and not each.lost for each in self._states.values()):
                 self._news.wait(_LOOK_S)
-            if self._broke is not None:
-                raise self._broke
+            self.raise_broken()
             lost = {replica: state.lost for replica, state in self._states.items() if state.lost}
         if lost:
             raise TransferBroken(global_steps, lost, "")
         return metrics | {"weights/wait_s": metrics.get("weights/wait_s", 0.0) + time.perf_counter() - began}
+
+    def oldest_version(self) -> int | None:
+        """The oldest that a replica serves."""
+        version: int | None = ray.get(self._router.oldest_version.remote())
+        return version
+
+    def raise_broken(self) -> None:
+        """
+        Raises:
+            BaseException: what ended the thread; nobody takes new weights any more.
+        """
+        if self._broke is not None:
+            raise self._broke
 
     def close(self) -> None:
         """No pull begins any more, and what is published goes."""
@@ -256,7 +270,7 @@ class RollingWeights:
 
     def _ask_loads(self, states: dict[RolloutReplica, _State]) -> None:
         """Whoever does not answer in time is taken to have as much to do as before."""
-        calls = {replica.servers[0].requests.remote(): state for replica, state in states.items()}
+        calls = {state.servers[0].requests.remote(): state for state in states.values()}
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)[0]:
             try:
                 calls[call].load = ray.get(call)
@@ -266,11 +280,10 @@ class RollingWeights:
     def _pull(self, replica: RolloutReplica, state: _State, pull: Pull) -> None:
         address = replica.server_address
         self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
-        server = replica.servers[0]
-        state.limit_s = self._limit_s + self._copying_s(replica)
+        state.limit_s = self._limit_s + self._copying_s(replica, state.servers[0])
         state.since = time.monotonic()
         told = str(self._folder), pull.at_least, self._keep, self._router, address, self._carrier
-        state.call = server.pull.remote(*told)
+        state.call = state.servers[0].pull.remote(*told)
 
     def _finish(self) -> None:
         for replica, state in self._living().items():
@@ -323,8 +336,12 @@ class RollingWeights:
             )
         )
         if gives_up:  # what it holds is nobody's version, or it does not answer
-            for server in replica.servers:
+            for server in state.servers:
                 ray.kill(server)
+
+
+def _new_states(replicas: Sequence[RolloutReplica]) -> dict[RolloutReplica, _State]:
+    return {replica: _State(tuple(replica.servers)) for replica in replicas}
 
 
 def standing_weights(

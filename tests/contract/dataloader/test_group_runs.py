@@ -312,6 +312,7 @@ def queue(monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "get", lambda answers: answers)
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []))
     return ScriptedTransferQueue().install(monkeypatch)
 
 

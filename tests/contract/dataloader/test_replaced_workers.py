@@ -318,7 +318,7 @@ def test_stragglers_are_treated_without_the_dead(fleet):
 
     first, second = Handle("w0", restart_groups=["a"]), Handle("w1", restart_groups=["b"])
     first.die()
-    assert living([worker.restart_groups.remote(["a", "b"]) for worker in (first, second)]) == [["b"]]
+    assert living([worker.restart_groups.remote(["a", "b"]) for worker in (first, second)], print) == [["b"]]
 
 
 def test_requests_and_sessions_of_a_dead_worker_end_for_the_scheduler(fleet):
@@ -350,3 +350,30 @@ def test_requests_and_sessions_of_a_dead_worker_end_for_the_scheduler(fleet):
     assert told[0].ending is ev.Ending.FAILED
     assert [event.cut for event in told[1:]] == [True, True]
     assert reports.fetch() == []
+
+
+def test_a_worker_whose_event_loop_stands_keeps_nobody_waiting_and_tells_later(fleet):
+    from seamless_verl.verl_adapter.rollout.request_reports import RequestReports
+
+    first, second = ([ev.SessionFinished(at=at, session=f"s{at}", group="u")] for at in (1.0, 2.0))
+    workers = [Handle("w0", news=first), Handle("w1", take_request_events=second)]
+    workers[0].take_request_events = workers[0].news  # is not answered until somebody says so
+    reports = RequestReports(workers)
+    assert reports.fetch() == second
+    assert reports.fetch() == second
+    assert len(workers[0].news_calls) == 1, "it is not asked again meanwhile"
+    workers[0].news_calls[0].open = False
+    assert reports.fetch() == [*first, *second]
+
+
+def test_while_a_worker_does_not_take_its_prompts_somebody_looks_why(fleet):
+    stands, looks = Call(open=True), []
+
+    def look():
+        looks.append(len(looks))
+        stands.open = len(looks) < 3
+
+    fleet.manager.agent_loop_workers[0].generate_sequences = type("Method", (), {"remote": lambda *prompts: stands})
+    fleet.manager.look = look
+    fleet.submit(["a", "b"])
+    assert looks == [0, 1, 2]

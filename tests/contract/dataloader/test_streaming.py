@@ -295,6 +295,16 @@ def test_verl_calls_a_step_idle_by_its_own_measure_and_without_a_bell_the_buffer
     assert (slept, attended) == ([0.05], [1])
 
 
+def test_what_keeps_rows_from_coming_ends_the_wait_for_them(queue):
+    def broken():
+        raise RuntimeError("nobody takes new weights any more")
+
+    buffer = Rollout(queue).buffer
+    buffer.check = broken
+    with pytest.raises(RuntimeError, match="nobody takes new weights"):
+        type(buffer)._wait_for_next_poll(buffer, "train", 0.0)
+
+
 def test_groups_without_signal_are_filtered_and_refilled(queue):
     rollout = Rollout(queue, eta=0, batch_size=2, filter_groups_metric="acc")
     rollout.buffer.admit(1)

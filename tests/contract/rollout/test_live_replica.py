@@ -163,6 +163,21 @@ async def test_a_request_that_waits_for_weights_can_be_ended_too(replica: Any) -
     assert len((await other).token_ids) == 8
 
 
+async def test_a_loan_that_is_given_up_sends_those_away_who_wait_for_its_weights(replica: Any) -> None:
+    from tests.live_replica import SLICE
+
+    await in_time(replica.slices.interrupt, [SLICE])
+    await in_time(replica.slices.hold, [SLICE])
+    waiting = ask(replica, "waits")
+    await asyncio.sleep(0)  # until it is sent
+    await replica.server.cache_tokens.remote()  # calls begin in their order: it waits
+    await replica.server.abort_all_requests.remote(reject_request=True)
+    output = await asyncio.wait_for(waiting, 30)
+    assert (output.token_ids, output.stop_reason) == ([], "aborted")
+    await in_time(replica.slices.wake, [SLICE], 4, [])
+    assert len((await ask(replica, "next", max_tokens=8)).token_ids) == 8
+
+
 async def test_a_grammar_that_refuses_the_kept_tokens_fails_its_request_alone(replica: Any) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 

@@ -79,6 +79,33 @@ async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_
     request_log.release("g")
 
 
+@pytest.mark.parametrize("policy", ["least_requests", "marginal_gain"])
+async def test_whoever_was_refused_and_gave_up_raises_nobodys_share(policy):
+    """Of 20 prompts that nobody could serve, half were cancelled and half were a rollout worker's that died."""
+
+    from seamless_verl.verl_adapter.rollout.load_balancer import Attempt
+
+    async def taken(gave_up):
+        balancer = two(policy)
+        for name in "abcd":
+            await acquire(balancer, name, floor=3)
+        for number in range(gave_up):
+            with pytest.raises(RuntimeError, match="version 5 yet"):
+                balancer._choose(f"given up {number}", 10, 5, "", "dead" if number % 2 else "")
+        balancer.conversations_over([f"given up {number}" for number in range(0, gave_up, 2)])
+        balancer.worker_died("dead")
+        balancer.set_version(["new"], 5)
+        for number in range(30):
+            try:
+                balancer._choose(f"prompt {number}", 10, 5, "", "")
+            except RuntimeError:
+                return number
+            balancer._seat(f"prompt {number}", Attempt("", 10, ""))
+        return 30
+
+    assert await taken(20) == await taken(0) < 30
+
+
 # Where sessions keep their caches, whoever waits outside is not counted: a second one would wait for its share.
 @pytest.mark.parametrize(
     ("policy", "groups"), [("least_requests", "ghg"), ("marginal_gain", "ghg"), ("cache_aware", "gh")]

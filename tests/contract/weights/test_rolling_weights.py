@@ -27,6 +27,12 @@ def done(result: Any) -> Future[Any]:
     return future
 
 
+def fails(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 class FakeRay:
     """Attributes:
     killed: servers, in order.
@@ -99,12 +105,7 @@ class Replica:
             self.asked.set()
             return self.open
         answer = self.answers.pop(0)
-        future: Future[Any] = Future()
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
-        else:
-            future.set_result(self.pulled(at_least))
-        return future
+        return fails(answer) if isinstance(answer, BaseException) else done(self.pulled(at_least))
 
     def _wake(self, folder: str, version: int, keep: bool, router: Any, address: str, carrier: Any) -> Future[Any]:
         self.woken.append((version, address))
@@ -256,6 +257,38 @@ def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ra
     other.answers.append("whole")
     weights.update_weights(3)
     assert other.has(3)
+
+
+def test_one_that_is_started_anew_while_replicas_are_asked_what_they_do_hurts_nobody(start: Callable[..., Any]) -> None:
+    dead, other = Replica(0), Replica(1)
+    weights, _ = start(dead, other)
+    (old,) = dead.servers
+
+    def start_anew() -> Future[Any]:
+        """On another thread, when its death is known; until the new server is there it has none."""
+        weights.remove_replicas([dead])
+        dead.servers = []
+        return done((1, 0))
+
+    old.requests = SimpleNamespace(remote=start_anew)
+    dead.answers.append("whole")
+    other.answers.append("whole")
+    weights.update_weights(2)
+    assert other.has(2)
+    weights.raise_broken()
+
+
+def test_what_ends_the_thread_is_told_to_who_waits_for_rows(start: Callable[..., Any]) -> None:
+    from ray.exceptions import RayActorError
+
+    replica = Replica(0)
+    weights, _ = start(replica)
+    weights.raise_broken()
+    weights._router.wanted = SimpleNamespace(remote=lambda: fails(RayActorError()))
+    weights.publish(2)
+    weights._thread.join(20)
+    with pytest.raises(RayActorError):
+        weights.raise_broken()
 
 
 @pytest.mark.parametrize("node", ["here", "there", "unknown"])

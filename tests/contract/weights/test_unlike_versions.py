@@ -24,7 +24,8 @@ def life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     import transfer_queue
     import verl.trainer.ppo.v1  # noqa: F401  (brings our trainer in; to begin with a module of ours is a cycle)
 
-    from seamless_verl.verl_adapter.dataloader import replaced_workers, row_buffer
+    from seamless_verl.verl_adapter.dataloader import replaced_workers
+    from seamless_verl.verl_adapter.rollout import attempt_watch
     from seamless_verl.verl_adapter.weights import rolling_weights
 
     async def put(**_: object) -> None:
@@ -32,7 +33,7 @@ def life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
 
     queue = ScriptedTransferQueue().install(monkeypatch)
     monkeypatch.setattr(transfer_queue, "async_kv_put", put)
-    for module in (replaced_workers, row_buffer, rolling_weights):
+    for module in (replaced_workers, attempt_watch, rolling_weights):
         monkeypatch.setattr(module, "ray", FakeRay())
     monkeypatch.setattr(rolling_weights, "_ANSWER_S", SOON_S)
     made: list[World] = []
@@ -159,7 +160,10 @@ async def test_from_a_checkpoint_taken_while_a_replica_was_behind_all_begin_with
     assert [each.taken for each in again.replicas] == [[2], [2]], "not what an earlier life had published"
     assert {uid: again.rows.buffer.floor_of(uid) for uid in floors} == floors
     trainer = again.trainer(monkeypatch, lambda trainer: trainer.agent_loop_manager.generate_sequences(prompts(floors)))
-    weights, trainer.standalone_checkpoint_manager = again.weights, SimpleNamespace(close=lambda: None)
+    weights = again.weights
+    trainer.standalone_checkpoint_manager = SimpleNamespace(
+        close=lambda: None, oldest_version=weights.oldest_version, raise_broken=weights.raise_broken
+    )
     await asyncio.wait_for(asyncio.to_thread(trainer.fit, again.manager), SOON_S)
     await again.until(lambda: len(again.answers) == 2 * len(floors))
     assert {told for all_told in again.answers.values() for told in all_told} == {(2, 2)}

@@ -180,6 +180,11 @@ class World:
         found: int | None = self.balancer.wanted()
         return found
 
+    def oldest_version(self) -> int | None:
+        """The router's, for the trainer."""
+        found: int | None = self.balancer.oldest_version()
+        return found
+
     async def _attempt(self, sampling_params: Any, *, uid: str, session_id: int, **_: Any) -> None:
         """Of an agent of a rollout worker, in one turn."""
         await self.ask(uid, session_id, tokens=1)

@@ -76,3 +76,18 @@ def test_truncation_names_every_straggler() -> None:
     assert [type(command) for command in commands] == [Truncate, Truncate]
     assert [command.group for command in commands] == ["a", "c"]
     assert commands[0].reason == "step 0 lacks 2 groups after 5 s"
+
+
+def test_where_fewer_prompts_are_under_way_those_of_later_steps_are_stragglers_too() -> None:
+    """They were reserved late, as always, and will take the places that nobody else can have."""
+    protocol = StalenessProtocol(eta=3, batch_size=3, in_flight=2)
+    for group in "abcdef":
+        protocol.reserve(group, 0)
+    protocol.occupy("b")
+    assert (protocol.capacity(0), protocol.num_available) == (0, 1)
+    commands = StuckPolicy(treatment=Treatment.TRUNCATE, patience_s=0).treat(protocol, waited_s=5)
+    assert len(commands) == len({command.group for command in commands} - {"b"}) == 2
+    for command in commands:
+        protocol.occupy(command.group)
+    assert protocol.num_available == 3
+    assert protocol.stuck() == ()

@@ -142,6 +142,16 @@ class Anything(RuleBasedStateMachine):
                     assert not buffer.num_free
                     assert buffer.reserved_since(later.version - self.eta) is None
 
+    @invariant()
+    def a_step_that_gets_no_more_prompts_names_whom_it_waits_for(self) -> None:
+        if not hasattr(self, "protocol") or not self.repair or self.redundancy > 1:
+            return
+        missing, named = self.batch_size - self.taken - self.protocol.num_available, self.protocol.stuck()
+        assert set(named) <= self.reserved.keys()
+        assert missing or not named
+        if not self.protocol.capacity(self.version):
+            assert len(named) >= missing
+
     def teardown(self) -> None:
         """Liveness: when everything in flight has finished and prompts keep coming, every step gets its batch."""
         if not hasattr(self, "protocol"):
