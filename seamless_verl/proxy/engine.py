@@ -136,10 +136,7 @@ class Ledger:
         digest = prompt_ids.digest()
         generation = await engine.generate(request)
         self._entries[request.request_id] = ledger_entry(
-            generation_id=request.request_id,
-            prompt_digest=digest,
-            prompt_len=len(prompt_ids),
-            generation=generation,
+            generation_id=request.request_id, prompt_digest=digest, prompt_len=len(prompt_ids), generation=generation
         )
         return generation
 

@@ -180,12 +180,7 @@ class Cluster:
         if slice_.id in self.slices:
             raise InvalidTransition(f"slice {slice_.id} is already known")
         self.slices[slice_.id] = SliceStatus(
-            slice=slice_,
-            costs=self.costs,
-            state=state,
-            usable=slice_.capabilities,
-            since=self.now,
-            version=version,
+            slice=slice_, costs=self.costs, state=state, usable=slice_.capabilities, since=self.now, version=version
         )
         self.generated[slice_.id] = 0
         self.roofline.add(slice_)

@@ -216,12 +216,7 @@ class SessionTree:
         elif reused and record.context_ids:
             record = replace(record, context_ids=given.tokens)  # the same ids, kept once
         answer = Segment(
-            parent=given,
-            tokens=record.token_ids,
-            turn=record,
-            ordinal=len(self._answers),
-            kind=kind,
-            reasons=reasons,
+            parent=given, tokens=record.token_ids, turn=record, ordinal=len(self._answers), kind=kind, reasons=reasons
         )
         self._num_stored_tokens += len(record.token_ids)
         given.children.append(answer)

@@ -126,11 +126,7 @@ def histogram(values: Sequence[float], *, x_label: str, style: str) -> str:
 
 
 def columns(
-    stacks: Sequence[tuple[str, Mapping[str, float]]],
-    *,
-    styles: Mapping[str, str],
-    x_label: str,
-    y_unit: str,
+    stacks: Sequence[tuple[str, Mapping[str, float]]], *, styles: Mapping[str, str], x_label: str, y_unit: str
 ) -> str:
     """Stacked columns, one per ``(label, amounts by part)``; ``styles`` gives the order of the parts from below."""
     if not stacks:

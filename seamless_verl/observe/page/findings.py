@@ -213,10 +213,7 @@ def _overheads(run: RunDigest) -> Told:
     ):
         spent = sum(seconds[category] for seconds in pools.values())
         if spent / total > limit:
-            yield (
-                f"{share(spent / total)} of the device time in steps went into {LABELS[category]}",
-                advice,
-            )
+            yield (f"{share(spent / total)} of the device time in steps went into {LABELS[category]}", advice)
 
 
 def _validation(run: RunDigest) -> Told:

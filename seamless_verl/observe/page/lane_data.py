@@ -127,11 +127,7 @@ def _flush(group: list[Stretch], joined: list[Stretch]) -> None:
     winner = max(group, key=lambda stretch: weights[stretch.state, stretch.category])
     joined.append(
         Stretch(
-            slice=winner.slice,
-            start=group[0].start,
-            stop=group[-1].stop,
-            state=winner.state,
-            category=winner.category,
+            slice=winner.slice, start=group[0].start, stop=group[-1].stop, state=winner.state, category=winner.category
         )
     )
     group.clear()

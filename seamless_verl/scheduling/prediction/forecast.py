@@ -119,14 +119,7 @@ class PrefillAgain:
 
     @classmethod
     def of_loan(
-        cls,
-        work: Work,
-        standing: Crew,
-        joining: Crew,
-        left_behind: float,
-        *,
-        caches_lost: bool,
-        usual_s: float,
+        cls, work: Work, standing: Crew, joining: Crew, left_behind: float, *, caches_lost: bool, usual_s: float
     ) -> PrefillAgain:
         """What a loan is charged.
 

@@ -255,10 +255,7 @@ class SessionBook:
         session = self.sessions[event.session]
         session.request = event.request
         request = _Request(
-            session=event.session,
-            number=session.number,
-            slice=event.slice,
-            context=event.context_tokens,
+            session=event.session, number=session.number, slice=event.slice, context=event.context_tokens
         )
         self._requests[event.request] = request
         bisect.insort(self._queues.setdefault(event.slice, []), (session.number, event.request))

@@ -25,14 +25,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import FlightRecorder
-from seamless_verl.scheduling.events import (
-    Ending,
-    Event,
-    RequestFinished,
-    RequestStarted,
-    SessionFinished,
-    SliceFailed,
-)
+from seamless_verl.scheduling.events import Ending, Event, RequestFinished, RequestStarted, SessionFinished, SliceFailed
 from seamless_verl.scheduling.slices import SliceId, Tag
 
 FIRST_TOKEN = "seamless_first_token_s"

@@ -53,12 +53,7 @@ class VllmParser:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        tool_parser: str | None,
-        reasoning_parser: str | None,
-        *,
-        keys: tuple[str, str] = _KEYS,
+        self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None, *, keys: tuple[str, str] = _KEYS
     ) -> None:
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager

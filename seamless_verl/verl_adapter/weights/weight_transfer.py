@@ -148,11 +148,7 @@ class _Transfer:
     """
 
     def __init__(
-        self,
-        trainers: Sequence[Any],
-        replicas: Sequence[RolloutReplica],
-        health: ReplicaHealth,
-        version: int | None,
+        self, trainers: Sequence[Any], replicas: Sequence[RolloutReplica], health: ReplicaHealth, version: int | None
     ) -> None:
         self.id = uuid.uuid4().hex
         self._trainers = list(trainers)
