@@ -275,7 +275,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             bypassed = correction is not None and correction.bypass_mode
             if bypassed and self.local_trigger_step == 0:
                 compute, ranks = partial(PPOTrainer._compute_old_log_prob, self), self._actor_ranks()
-                metrics |= self.meter.compare_a_sample(batch, version, ranks, correction, compute)
+                metrics |= self.meter.compare_a_sample(batch, version, ranks, self.config, compute)
             with self.flight.phase(Phase.OLD_LOG_PROB):
                 batch = self._compute_old_log_prob(batch, metrics=metrics)
             if not bypassed:
