@@ -71,7 +71,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.lending: Lending | None = None
         self.standing = StandingServers(config, self.seamless.router, hybrid=self._enable_hybrid_replicas)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
-        self.signals = SignalFiles(config, self.seamless.run_dir, self.reporter.say)
+        self.signals = SignalFiles(config, self.seamless.run_dir, lambda line: self.reporter.say(line))
         self.meter = StepMeter()
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
