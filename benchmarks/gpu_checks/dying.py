@@ -27,7 +27,7 @@ def run(context: Context) -> list[Record]:
     mark = uuid.uuid4().hex
     overrides = [
         *settings(context),
-        *offloading(True),
+        *offloading(False),  # what the trainer keeps is there when the engine starts again
         *skewed_lengths(context),
         "seamless.staleness.eta=0",  # so that every step begins with nobody but the replica at work
         "data.train_batch_size=4",

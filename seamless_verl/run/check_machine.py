@@ -259,7 +259,7 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def check_packages(config: Mapping[str, Any], machine: Machine) -> None:
+def check_packages(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> None:
     """Raise on a package that a GPU run would miss minutes after its start.
 
     The trainer's own process looks its checkpoint engine up, so that one's packages are needed here; flash-attn is
@@ -270,7 +270,7 @@ def check_packages(config: Mapping[str, Any], machine: Machine) -> None:
     """
     if value_of(config, "trainer.device") != "cuda":
         return
-    _check_backend(config)
+    _check_backend(config, seamless.weights.sync)
     if machine.accelerators or cluster_address(value_of(config, ADDRESS, None)) is None:
         _check_attention(config)
 
@@ -299,12 +299,12 @@ def check_tracker(config: Mapping[str, Any]) -> None:
     )
 
 
-def _check_backend(config: Mapping[str, Any]) -> None:
+def _check_backend(config: Mapping[str, Any], sync: str) -> None:
     if value_of(config, "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module", None):
         return  # it registers engines of its own
     given = backend = value_of(config, _BACKEND, None) or "naive"
     if given == "naive" and value_of(config, "trainer.v1.trainer_mode") == "seamless":
-        backend = "nccl"  # `adopt_config` writes it
+        backend = "seamless_shared" if sync == "rolling" else "nccl"  # `adopt_config` writes it
     for module in _MODULES.get(backend, ()):
         if not is_installed(module):
             default = "" if backend == given else f" (what {given} becomes under trainer mode seamless)"

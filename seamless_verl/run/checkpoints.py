@@ -41,6 +41,7 @@ def told_of_full_disk(run_dir: Path, again: str) -> str:
     if free >= _FULL:
         return ""
     return (
-        f"the disk is full: {free / (1 << 20):.1f} MiB free at {run_dir}. Fix: make room "
-        f"(trainer.max_actor_ckpt_to_keep=1 keeps one checkpoint only), then the same command with {again}"
+        f"the disk is full: {free / (1 << 20):.1f} MiB free at {run_dir}. Fix: make room (only the checkpoint that "
+        f"{_TRACKER} names is needed), write fewer (trainer.save_freq) or keep two "
+        f"(trainer.max_actor_ckpt_to_keep=2; 1 may leave none that is whole), then the same command with {again}"
     )

@@ -41,7 +41,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)
     check_combinations.check_shared_prefix(config, seamless)
-    check_machine.check_packages(config, machine)
+    check_machine.check_packages(config, seamless, machine)
     check_machine.check_tracker(config)
     check_combinations.check_lengths(config)
     warnings += check_machine.check_room(config, machine)

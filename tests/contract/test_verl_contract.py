@@ -749,11 +749,10 @@ def test_trainer_and_rollout_are_compared_on_a_few_rows_of_the_current_version_o
     from seamless_verl.verl_adapter.trainer.step_report import rows_to_compare
 
     batch = _with_versions(*([6, 7] * 64))
-    samples = [rows_to_compare(batch, 7, ranks), rows_to_compare(_with_versions(*([8, 6] * 64)), 8, ranks)]
+    samples = [rows_to_compare(batch, 7, ranks, 64), rows_to_compare(_with_versions(*([8, 6] * 64)), 8, ranks, 64)]
     for sample, version in zip(samples, (7, 8), strict=True):
         assert len(set(sample.keys)) == rows
         assert {tag["min_global_steps"] for tag in sample.tags} == {version}
-        assert sample.extra_info["micro_batch_size_per_gpu"] == rows // ranks
     places = [{int(key.split("_")[1]) // 2 for key in sample.keys} for sample in samples]
     assert places[0] != places[1]
     assert batch.extra_info == {}
@@ -762,10 +761,41 @@ def test_trainer_and_rollout_are_compared_on_a_few_rows_of_the_current_version_o
 def test_a_sample_is_filled_up_to_equal_shares_and_empty_where_nothing_can_be_compared():
     from seamless_verl.verl_adapter.trainer.step_report import rows_to_compare
 
-    sample = rows_to_compare(_with_versions(6, 7, 6, 7, 6, 6, 6, 6), 7, ranks=4)
+    sample = rows_to_compare(_with_versions(6, 7, 6, 7, 6, 6, 6, 6), 7, ranks=4, micro=1)
     assert len(set(sample.keys)) == 4
     assert {"uid_1_0", "uid_3_0"} < set(sample.keys)
-    assert rows_to_compare(_with_versions(6, 6), 7, ranks=1) is None
+    assert rows_to_compare(_with_versions(6, 6), 7, ranks=1, micro=1) is None
+
+
+@pytest.mark.parametrize(("configured", "taken"), [(None, 6), (64, 6), (6, 6), (4, 3), (1, 1)])
+def test_a_sample_puts_no_more_rows_on_a_gpu_at_a_time_than_the_user_allows(configured, taken):
+    """With dynamic batch sizes nothing is configured, and verl counts tokens."""
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+    from verl.workers.engine.utils import prepare_micro_batches
+
+    from seamless_verl.verl_adapter.trainer.step_report import StepMeter
+
+    rollout = {"log_prob_micro_batch_size_per_gpu": configured}
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"rollout_correction": {"bypass_mode": True}}}
+    )
+    computed = []
+
+    def compute(sample, metrics):
+        assert not config.algorithm.rollout_correction.bypass_mode
+        computed.append(sample)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        StepMeter().compare_a_sample(_with_versions(*[7] * 384), 7, 2, config, compute)
+    (sample,) = computed
+    assert len(sample.keys) == 2 * 6
+    assert sample.extra_info["micro_batch_size_per_gpu"] == taken
+    share = TensorDict({}, batch_size=[6])
+    tensordict_utils.assign_non_tensor(share, use_dynamic_bsz=False, **sample.extra_info)
+    assert [len(part) for part in prepare_micro_batches(share)[0]] == [taken] * (6 // taken)
 
 
 def test_the_idle_shares_of_a_step_are_those_of_the_books_between_its_beginning_and_its_end():

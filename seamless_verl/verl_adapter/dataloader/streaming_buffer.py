@@ -359,7 +359,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, after TransferQueue was restored: finished groups are kept, the others are re-issued.
 
-        Rows that the saved step had already trained on are removed from TransferQueue.
+        Removed from TransferQueue are rows that the saved step had already trained on, and surplus groups.
 
         Raises:
             ConfigError: the state is of another version or was taken under other settings.
@@ -378,7 +378,6 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         prompts = self.prompt_global_steps["train"]
         if lost := [group for group, _ in self.protocol.groups() if group not in prompts]:
             raise SeamlessError(f"the checkpoint's TransferQueue lacks {len(lost)} groups in flight, first {lost[0]}")
-        surplus = [uid for uid in prompts if self.protocol.state_of(uid) is None]
-        trained = [key for uid, keys in self._rows_by_group().items() if uid not in prompts for key in keys]
-        if surplus or trained:
-            tq.kv_clear(partition_id="train", keys=[*surplus, *trained])
+        known = (*prompts, *self.partitions["train"])
+        if gone := [key for key in known if self.protocol.state_of(key.split("_", 1)[0]) is None]:
+            tq.kv_clear(partition_id="train", keys=gone)

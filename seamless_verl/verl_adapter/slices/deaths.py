@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 from verl.single_controller.ray import RayWorkerGroup
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, get_torch_device
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from seamless_verl.run.restarts import RunBroken
@@ -151,15 +151,19 @@ def _launch(replica: RolloutReplica, until: float) -> None:
     kill(replica.servers)  # then their names are free
     replica.servers = []
     try:
+        _in_workers(replica, _empty_cache, until)
         asyncio.run(asyncio.wait_for(replica.launch_servers(), until - time.monotonic()))
         if replica.rollout_mode is RolloutMode.HYBRID:
             asyncio.run(asyncio.wait_for(replica.sleep(), until - time.monotonic()))
-        forgotten = [worker.__ray_call__.remote(_forget_server) for worker in replica.workers]
-        ray.get(forgotten, timeout=max(until - time.monotonic(), 0))
+        _in_workers(replica, _forget_server, until)
     except BaseException:
         kill(replica.servers)
         time.sleep(_AGAIN_S)
         raise
+
+
+def _in_workers(replica: RolloutReplica, function: Callable[[Any], None], until: float) -> None:
+    ray.get([w.__ray_call__.remote(function) for w in replica.workers], timeout=max(until - time.monotonic(), 0))
 
 
 def _replace_dead_workers(replica: RolloutReplica) -> None:
@@ -199,6 +203,12 @@ def kill(actors: list[Any]) -> None:
     calls = [actor.__ray_ready__.remote() for actor in actors]
     if calls:
         ray.wait(calls, num_returns=len(calls), timeout=_GONE_S)
+
+
+def _empty_cache(_: Any) -> None:
+    """Runs in a worker's process: torch keeps what training has freed, and vLLM starts where its whole share is free.
+    Parameters are not offloaded: new weights may be on their way from them to other replicas."""
+    get_torch_device().empty_cache()
 
 
 def _forget_server(worker: Any) -> None:

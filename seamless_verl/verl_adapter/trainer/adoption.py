@@ -85,7 +85,7 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     check_batches(settings)
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
-    check_packages(settings, machine)
+    check_packages(settings, seamless, machine)
     for warning in (*check_estimator(settings, seamless), *check_memory(settings, machine)):
         _log.warning("%s", warning)
 

@@ -37,13 +37,14 @@ def on_policy_keys(batch: KVBatchMeta, current_version: int) -> list[str]:
     ]
 
 
-def rows_to_compare(batch: KVBatchMeta, current_version: int, ranks: int) -> KVBatchMeta | None:
+def rows_to_compare(batch: KVBatchMeta, current_version: int, ranks: int, micro: int | None) -> KVBatchMeta | None:
     """Rows on which trainer and rollout can be compared, other ones at every version; None where there are none.
 
     A sample: to compare all of them costs what verl's ``bypass_mode`` is there to save, a forward pass of the batch.
 
     Args:
         ranks: data-parallel shares of equal size that verl cuts a batch into.
+        micro: rows of a micro-batch at most; None: verl counts tokens instead.
     """
     on_policy = on_policy_keys(batch, current_version)
     if not on_policy:
@@ -55,8 +56,9 @@ def rows_to_compare(batch: KVBatchMeta, current_version: int, ranks: int) -> KVB
     taken = set(chosen)
     others = [key for key in batch.keys if key not in taken]
     sample = batch.select_keys(chosen + others[: wanted - count])
-    # verl 0.9.1: engine/utils.py:125 refuses a share that is no multiple of the configured micro-batch.
-    sample.extra_info["micro_batch_size_per_gpu"] = share
+    # verl 0.9.1: engine/utils.py:125 refuses a share that is no multiple of the micro-batch.
+    sizes = range(min(share, micro or share), 0, -1)
+    sample.extra_info["micro_batch_size_per_gpu"] = next(size for size in sizes if share % size == 0)
     return sample
 
 
@@ -175,23 +177,25 @@ class StepMeter:
         batch: KVBatchMeta,
         current_version: int,
         ranks: int,
-        correction: Any,
+        config: Any,
         compute: Callable[[KVBatchMeta, dict[str, Any]], object],
     ) -> dict[str, Any]:
         """Where verl copies the rollout's log-probs, a forward pass over a few rows shows whether the trainer agrees.
 
         Args:
             ranks: see `rows_to_compare`.
-            correction: verl's configuration, in which ``bypass_mode`` is on.
+            config: the run's, with verl's ``bypass_mode`` on.
             compute: verl's old log-probs of a batch, into its rows, and metrics.
 
         Returns:
             What verl would report of all rows.
         """
-        sample = rows_to_compare(batch, current_version, ranks)
+        micro = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+        sample = rows_to_compare(batch, current_version, ranks, micro)
         if sample is None:
             return {}
         found: dict[str, Any] = {}
+        correction = config.algorithm.rollout_correction
         correction.bypass_mode = False
         compute(sample, found)
         correction.bypass_mode = True

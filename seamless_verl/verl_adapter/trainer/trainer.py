@@ -71,7 +71,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.lending: Lending | None = None
         self.standing = StandingServers(config, self.seamless.router, hybrid=self._enable_hybrid_replicas)
         self.reporter = Reporter.for_run(self.seamless.run_dir)
-        self.signals = SignalFiles(config, self.seamless.run_dir, self.reporter.say)
+        self.signals = SignalFiles(config, self.seamless.run_dir, lambda line: self.reporter.say(line))
         self.meter = StepMeter()
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
@@ -275,7 +275,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             bypassed = correction is not None and correction.bypass_mode
             if bypassed and self.local_trigger_step == 0:
                 compute, ranks = partial(PPOTrainer._compute_old_log_prob, self), self._actor_ranks()
-                metrics |= self.meter.compare_a_sample(batch, version, ranks, correction, compute)
+                metrics |= self.meter.compare_a_sample(batch, version, ranks, self.config, compute)
             with self.flight.phase(Phase.OLD_LOG_PROB):
                 batch = self._compute_old_log_prob(batch, metrics=metrics)
             if not bypassed:

@@ -167,7 +167,8 @@ def publish(
 
     Args:
         dtype: of the engines. Matrices of wider floats are cast to it, as the engine would on loading (and verl's own
-            ``delta_sharded`` before sending); vectors stay: they are small, and engines keep some of them in fp32.
+            ``delta_sharded`` before sending); vectors and routers (``….gate.weight``) stay: they are small, and engines
+            keep some of them in fp32.
 
     Raises:
         OSError: the shared memory is full; what was published before stands.
@@ -178,7 +179,7 @@ def publish(
     offset = 0
     with _part(file) as stream:
         for name, value in weights:
-            kind = value.dtype if dtype is None else _stored(value, dtype)
+            kind = value.dtype if dtype is None else _stored(name, value, dtype)
             begun, found = offset, 0
             for part in _on_host(value, kind):
                 found += checksum_of(part)
@@ -198,9 +199,9 @@ def publish(
     return manifest
 
 
-def _stored(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+def _stored(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     wider = value.is_floating_point() and value.dtype.itemsize > dtype.itemsize
-    return dtype if wider and value.dim() > 1 else value.dtype
+    return dtype if wider and value.dim() > 1 and ".gate." not in name else value.dtype
 
 
 def _on_host(value: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[np.uint8]]:

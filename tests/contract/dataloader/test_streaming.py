@@ -425,6 +425,20 @@ def test_after_a_crash_finished_groups_are_kept_and_nothing_is_trained_twice(que
     assert again.loader.standing().epochs_ended == 0
 
 
+def test_rows_of_a_surplus_group_end_with_the_life_that_asked_for_them(queue):
+    """Some of its rollouts had ended before the checkpoint; nobody waits for the others any more."""
+    rollout = Rollout(queue, eta=0, batch_size=2, redundancy=1.5)
+    rollout.buffer.admit(1)
+    rollout.finish("u0")
+    rollout.finish("u1")
+    queue.kv_batch_put(["u2_0_0"], "train", [{"status": "success", "seq_len": 3, "min_global_steps": 0}])
+    assert rollout.sample(2)[0] == ["u0", "u1"]
+    saved = json.loads(json.dumps(rollout.buffer.state()))
+    assert {"u0_0_0", "u2", "u2_0_0"} <= queue.tags["train"].keys(), "verl saves its queue as it is"
+    Rollout(queue, eta=0, batch_size=2, redundancy=1.5).buffer.restore(saved)
+    assert queue.tags["train"] == {}
+
+
 def test_a_plain_verl_checkpoint_has_its_prompts_generated_again(queue):
     rollout = Rollout(queue, eta=1, batch_size=2)
     tag = {"is_prompt": True, "status": "finished", "global_steps": 6}

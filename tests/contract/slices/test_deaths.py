@@ -197,12 +197,13 @@ def test_a_worker_that_does_not_forget_the_last_server_leaves_no_engine_behind(
     async def sleep() -> None:
         await launched[-1].pid.remote()
 
-    busy = parts["trainer worker 0"]
-    busy.work.remote()
+    def call(_: Any) -> Any:
+        return parts["trainer worker 0"].work.remote() if launched else ray.put(None)
+
     replica = SimpleNamespace(
         rollout_mode=RolloutMode.HYBRID,
         replica_rank=0,
-        workers=[busy],
+        workers=[SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))],
         servers=[],
         launch_servers=launch,
         sleep=sleep,
@@ -213,6 +214,65 @@ def test_a_worker_that_does_not_forget_the_last_server_leaves_no_engine_behind(
     for server in launched:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(server.pid.remote())
+
+
+@pytest.mark.usefixtures("actor")
+def test_an_engine_starts_when_the_workers_on_its_gpus_have_given_back_what_they_do_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM takes its share of the card or does not start; torch's allocator keeps what training has freed."""
+    monkeypatch.setattr(deaths, "_AGAIN_S", 0.0)
+    happened: list[str] = []
+    device = SimpleNamespace(empty_cache=lambda: happened.append("given back"))
+    monkeypatch.setattr(deaths, "get_torch_device", lambda: device)
+
+    async def launch() -> None:
+        happened.append("started")
+        if happened.count("started") == 1:
+            raise RuntimeError("no memory")
+
+    async def sleep() -> None:
+        happened.append("sleeps")
+
+    def call(function: Any) -> Any:
+        return ray.put(function(worker))
+
+    worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))
+    replica = SimpleNamespace(
+        rollout_mode=RolloutMode.HYBRID,
+        replica_rank=0,
+        workers=[worker, worker],
+        servers=[],
+        launch_servers=launch,
+        sleep=sleep,
+    )
+    deaths.restart_replica(replica)  # type: ignore[arg-type]
+    assert happened == [*["given back"] * 2, "started", *["given back"] * 2, "started", "sleeps"]
+
+
+@pytest.mark.usefixtures("actor")
+def test_workers_that_are_too_busy_to_give_memory_back_hold_a_restart_up_no_longer_than_it_may_take(
+    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deaths, "_RESTART_S", 0.5)
+    monkeypatch.setattr(deaths, "_AGAIN_S", 0.0)
+    launched: list[str] = []
+
+    async def launch() -> None:
+        launched.append("engine")
+
+    worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _: parts["trainer worker 0"].work.remote()))
+    replica = SimpleNamespace(
+        rollout_mode=RolloutMode.HYBRID,
+        replica_rank=0,
+        workers=[worker],
+        servers=[],
+        launch_servers=launch,
+        sleep=launch,
+    )
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        deaths.restart_replica(replica)  # type: ignore[arg-type]
+    assert launched == []
 
 
 def test_memory_of_an_engine_that_lived_is_waited_for(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:

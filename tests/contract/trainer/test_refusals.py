@@ -71,3 +71,20 @@ def test_verl_still_drops_the_adapter_where_it_broadcasts_weights():
 
     source = inspect.getsource(ActorRolloutRefWorker.update_weights)
     assert "per_tensor_param, _ = self.actor.engine.get_per_tensor_param()" in source
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, ["global_step_3"]), (2, ["global_step_2", "global_step_3"])])
+def test_while_a_checkpoint_is_written_verl_has_a_whole_one_only_where_it_keeps_two(tmp_path, keep, left):
+    """What `run.checkpoints` advises: after the actor verl writes four more things, the tracker last."""
+    from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+    manager = object.__new__(BaseCheckpointManager)
+    manager.previous_saved_paths = []
+    for step in (1, 2, 3):
+        actor = tmp_path / f"global_step_{step}" / "actor"
+        manager.ensure_checkpoint_capacity(keep)
+        actor.mkdir(parents=True)
+        (actor.parent / "data.pt").touch()
+        manager.register_checkpoint(str(actor), keep)
+    assert sorted(actor.parent.name for actor in tmp_path.glob("*/actor")) == left
+    assert len(list(tmp_path.glob("*/data.pt"))) == 3, "the rest of each checkpoint stays"

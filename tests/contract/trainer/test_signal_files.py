@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from seamless_verl.observe.token_signals import FOLDER, read
 from seamless_verl.verl_adapter.trainer import signal_files
 from seamless_verl.verl_adapter.trainer.signal_files import SignalFiles
+from tests.contract.trainer.test_refusals import trainer_of
 
 KEYS = ["g_0_0", "g_1_0", "padding"]
 LENGTHS = (3, 5, 1)
@@ -75,3 +76,15 @@ def test_nothing_is_asked_for_where_rows_are_not_kept(tmp_path, monkeypatch):
     files.keep(SimpleNamespace(), "1.0")
     files.close()
     assert not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
+def test_the_users_terminal_is_told_and_not_only_the_trainers_log(tmp_path):
+    """`job` gives the trainer the terminal's reporter after it was made."""
+    (tmp_path / FOLDER).write_text("somebody's file")
+    trainer = trainer_of("trainer.device=cpu", f"+seamless.run_dir={tmp_path}")
+    trainer.reporter = SimpleNamespace(say=(told := []).append)
+    trainer.signals._write(tmp_path / FOLDER, "7.0", {})
+    (line,) = told
+    assert line.startswith("advantages and ratios of tokens are not kept")

@@ -48,6 +48,19 @@ def test_matrices_are_published_as_the_engine_holds_them(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.parametrize("name", ["mlp.gate", "mlp.router.gate", "block_sparse_moe.gate", "moe.gate"])
+def test_a_router_of_experts_is_published_as_it_was_trained(tmp_path: Path, name: str) -> None:
+    """vLLM keeps that of some models in fp32."""
+    trained = {
+        f"model.layers.1.{name}.weight": torch.randn(4, 9),
+        "model.layers.1.mlp.gate_proj.weight": torch.randn(9, 9),
+    }
+    manifest = weight_store.publish(tmp_path, 1, trained.items(), torch.bfloat16)
+    router, other = (value for _, value in manifest.tensors_of(weight_store.map_file(manifest.file)))
+    assert torch.equal(router, trained[f"model.layers.1.{name}.weight"])
+    assert other.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_large_tensor_is_written_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None

@@ -32,3 +32,4 @@ def test_a_full_disk_is_told_with_what_to_do(tmp_path, monkeypatch, free, told):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     said = checkpoints.told_of_full_disk(tmp_path, "hydra.run.dir=HERE")
     assert ("3.0 MiB free" in said and said.endswith("hydra.run.dir=HERE")) if told else said == ""
+    assert "max_actor_ckpt_to_keep=1" not in said, "verl removes the last whole one then before the new one is whole"

@@ -104,6 +104,17 @@ def test_what_needs_no_such_package_is_not_refused(installed):
     check({"trainer.device": "cpu"})
 
 
+def test_where_replicas_pull_published_weights_no_package_of_verls_engines_is_missed(installed):
+    installed.discard("cupy")
+    ours = {f"{ROLLOUT}.name": "vllm"}
+    check(ours, weights={"sync": "rolling"})
+    with pytest.raises(ConfigError, match="needs cupy"):
+        check(ours, weights={"sync": "together"})
+    verls = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}
+    with pytest.raises(ConfigError, match="needs cupy"):  # it publishes nothing
+        check(verls, weights={"sync": "rolling"})
+
+
 def test_flash_attention_is_missed_where_the_workers_are(installed, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     installed.discard("flash_attn")
