@@ -306,7 +306,7 @@ def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability
     asked = [field for field, is_asked in wishes.items() if is_asked]
     if asked and Ability.STRUCTURED_OUTPUTS not in abilities:
         raise _refusal(asked[0], "it needs constrained decoding, which this engine does not offer")
-    if asked and asked != [call.schema_field] and parser.tool_format(call.raw_tools, required=True) is None:
+    if asked and call.tools_to_parse and parser.tool_format(call.raw_tools, required=True) is None:
         raise _refusal(asked[0], "nobody has described this model's tool calls as a grammar")
 
 
