@@ -22,7 +22,8 @@ from seamless_verl.proxy.calls import Call, ToolChoice, bad_request
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+# A call that does not end takes the rest with it: looking for an end from each beginning anew would be quadratic.
+_CALL = re.compile(r"<tool_call>\s*(?:(\{.*?\})\s*</tool_call>|\{.*)", re.DOTALL)
 
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -131,7 +132,7 @@ def _take_calls(text: str, call_prefix: str) -> tuple[str, list[ToolCall]]:
     at = 0
     for match in _CALL.finditer(text):
         try:
-            call = json.loads(match.group(1))
+            call = json.loads(match.group(1) or "")
             name, arguments = call["name"], call.get("arguments", {})
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
