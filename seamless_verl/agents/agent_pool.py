@@ -34,6 +34,7 @@ _STDERR_LINES = 20
 _START_ATTEMPTS = 3
 _WHERE_S = 1.0  # for a worker to say where a job stands
 _FORGET_S = 10.0  # for a job to end that nobody waits for any more
+_LAST_WORDS_S = 1.0  # for what a worker wrote before it ended to be read
 _OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
 
 # What a worker's script gives to `serve`: the job's payload and an event that is set when nobody waits any more.
@@ -208,7 +209,8 @@ class AgentPool:
         )
         worker = _Worker(process)
         worker.send({"threads": self._threads})
-        worker.readers = [asyncio.ensure_future(self._read(slot, worker)), asyncio.ensure_future(_keep_stderr(worker))]
+        tasks = self._read(slot, worker), _keep_stderr(worker), _let_go_of_pipes(process)
+        worker.readers = [asyncio.ensure_future(task) for task in tasks]
         self._workers[slot] = worker
         if self._closed:  # meanwhile: `close` has not seen it
             kill_group(worker.process.pid)
@@ -229,6 +231,7 @@ class AgentPool:
             kill_group(worker.process.pid)
             await worker.process.wait()
             await worker.readers[1]
+            worker.readers[2].cancel()
             if self._workers[slot] is worker:
                 self._workers[slot] = None
             if not worker.ready.done():
@@ -240,9 +243,10 @@ class AgentPool:
     async def close(self) -> None:
         """End every worker and what it started; jobs in progress fail with ``WorkerDied``. Idempotent."""
         self._closed = True
-        for worker in [worker for worker in self._workers if worker is not None]:
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
             kill_group(worker.process.pid)
-            await asyncio.gather(*worker.readers)
+        await asyncio.gather(*(worker.readers[0] for worker in workers))
 
 
 def _take(worker: _Worker, message: dict[str, Any]) -> None:
@@ -280,6 +284,17 @@ async def _keep_stderr(worker: _Worker) -> None:
         if not line:
             return
         worker.stderr.append(line.decode("utf-8", "replace").rstrip())
+
+
+async def _let_go_of_pipes(process: asyncio.subprocess.Process) -> None:
+    """Close our ends once the process has ended: a child outside of its group may hold the others as long as it likes.
+
+    Not before: a transport that is closed earlier may take the exit status from whoever waits for it.
+    """
+    while process.returncode is None:  # noqa: ASYNC110 - with Python 3.11 `wait` waits for the pipes as well
+        await asyncio.sleep(_LAST_WORDS_S)
+    await asyncio.sleep(_LAST_WORDS_S)
+    process._transport.close()  # type: ignore[attr-defined]
 
 
 def serve(handler: Handler) -> None:

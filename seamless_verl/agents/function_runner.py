@@ -16,6 +16,7 @@ Invariant: a reward comes from ``score`` or the attempt fails. Where the agent r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import os
@@ -163,7 +164,8 @@ def graded(agent: Callable[..., Any], reward: Callable[..., Any], payload: Mappi
 
 def main() -> None:
     """The worker: ``python -m seamless_verl.agents.function_runner AGENT REWARD``."""
-    agent, reward = (_function(key, name) for key, name in zip(_ARGUMENTS, sys.argv[1:3], strict=True))
+    with contextlib.redirect_stdout(sys.stderr):  # the owner reads the other one, which `serve` keeps to itself
+        agent, reward = (_function(key, name) for key, name in zip(_ARGUMENTS, sys.argv[1:3], strict=True))
 
     def handle(payload: dict[str, Any], _: threading.Event) -> dict[str, Any]:
         return graded(agent, reward, payload)

@@ -307,7 +307,7 @@ class UnfinishedAnswers:
             self._whole.add(part.answer)
         if len(self._known) - len(self._whole) > _MOST_UNFINISHED:
             needed = self._claimed | self._whole
-            del self._known[next((answer for answer in self._known if answer not in needed), part.answer)]
+            self._known.pop(next((answer for answer in self._known if answer not in needed), ""), None)
 
     def more(self, answer: str, digest: bytes, prompt: bytes, tokens: Generation) -> UnfinishedPart:
         """The engine has more of an answer: as a part, to be written down."""

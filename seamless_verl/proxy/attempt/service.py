@@ -74,7 +74,7 @@ class AttemptService:
         session.check_open(time.time())
         transcript, remember = self._transcript(session, call)
         digest = call.digest(transcript.digest)
-        earlier = session.board.find(digest, call.n)
+        earlier = session.board.find(digest, call.n, is_retry=bool(retry_count))
         verdict = earlier.verdict(retry_count) if earlier is not None else Verdict.NEW
         if earlier is not None and verdict is not Verdict.NEW:
             if verdict is Verdict.REPLAY:

@@ -216,7 +216,7 @@ def _run_shards(options: argparse.Namespace) -> int:
     if options.ray is not None:
         launcher = options.ray_launcher(common, options.ray)
     else:
-        arguments = [*options.command_line, "--admin-key-file", str(key_file), "--base-url", ""]
+        arguments = [*options.command_line, "--admin-key-file", str(key_file)]
         launcher = LocalShards(arguments, record=options.record, host=options.host, port=options.port)
 
     def ready(base_url: str, num: int) -> None:

@@ -17,7 +17,7 @@ reaches the tree, whoever loses interest meanwhile, and nobody joins what was ca
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +56,7 @@ class Verdict(Enum):
 
 
 _RECORDED = frozenset({State.ANSWERED, State.DELIVERED, State.CONTINUED})
+_UNSEEN = frozenset({State.GENERATING, State.LANDING, State.ANSWERED})  # the answers may have reached nobody
 _MOVES: dict[State, frozenset[State]] = {
     State.GENERATING: frozenset({State.LANDING, State.FAILED, State.CANCELLED}),
     State.LANDING: frozenset({State.ANSWERED, State.FAILED}),
@@ -217,25 +218,26 @@ class AttemptBoard:
     def __init__(self, max_parallel: int) -> None:
         most = max(8, 2 * max_parallel)
         self._most = {State.ANSWERED: most, State.DELIVERED: most, State.CONTINUED: _MAX_CONTINUED}
-        self._under_way: set[Attempt] = set()
-        self._latest: dict[tuple[bytes, int], Attempt] = {}  # of those under way
-        self._recorded: dict[State, OrderedDict[tuple[bytes, int], Attempt]] = {
-            state: OrderedDict() for state in self._most
-        }
+        self._under_way: dict[Attempt, None] = {}  # oldest first
+        self._recorded: dict[Attempt, None] = {}  # likewise, by when they got their state
 
     @property
     def num_bytes(self) -> int:
         """About how much memory the tokens of its answers take, as far as clients asked to see them."""
-        answers = [answer for attempt in self._all_recorded() for answer in attempt.answers if answer.tokens]
+        answers = [answer for attempt in self._recorded for answer in attempt.answers if answer.tokens]
         return sum(_BYTES_PER_TOKEN * len(said.tokens) * (1 + len(said.tokens[0].alternatives)) for said in answers)
 
-    def find(self, digest: bytes, num_answers: int) -> Attempt | None:
-        """The latest attempt at a request, unless it was given up."""
+    def find(self, digest: bytes, num_answers: int, *, is_retry: bool) -> Attempt | None:
+        """The latest attempt at a request that was not given up.
+
+        An agent may ask the same several times at once. Each retry gets answers of its own then: the latest that nobody
+        waits for and nobody may have seen, where there are such.
+        """
         name = digest, num_answers
-        attempt = self._latest.get(name)
-        if attempt is not None and attempt.state is not State.CANCELLED:
-            return attempt
-        return next((known[name] for known in self._recorded.values() if name in known), None)
+        known = (*self._recorded, *self._under_way)
+        same = [attempt for attempt in known if attempt.name == name and attempt.state is not State.CANCELLED]
+        lost = [attempt for attempt in same if is_retry and attempt.state in _UNSEEN and not attempt.num_waiting]
+        return next(reversed(lost or same), None)
 
     def launch(
         self, attempt: Attempt, work: Coroutine[Any, Any, None], ended: Callable[[], None] = lambda: None
@@ -243,13 +245,10 @@ class AttemptBoard:
         """Have an attempt run; ``ended`` is called once, however it ends."""
 
         def forget() -> None:
-            self._under_way.discard(attempt)
-            if self._latest.get(attempt.name) is attempt:
-                del self._latest[attempt.name]
+            del self._under_way[attempt]
             ended()
 
-        self._under_way.add(attempt)
-        self._latest[attempt.name] = attempt
+        self._under_way[attempt] = None
         attempt.start(work, forget)
 
     def record(self, attempt: Attempt, state: State) -> None:
@@ -259,16 +258,15 @@ class AttemptBoard:
 
     def _keep(self, attempt: Attempt) -> None:
         """Too many answers of one state push the oldest out."""
-        for known in self._recorded.values():
-            known.pop(attempt.name, None)
-        known = self._recorded[attempt.state]
-        known[attempt.name] = attempt
-        while len(known) > 1 and sum(kept.num_answers for kept in known.values()) > self._most[attempt.state]:
-            known.popitem(last=False)
+        self._recorded.pop(attempt, None)
+        self._recorded[attempt] = None
+        known = [kept for kept in self._recorded if kept.state is attempt.state]
+        while len(known) > 1 and sum(kept.num_answers for kept in known) > self._most[attempt.state]:
+            del self._recorded[known.pop(0)]
 
     def continued(self, answer_id: str) -> None:
         """A request goes on from this answer, so it was delivered, whatever a restart had left open."""
-        for attempt in self._all_recorded():
+        for attempt in tuple(self._recorded):
             if any(answer.id == answer_id for answer in attempt.answers):
                 self.record(attempt, State.CONTINUED)
 
@@ -280,9 +278,10 @@ class AttemptBoard:
             attempt.move(step)
         self._keep(attempt)
 
-    def undelivered(self) -> frozenset[bytes]:
-        """Digests of the requests whose answers may have reached nobody."""
-        return frozenset(attempt.digest for attempt in self._recorded[State.ANSWERED].values())
+    def undelivered(self) -> frozenset[str]:
+        """Ids of the answers that may have reached nobody."""
+        lost = [attempt for attempt in self._recorded if attempt.state is State.ANSWERED]
+        return frozenset(answer.id for attempt in lost for answer in attempt.answers)
 
     async def cancel_all(self) -> None:
         """End every attempt, those that are landing with their answers; returns when all have ended."""
@@ -291,9 +290,6 @@ class AttemptBoard:
             attempt.cancel()
         for attempt in attempts:
             await attempt.ended()
-
-    def _all_recorded(self) -> list[Attempt]:
-        return [attempt for known in self._recorded.values() for attempt in known.values()]
 
 
 class Continuations:

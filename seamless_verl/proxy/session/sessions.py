@@ -116,7 +116,7 @@ class Session:
         self.num_users = 0
         self.num_arriving = 0
         self.damage = ""
-        self._undelivered: frozenset[bytes] | None = None
+        self._undelivered: frozenset[str] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -157,7 +157,7 @@ class Session:
             state = State.DELIVERED
             if any(answer.id in continued for answer in request):
                 state = State.CONTINUED
-            elif self._undelivered is None or request[0].digest in self._undelivered:
+            elif self._undelivered is None or request[0].id in self._undelivered:
                 # After an unload it is known who was answered. What an earlier process left may have died with it.
                 state = State.ANSWERED
             self.board.restore(request, state)

@@ -22,7 +22,8 @@ from seamless_verl.proxy.calls import Call, ToolChoice, bad_request
 from seamless_verl.proxy.engine import Ability
 from seamless_verl.trajectory.messages import Message, Role, ToolCall
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+# A call that does not end takes the rest with it: looking for an end from each beginning anew would be quadratic.
+_CALL = re.compile(r"<tool_call>\s*(?:(\{.*?\})\s*</tool_call>|\{.*)", re.DOTALL)
 
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -131,7 +132,7 @@ def _take_calls(text: str, call_prefix: str) -> tuple[str, list[ToolCall]]:
     at = 0
     for match in _CALL.finditer(text):
         try:
-            call = json.loads(match.group(1))
+            call = json.loads(match.group(1) or "")
             name, arguments = call["name"], call.get("arguments", {})
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -306,7 +307,7 @@ def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability
     asked = [field for field, is_asked in wishes.items() if is_asked]
     if asked and Ability.STRUCTURED_OUTPUTS not in abilities:
         raise _refusal(asked[0], "it needs constrained decoding, which this engine does not offer")
-    if asked and asked != [call.schema_field] and parser.tool_format(call.raw_tools, required=True) is None:
+    if asked and call.tools_to_parse and parser.tool_format(call.raw_tools, required=True) is None:
         raise _refusal(asked[0], "nobody has described this model's tool calls as a grammar")
 
 

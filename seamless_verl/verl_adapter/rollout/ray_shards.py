@@ -48,7 +48,7 @@ class ShardActor:
         if port is None:
             port = free_port_after(self._config.host, 0, 0, ())
         address = url_of(host, port)
-        config = replace(self._config, port=port, base_url=address)
+        config = replace(self._config, port=port, base_url=self._config.base_url or address)
         ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(serve(config, stop=self._stop, ready=ready.set_result))
         either: list[asyncio.Future[Any]] = [self._serving, ready]

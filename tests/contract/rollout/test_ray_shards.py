@@ -15,7 +15,10 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from benchmarks.traffic import model_folder
+from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.deploy.standalone import StandaloneConfig
 from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.verl_adapter.rollout.ray_shards import ShardActor
 from tests.edge.proxy.test_standalone import HI, Mock
 from tests.standalone import KEY, Standalone, chat
 
@@ -73,3 +76,28 @@ async def test_shards_live_on_the_nodes_and_sessions_never_move(proxy: Standalon
         assert (result.audit.is_clean, result.audit.num_generations) == (True, 3)
     assert len(list(proxy.record.glob("shard-*/rows/*.jsonl"))) == 12
     await admin.close()
+
+
+@pytest.mark.parametrize("outside", ["", "https://proxy.example.org"])
+async def test_openers_are_told_the_address_of_the_shard_or_the_one_that_was_given(
+    outside: str, tmp_path: Path
+) -> None:
+    mock = Mock(model_folder(tmp_path / "model"))
+    config = StandaloneConfig(
+        engine=await mock.start(),
+        model="mock",
+        tokenizer=str(mock.folder),
+        record=tmp_path / "record",
+        host="127.0.0.1",
+        port=0,
+        admin_key=KEY,
+        base_url=outside,
+    )
+    shard = ShardActor(config)  # without Ray around it
+    address = await shard.start(None)
+    admin = ProxyAdmin(address, KEY)
+    handle = await admin.open_session(SessionSpec())
+    assert handle.base_url == f"{outside or address}/sessions/{handle.id}/v1"
+    await admin.close()
+    await shard.stop()
+    mock.stop()

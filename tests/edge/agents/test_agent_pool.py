@@ -27,6 +27,9 @@ from seamless_verl.agents.agent_pool import serve
 
 meeting = threading.Barrier(4)
 
+def leave_a_child():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "child", __file__], start_new_session=True)
+
 def handle(payload, forgotten):
     kind = payload["kind"]
     if kind == "echo":
@@ -47,6 +50,8 @@ def handle(payload, forgotten):
     if kind == "die":
         print("I am about to die", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "leave a child":
+        return leave_a_child()
     if kind == "environment":
         return dict(os.environ)
     if kind == "child":
@@ -158,6 +163,35 @@ async def test_dead_worker_fails_only_its_jobs_and_is_replaced(pool: AgentPool, 
 async def test_last_words_of_a_dead_worker_are_quoted(pool: AgentPool) -> None:
     with pytest.raises(WorkerDied, match="I am about to die"):
         await pool.run({"kind": "die"}, 30)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("held", ["stderr", "both"])
+def test_a_child_that_outlives_its_worker_holds_nothing_up(
+    command: tuple[str, ...], loop: str, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in a session of its own, out of the group's reach, and has the pipes that its worker had at that time."""
+    monkeypatch.setattr(module, "_LAST_WORDS_S", 0.1)
+    if held == "both":
+        Path(command[1]).write_text(WORKER.replace("serve(handle)", "leave_a_child()\nserve(handle)"))
+
+    async def work() -> None:
+        pool = AgentPool(command, processes=1, threads=1)
+        try:
+            for _ in range(2):
+                await pool.run({"kind": "leave a child"}, 30)
+                with pytest.raises(WorkerDied, match="killed by SIGKILL.*I am about to die"):
+                    await pool.run({"kind": "die"}, 20)
+            await pool.run({"kind": "leave a child"}, 30)
+            await asyncio.wait_for(pool.close(), 20)
+        finally:
+            processes = psutil.process_iter(["cmdline"])
+            left = [process for process in processes if (process.info["cmdline"] or [])[-2:] == ["child", command[1]]]
+            for process in left:
+                process.kill()
+        assert len(left) == (3 if held == "stderr" else 6)
+
+    pytest.importorskip(loop, reason="comes with vLLM").run(work())
 
 
 async def test_worker_that_cannot_start_is_a_clear_error(tmp_path: Path) -> None:

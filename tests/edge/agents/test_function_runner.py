@@ -15,7 +15,7 @@ from seamless_verl.agents.function_runner import FunctionRunner
 
 TASK = """
 import asyncio, os, sys, threading
-
+print("imported: a line for people, not for the owner", flush=True)
 def attempt(task, base_url, api_key, model):
     if task["way"] == "returns":
         return [base_url, api_key, model]

@@ -174,6 +174,31 @@ async def test_a_schema_becomes_a_grammar_or_is_refused_by_its_dialects_name(
         assert proxy.engine.requests == []
 
 
+class _Undescribed(TagParser):
+    def tool_format(self, tools: Any, *, required: bool) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "none", "response_format": {"type": "json_object"}}, None),
+        ({"response_format": {"type": "json_object"}}, None),
+        ({"tools": TOOLS}, None),
+    ],
+)
+async def test_what_would_shut_calls_out_that_no_grammar_describes_is_refused(more: Any, refused: str | None) -> None:
+    abilities = frozenset({Ability.STRUCTURED_OUTPUTS})
+    async with serving(lambda prompt: "{}", abilities=abilities, parser=_Undescribed()) as proxy:
+        answer = await proxy.post(await proxy.open(), {"model": "m", "messages": HI, **more})
+        assert answer.status_code == (200 if refused is None else 400), answer.text
+        if refused is not None:
+            assert answer.json()["error"]["param"] == refused
+            assert "nobody has described this model's tool calls as a grammar" in answer.text
+
+
 async def test_n_samples_are_n_branches_recorded_together() -> None:
     numbers = iter(range(100))
     async with serving(lambda prompt: f"answer {next(numbers)}") as proxy:

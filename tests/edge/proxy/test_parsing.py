@@ -130,6 +130,14 @@ def test_plain_text_is_shown_at_once() -> None:
     assert [settler.feed(piece)[1] for piece in ("one", " two <tool", "s> three")] == ["one", " two", " <tools> three"]
 
 
+@pytest.mark.timeout(20)  # the time was quadratic: some minutes
+@pytest.mark.parametrize("again", ["<tool_call>{", "<tool_call>  {}  ", "<tool_call>", "<tool_call>{}}}"])
+def test_calls_that_never_end_are_content_whatever_their_number(again: str) -> None:
+    call, text = '<tool_call>{"name": "run"}</tool_call>', again * (2_000_000 // len(again))
+    said = TagParser().parse(f"so: {call}{text}", TOOLS, thinking=False, call_prefix="c")
+    assert ([called.name for called in said.tool_calls], said.content) == (["run"], f"so: {text}".rstrip())
+
+
 @pytest.mark.parametrize(
     ("text", "thinking", "reasoning", "content"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from tests.fakes import serving
 
-RETRY = {"x-stainless-retry-count": "1"}
+FIRST_TRY, RETRY = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
 
 
 def _body(text: str, **more: Any) -> dict[str, Any]:
@@ -48,6 +49,37 @@ async def test_parallel_requests_that_died_with_the_process_get_their_answers(
         assert [answer.json()["id"] for answer in after] == [answer.json()["id"] for answer in before]
         assert proxy.engine.requests == []
         assert (await proxy.admin.close_session(handle.id)).audit.num_generations == 12
+    await journal.close()
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(max_resident_bytes=1)], ids=["in memory", "spilled"])
+async def test_samples_asked_for_at_once_that_died_with_the_process_are_given_once_each(
+    tmp_path: Path, limits: Limits
+) -> None:
+    numbers, num_asked, all_asked = iter(range(100)), itertools.count(1), asyncio.Event()
+    journal = SqliteJournal(tmp_path / "j.sqlite")
+    async with serving(lambda prompt: f"answer {next(numbers)}", journal=journal) as proxy:
+        generate = proxy.engine.generate
+
+        async def together(request: Any) -> Any:
+            if next(num_asked) == 6:
+                all_asked.set()
+            await all_asked.wait()
+            return await generate(request)
+
+        proxy.engine.generate = together  # type: ignore[method-assign]
+        handle = await proxy.open()
+        before = await asyncio.gather(*(proxy.post(handle, _body("hi"), **FIRST_TRY) for _ in range(6)))
+    await journal.close()
+    journal = SqliteJournal(tmp_path / "j.sqlite")
+    async with serving(lambda prompt: "another", journal=journal, limits=limits) as proxy:
+        journal.resume(proxy.deps.sessions)
+        after = await asyncio.gather(*(proxy.post(handle, _body("hi"), **RETRY) for _ in range(3)))
+        after += [await proxy.post(handle, _body("hi"), **RETRY) for _ in range(3)]
+        assert len({answer.json()["id"] for answer in before}) == 6
+        assert {answer.json()["id"] for answer in after} == {answer.json()["id"] for answer in before}
+        assert proxy.engine.requests == []
+        assert len((await proxy.admin.close_session(handle.id)).rows) == 6
     await journal.close()
 
 

@@ -83,6 +83,21 @@ async def test_sessions_are_spread_and_adding_a_shard_moves_none(proxy: Standalo
     assert len(written) == 24
 
 
+async def test_agents_that_reach_the_front_alone_are_told_its_address(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
+    outside = "https://proxy.example.org"
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2", "--base-url", f"{outside}/")
+    await asyncio.to_thread(proxy.start)
+    admin = proxy.admin()
+    for _ in range(4):
+        handle = await admin.open_session(SessionSpec())
+        assert handle.base_url == f"{outside}/sessions/{handle.id}/v1"
+        inside = f"{proxy.url}/sessions/{handle.id}"
+        assert (await chat(inside, handle.api_key, HI)).status_code == 200
+        assert (await admin.close_session(handle.id)).audit.num_generations == 1
+    await admin.close()
+    await asyncio.to_thread(proxy.stop)
+
+
 async def test_a_stream_passes_through_the_front(proxy: Standalone) -> None:
     admin = proxy.admin()
     handle = await admin.open_session(SessionSpec())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -92,7 +94,7 @@ def test_answers_that_may_be_asked_for_again_outlast_those_that_went_on() -> Non
     board = AttemptBoard(max_parallel=8)  # keeps 16 of each
 
     def left(prefix: str, num: int) -> list[int]:
-        return [n for n in range(num) if board.find(f"{prefix}{n}".encode(), 1) is not None]
+        return [n for n in range(num) if board.find(f"{prefix}{n}".encode(), 1, is_retry=False) is not None]
 
     for number in range(20):
         board.restore(_answers(f"lost{number}"), State.ANSWERED)
@@ -109,20 +111,56 @@ def test_answers_that_may_be_asked_for_again_outlast_those_that_went_on() -> Non
     assert left("given", 12) == list(range(4, 12))
     assert left("later", 8) == list(range(8))
     board.continued("lost19.0")  # it was not lost
-    went_on = board.find(b"lost19", 1)
+    went_on = board.find(b"lost19", 1, is_retry=False)
     assert went_on is not None
     assert went_on.state is State.CONTINUED
-    assert board.undelivered() == {b"lost%d" % number for number in range(4, 19)}
+    assert board.undelivered() == {f"lost{number}.0" for number in range(4, 19)}
 
 
 def test_a_request_is_kept_with_all_of_its_answers_and_only_repeated_by_one_that_wants_as_many() -> None:
     board = AttemptBoard(max_parallel=4)  # keeps 8 answers of each kind
     for name in ("a", "b", "c"):
         board.restore(_answers(name, 3), State.DELIVERED)
-    assert [board.find(name, 3) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
-    assert board.find(b"c", 1) is None
+    assert [board.find(name, 3, is_retry=False) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
+    assert board.find(b"c", 1, is_retry=False) is None
     board.restore(_answers("many", 100), State.DELIVERED)
-    assert board.find(b"many", 100) is not None  # the latest stays, however many answers it has
+    assert board.find(b"many", 100, is_retry=False) is not None  # the latest stays, however many answers it has
+
+
+def test_each_retry_of_samples_that_were_asked_for_at_once_gets_one_that_nobody_has() -> None:
+    board = AttemptBoard(max_parallel=4)
+    for number in range(3):
+        (sample,) = _answers("same")
+        board.restore([replace(sample, id=f"{number}")], State.ANSWERED)
+    given = []
+    for left in ({"0", "1"}, {"0"}, set[str]()):
+        attempt = board.find(b"same", 1, is_retry=True)
+        assert attempt is not None
+        given.append(attempt.answers[0].id)
+        board.record(attempt, State.DELIVERED)
+        assert board.undelivered() == left
+    assert given == ["2", "1", "0"]
+    again = board.find(b"same", 1, is_retry=True)
+    assert again is not None
+    assert again.answers[0].id == "0"  # all were delivered: the latest
+    assert again.verdict(1) is Verdict.REPLAY
+
+
+async def test_retries_of_requests_that_ran_too_long_for_their_clients_join_one_each() -> None:
+    board, news = AttemptBoard(max_parallel=4), asyncio.Event()
+    attempts = [Attempt(b"request", 1) for _ in range(3)]
+    for attempt in attempts:
+        board.launch(attempt, asyncio.sleep(60))
+    with attempts[2].attended(news, orphan_grace_s=60.0), ExitStack() as joined:  # whose client is still there
+        for wanted in (attempts[1], attempts[0]):
+            assert board.find(b"request", 1, is_retry=False) is attempts[2]
+            found = board.find(b"request", 1, is_retry=True)
+            assert found is wanted
+            joined.enter_context(found.attended(news, orphan_grace_s=60.0))
+        assert board.find(b"request", 1, is_retry=True) is attempts[2]
+    attempts[2].cancel()
+    assert board.find(b"request", 1, is_retry=False) is attempts[1]
+    await board.cancel_all()
 
 
 async def test_what_is_landing_ends_with_its_answers_and_what_is_not_is_cancelled() -> None:
@@ -147,7 +185,7 @@ async def test_what_is_landing_ends_with_its_answers_and_what_is_not_is_cancelle
     may_end.set()
     await closing
     assert [answer.id for answer in await waiting] == ["landing.0"]
-    assert (board.find(b"landing", 1), board.find(b"stuck", 1)) == (landing, None)
+    assert (board.find(b"landing", 1, is_retry=False), board.find(b"stuck", 1, is_retry=False)) == (landing, None)
     assert next(num_ended) == 2
     with pytest.raises(ApiError, match="session was closed"):
         await stuck.landed()
@@ -162,7 +200,7 @@ async def test_whoever_joins_what_has_just_failed_is_told_why() -> None:
     board.launch(attempt, fail())
     for _ in range(3):
         await asyncio.sleep(0)
-    assert (attempt.state, board.find(b"request", 1)) == (State.FAILED, None)
+    assert (attempt.state, board.find(b"request", 1, is_retry=False)) == (State.FAILED, None)
     with pytest.raises(ApiError, match="away"):
         await attempt.landed()
 

@@ -78,6 +78,24 @@ def test_what_was_given_up_long_ago_leaves_and_what_somebody_holds_stays() -> No
     assert answers.claim(ASKED, PROMPT, new="a")[0] == "held"
 
 
+def test_answers_that_somebody_holds_keep_their_beginnings_however_many_there_are() -> None:
+    answers = UnfinishedAnswers()
+    for number in range(65):
+        assert answers.claim(ASKED, PROMPT, new=f"{number}") == (f"{number}", None)
+    sizes = [7, 1, 4]
+    for number in range(65):
+        assert [answers.more(f"{number}", ASKED, PROMPT, part.tokens) for part in _parts(sizes)] == [
+            replace(part, answer=f"{number}") for part in _parts(sizes)
+        ]
+    assert answers.num_tokens == 65 * sum(sizes)
+    answers.more("nobody's", b"other", PROMPT, TOKENS)
+    assert answers.num_tokens == 65 * sum(sizes), "it may go"
+    answers.release("3", is_over=False)
+    answer, begun = answers.claim(ASKED, PROMPT, new="new")
+    assert begun is not None
+    assert (answer, list(begun.token_ids)) == ("3", list(TOKENS.token_ids[: sum(sizes)]))
+
+
 def test_whole_answers_of_a_dead_workers_agents_wait_to_be_asked_for_however_many_there_are() -> None:
     answers, whole = UnfinishedAnswers(), replace(TOKENS, finish_reason=FinishReason.STOP)
     for number in range(100):
