@@ -139,7 +139,9 @@ class Attempt:
         """
         if self.state in (State.GENERATING, State.LANDING) and not self.num_waiting:
             return Verdict.JOIN  # its client went away
-        return _VERDICTS[self.state][0 if retry_count is None else min(retry_count, 1) + 1]
+        # While they are being written, the answers are somebody's: whoever asks for a first time wants others.
+        state = State.LANDING if self.state is State.ANSWERED and self.num_waiting else self.state
+        return _VERDICTS[state][0 if retry_count is None else min(retry_count, 1) + 1]
 
     def tell(self) -> None:
         """Wake all who look at the answers."""

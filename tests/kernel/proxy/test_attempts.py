@@ -63,6 +63,7 @@ def test_a_move_is_in_the_table_or_raises_with_its_story(before: State, after: S
         (State.GENERATING, 0, Verdict.JOIN, Verdict.JOIN, Verdict.JOIN),
         (State.LANDING, 0, Verdict.JOIN, Verdict.JOIN, Verdict.JOIN),
         (State.ANSWERED, 0, Verdict.REPLAY, Verdict.REPLAY, Verdict.REPLAY),
+        (State.ANSWERED, 1, Verdict.JOIN, Verdict.NEW, Verdict.JOIN),
         (State.DELIVERED, 0, Verdict.NEW, Verdict.NEW, Verdict.REPLAY),
         (State.CONTINUED, 0, Verdict.NEW, Verdict.NEW, Verdict.REPLAY),
         (State.FAILED, 1, Verdict.NEW, Verdict.NEW, Verdict.NEW),
