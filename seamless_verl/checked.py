@@ -93,6 +93,7 @@ def check_redundancy(name: str, value: float) -> None:
 
 
 _REQUIRED = object()
+_MISSING = "???"  # OmegaConf's for a value that the user has to give
 
 
 def value_of(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
@@ -103,12 +104,12 @@ def value_of(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> A
     """
     section: Any = config
     for name in key.split("."):
-        if not isinstance(section, Mapping) or name not in section:
-            if default is _REQUIRED:
-                raise ConfigError(key, "nothing", "is missing", "leave it to verl's defaults, or give it a value")
-            return default
-        section = section[name]
-    return section
+        section = section.get(name, _MISSING) if isinstance(section, Mapping) else _MISSING
+    if section != _MISSING:
+        return section
+    if default is _REQUIRED:
+        raise ConfigError(key, "nothing", "is missing", "leave it to verl's defaults, or give it a value")
+    return default
 
 
 def whole_number(config: Mapping[str, Any], key: str, *, least: int = 1, default: Any = _REQUIRED) -> int:

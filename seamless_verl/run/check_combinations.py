@@ -301,7 +301,7 @@ def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     _check_single_requests(config, seamless)
     _check_staleness(config, seamless.staleness)
     if seamless.scheduler.policy is not None:
-        _check_lending(config)
+        _check_lending(config, seamless)
     if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
         check_routing_replay(config)
 
@@ -320,8 +320,8 @@ def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) 
         raise ConfigError("seamless.router.migrate", True, problem, "write false")
 
 
-def _check_lending(config: Mapping[str, Any]) -> None:
-    name, otherwise = f"{_ROLLOUT}.name", _without_lending(config)
+def _check_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    name, otherwise = f"{_ROLLOUT}.name", _without_lending(config, seamless)
     engine = value_of(config, name, "vllm")
     if engine != "vllm":
         # Until verl's SGLang server refuses requests while it is paused (its SGLangReplica.abort_all_requests says so).
@@ -344,11 +344,14 @@ def _check_lending(config: Mapping[str, Any]) -> None:
             raise ConfigError(key, size, problem, f"write 1 and more replicas, or {otherwise}")
 
 
-def _without_lending(config: Mapping[str, Any]) -> str:
-    """How nothing is lent; where there are no rollout nodes, no policy was asked for."""
-    if value_of(config, "seamless.scheduler.policy", None) is not None:
+def _without_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
+    """How nothing is lent. Where rollout has no GPUs of its own, to leave the policy out does not help (`with_policy`).
+
+    Declared resources need not stand in verl's keys yet.
+    """
+    if value_of(config, f"{_ROLLOUT}.nnodes", 0) or any("train" not in one.capabilities for one in seamless.resources):
         return "leave seamless.scheduler.policy out"
-    return f"give rollout GPUs of its own ({_ROLLOUT}.nnodes), or keep verl's trainer (trainer.v1.trainer_mode=sync)"
+    return f"give rollout GPUs of its own ({_ROLLOUT}.nnodes) and no policy, or keep verl's trainer ({_MODE}=sync)"
 
 
 def check_routing_replay(config: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ CONFIG = {
         "model": {"path": "Qwen/Qwen3-8B"},
         "actor": {"ppo_mini_batch_size": 8},
         "rollout": {
+            "name": "vllm",
             "n": 8,
             "nnodes": 1,
             "n_gpus_per_node": 1,
