@@ -55,7 +55,7 @@ def unused_by_verls_trainer(config: Mapping[str, Any], seamless: SeamlessConfig)
             fix = f"leave {_MODE} out, or write seamless.scheduler.policy=null seamless.resources=[]"
             raise ConfigError(key, value, f"has no effect under {_MODE}={mode}", fix)
     plain = SeamlessConfig.from_mapping({})
-    sections = ("staleness", "curriculum", "router")
+    sections = ("staleness", "curriculum", "router", "weights", "scheduler")
     return [f"seamless.{name}" for name in sections if getattr(seamless, name) != getattr(plain, name)]
 
 

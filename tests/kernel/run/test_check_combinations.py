@@ -75,6 +75,8 @@ def test_what_verls_own_trainers_do_not_read_is_named_or_refused():
     assert unused("seamless", staleness={"eta": 3}) == ()
     assert unused("separate_async") == []
     assert unused("separate_async", staleness={"eta": 3}) == ["seamless.staleness"]
+    ours = {"weights": {"sync": "rolling"}, "scheduler": {"margin": 0.5}}
+    assert unused("sync", **ours) == ["seamless.weights", "seamless.scheduler"]
     assert unused("a_trainer_of_my_own") == []
     with pytest.raises(ConfigError, match="did you mean seamless"):
         unused("seamles")
