@@ -12,12 +12,10 @@ from typing import Any
 from seamless_verl.errors import ConfigError
 
 
-def build(cls: type, section: Mapping[str, Any], path: str) -> Any:
-    if not isinstance(section, Mapping):
-        raise ConfigError(path, section, "must be a section with keys", f"write {path}.KEY=VALUE")
+def build(cls: type, section: Mapping[str, Any] | None, path: str) -> Any:
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for key, value in section.items():
+    for key, value in _section(section, path).items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)[0]
             raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
@@ -28,10 +26,18 @@ def build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     return cls(**values)
 
 
+def _section(value: Any, path: str) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(path, value, "must be a section with keys", f"write {path}.KEY=VALUE")
+    return value or {}  # None: YAML's for a key without anything below it
+
+
 def _value(hint: Any, value: Any, path: str) -> Any:
     """A section becomes its dataclass, a list a tuple of what it holds; anything else is the dataclass's to check."""
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), {} if value is None else value, path)
+        return build(typing.cast(type, hint), value, path)
+    if typing.get_origin(hint) is Mapping:
+        return _section(value, path)
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)):

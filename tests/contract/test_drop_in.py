@@ -94,6 +94,11 @@ def test_an_engine_must_be_named_as_under_verl(on_machine):
     )
 
 
+def test_sections_with_nothing_below_them_are_empty(on_machine):
+    started = on_machine("+recipe=arithmetic", "seamless.agent.kwargs=null", "ray_kwargs.ray_init=null", cards=1)
+    assert started.code == 0, started.err
+
+
 def test_keys_that_verls_trainer_does_not_read_are_told(on_machine):
     started = on_machine("+recipe=arithmetic", "trainer.v1.trainer_mode=sync", "seamless.weights.sync=rolling", cards=1)
     assert "it does not read seamless.weights\n" in started.out

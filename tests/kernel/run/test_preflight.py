@@ -69,6 +69,7 @@ def check(changed, machine=MACHINE, **seamless):
 
 def test_a_sound_configuration_passes():
     check(config())
+    check(config(ray_kwargs__ray_init=None))  # as verl takes it
 
 
 @pytest.mark.parametrize(
