@@ -332,7 +332,7 @@ class SeamlessConfig:
 
     Attributes:
         recipe: name of the recipe, for messages and folder names.
-        run_dir: folder of this run. None (verl's own entry point): no run folder is written.
+        run_dir: folder of this run, filled in from ``hydra.run.dir``. None (verl's own entry point): none is written.
         notes: lines printed beside the results at the end, for example what a recipe's figures mean.
         resources: which GPUs there are, entries of `ResourceConfig`; [] takes verl's keys.
         shared_prefix: tokens that the rows of a micro-batch share are computed once (docs/shared-prefixes.md): ``on``,

@@ -94,6 +94,13 @@ def test_an_engine_must_be_named_as_under_verl(on_machine):
     )
 
 
+def test_a_folder_that_is_not_hydras_is_refused_with_the_key_that_chooses_it(on_machine):
+    refused = on_machine("+recipe=arithmetic", "seamless.run_dir=/no/such/folder", cards=1)
+    assert refused.code == 2
+    assert refused.err.startswith("error: seamless.run_dir=/no/such/folder: is filled in")
+    assert refused.err.endswith("write hydra.run.dir=/no/such/folder.\n")
+
+
 def test_sections_with_nothing_below_them_are_empty(on_machine):
     started = on_machine("+recipe=arithmetic", "seamless.agent.kwargs=null", "ray_kwargs.ray_init=null", cards=1)
     assert started.code == 0, started.err
