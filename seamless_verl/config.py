@@ -236,11 +236,11 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         positive("seamless.agent.deadline_s", self.deadline_s, "600")
-        positive("seamless.agent.max_turns", self.max_turns, "64")
+        whole("seamless.agent.max_turns", self.max_turns, 1, "write 64")
         if self.max_concurrent is not None:
-            positive("seamless.agent.max_concurrent", self.max_concurrent, "256")
+            whole("seamless.agent.max_concurrent", self.max_concurrent, 1, "write 256")
         if self.max_tokens_per_turn is not None:
-            positive("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, "1024")
+            whole("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, 1, "write 1024")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

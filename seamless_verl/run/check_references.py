@@ -48,6 +48,7 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_reward(config)
     _check_columns(config, seamless, pending)
     _check_agent(config, seamless, pending)
+    _check_parsers(seamless)
     _check_curriculum(config, seamless, pending)
     check_rows(config, [Path(file).expanduser() for file in _tables(config, pending)])
     _check_amount(config, pending)
@@ -224,6 +225,21 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
     for file in _tables(config, pending):
         for task in _tasks_of(file):
             check_task(task)
+
+
+def _check_parsers(seamless: SeamlessConfig) -> None:
+    """Where vLLM is installed here. Its register is read, since to import it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    for key, package in {"tool_parser": "tool_parsers", "reasoning_parser": "reasoning"}.items():
+        name = getattr(seamless.proxy, key)
+        known = registered_parsers(Path(str(spec.origin)).parent / package / "__init__.py") if name and spec else []
+        if known and name not in known:
+            raise ConfigError(f"seamless.proxy.{key}", name, "vLLM has no such parser", meant(str(name), known))
+
+
+def registered_parsers(file: Path) -> list[str]:
+    """Names in a register of vLLM's (a contract test compares); none where another version keeps it elsewhere."""
+    return re.findall(r'^    "([^"]+)": \(', file.read_text(encoding="utf-8"), re.M) if file.is_file() else []
 
 
 def check_runner(agent: AgentConfig, *, here: bool) -> Any:
