@@ -208,17 +208,11 @@ def check_room(config: Mapping[str, Any], machine: Machine) -> list[str]:
     """
     device = config["trainer"]["device"]
     if device == "cpu" and machine.memory_available < CPU_MEMORY:
-        raise MachineError(
-            "memory",
-            f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {CPU_MEMORY // _GIB}",
-            "close other programs or use a larger machine",
-        )
+        found = f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {CPU_MEMORY // _GIB}"
+        raise MachineError("memory", found, "close other programs or use a larger machine")
     if machine.disk_free < DISK:
-        raise MachineError(
-            "disk",
-            f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {DISK // _GIB} are needed",
-            "free some space or set hydra.run.dir to another disk",
-        )
+        found = f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {DISK // _GIB} are needed"
+        raise MachineError("disk", found, "free some space or set hydra.run.dir to another disk")
     here = cluster_address(value_of(config, ADDRESS, None)) is None
     if not here or machine.shared_memory_free >= SHARED_MEMORY:
         return []
@@ -319,13 +313,9 @@ def _check_attention(config: Mapping[str, Any]) -> None:
         return
     # transformers takes the hub's kernels instead, where the package `kernels` is installed.
     if not is_installed("flash_attn") and not is_installed("kernels"):
-        raise ConfigError(
-            _ATTENTION,
-            attention,
-            "needs flash_attn, which is not installed",
-            f"{HOW_TO_INSTALL['flash_attn']}, or write ++{_ATTENTION}=sdpa with "
-            "actor_rollout_ref.model.use_remove_padding=false",
-        )
+        instead = f"write ++{_ATTENTION}=sdpa with actor_rollout_ref.model.use_remove_padding=false"
+        fix = f"{HOW_TO_INSTALL['flash_attn']}, or {instead}"
+        raise ConfigError(_ATTENTION, attention, "needs flash_attn, which is not installed", fix)
 
 
 def model_configs(path: str | None) -> Iterator[dict[str, Any]]:

@@ -257,13 +257,8 @@ def check_runner(agent: AgentConfig, *, here: bool) -> Any:
     try:
         runner = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            _RUNNER,
-            agent.runner,
-            f"cannot be imported ({error})",
-            "give the full name of an AgentRunner class, for example "
-            "seamless_verl.recipes.swe.tiny.runner.TinySweRunner",
-        ) from error
+        fix = "give the full name of an AgentRunner class, as seamless_verl.recipes.swe.tiny.runner.TinySweRunner"
+        raise ConfigError(_RUNNER, agent.runner, f"cannot be imported ({error})", fix) from error
     _check_signature(runner, agent)
     if (check_options := getattr(runner, "check_options", None)) is not None:
         check_options(agent.kwargs)
@@ -305,9 +300,8 @@ def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pendi
     for file in files:
         path = Path(file).expanduser()
         if "data_source" not in parquet.read_schema(path).names:
-            raise ConfigError(
-                "data.train_files", file, "has no column data_source", "add it, verl's rewards use it too"
-            )
+            fix = "add it, verl's rewards use it too"
+            raise ConfigError("data.train_files", file, "has no column data_source", fix)
         sources += map(str, parquet.read_table(path, columns=["data_source"])["data_source"].to_pylist())
     configured(seamless.curriculum, sources=sources, train_batch_size=config["data"]["train_batch_size"], seed=None)
 
