@@ -231,7 +231,7 @@ def main() -> int:
             Record(name="processes killed", value=made, unit="", bar=f">= {kills}", holds=made >= kills),
             *(Record(name=f"of them a {kind}", value=count, unit="") for kind, count in sorted(by_kind.items())),
             Record(name="steps trained", value=found["steps"], unit=""),
-            Record(name="kills that the run went on after", value=found["replaced"], unit=""),
+            Record(name="rollout workers that were replaced", value=found["replaced"], unit=""),
             Record(name="restarts from the last checkpoint", value=found["restarts"], unit=""),
             Record(name="steps whose rows died before they were written", value=found["unwritten"], unit=""),
             *must_be_none(found),

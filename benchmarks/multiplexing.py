@@ -349,10 +349,12 @@ def _beside(found: Mapping[str, list[Measured]], theirs: list[str], which: str) 
         if system in found and theirs:
             rounds = zip(*(found[other] for other in (system, *theirs)), strict=True)
             ratios = [min(other.mean_s for other in others) / own.mean_s for own, *others in rounds]
-            ratio, worst = statistics.median(ratios), min(ratios)
+            ratio, worst, best = statistics.median(ratios), min(ratios), max(ratios)
             name = f"{system}, speed relative to verl's best of a round{which}"
             records.append(Record(name=name, value=ratio, unit="x", bar=">= 1.15", holds=ratio >= 1.15))
             records.append(Record(name="  in its worst round", value=worst, unit="x", bar="> 1", holds=worst > 1))
+            records.append(Record(name="  in its best round", value=best, unit="x"))
+            records += [Record(name=f"  in round {n}", value=one, unit="x") for n, one in enumerate(ratios, 1)]
     return records
 
 

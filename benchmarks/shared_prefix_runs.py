@@ -77,7 +77,7 @@ def _main_ppo(way: str, seed: int, steps: int) -> Measured:
         )
         command = [
             *(sys.executable, "-m", "verl.trainer.main_ppo", "trainer.v1.trainer_mode=sync"),
-            *("hydra.searchpath=[pkg://hydra_configs]", "+platform=cpu", f"hydra.run.dir={work}"),
+            *("hydra.searchpath=[pkg://seamless_verl.hydra_configs]", "+platform=cpu", f"hydra.run.dir={work}"),
             *("actor_rollout_ref.hybrid_engine=true", "actor_rollout_ref.rollout.nnodes=0"),
             *(f"+seamless.assets.dir={assets.build()}", f"trainer.default_local_dir={work}/checkpoints"),
             *("trainer.logger=[console,file]", *overrides(work, data, steps, seed)),

@@ -12,12 +12,10 @@ from typing import Any
 from seamless_verl.errors import ConfigError
 
 
-def build(cls: type, section: Mapping[str, Any], path: str) -> Any:
-    if not isinstance(section, Mapping):
-        raise ConfigError(path, section, "must be a section with keys", f"write {path}.KEY=VALUE")
+def build(cls: type, section: Mapping[str, Any] | None, path: str) -> Any:
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for key, value in section.items():
+    for key, value in _section(section, path).items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)[0]
             raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
@@ -28,10 +26,18 @@ def build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     return cls(**values)
 
 
+def _section(value: Any, path: str) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(path, value, "must be a section with keys", f"write {path}.KEY=VALUE")
+    return value or {}  # None: YAML's for a key without anything below it
+
+
 def _value(hint: Any, value: Any, path: str) -> Any:
     """A section becomes its dataclass, a list a tuple of what it holds; anything else is the dataclass's to check."""
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), {} if value is None else value, path)
+        return build(typing.cast(type, hint), value, path)
+    if typing.get_origin(hint) is Mapping:
+        return _section(value, path)
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)):
@@ -93,6 +99,7 @@ def check_redundancy(name: str, value: float) -> None:
 
 
 _REQUIRED = object()
+_MISSING = "???"  # OmegaConf's for a value that the user has to give
 
 
 def value_of(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
@@ -103,12 +110,12 @@ def value_of(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> A
     """
     section: Any = config
     for name in key.split("."):
-        if not isinstance(section, Mapping) or name not in section:
-            if default is _REQUIRED:
-                raise ConfigError(key, "nothing", "is missing", "leave it to verl's defaults, or give it a value")
-            return default
-        section = section[name]
-    return section
+        section = section.get(name, _MISSING) if isinstance(section, Mapping) else _MISSING
+    if section != _MISSING:
+        return section
+    if default is _REQUIRED:
+        raise ConfigError(key, "nothing", "is missing", "leave it to verl's defaults, or give it a value")
+    return default
 
 
 def whole_number(config: Mapping[str, Any], key: str, *, least: int = 1, default: Any = _REQUIRED) -> int:

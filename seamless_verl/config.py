@@ -236,11 +236,11 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         positive("seamless.agent.deadline_s", self.deadline_s, "600")
-        positive("seamless.agent.max_turns", self.max_turns, "64")
+        whole("seamless.agent.max_turns", self.max_turns, 1, "write 64")
         if self.max_concurrent is not None:
-            positive("seamless.agent.max_concurrent", self.max_concurrent, "256")
+            whole("seamless.agent.max_concurrent", self.max_concurrent, 1, "write 256")
         if self.max_tokens_per_turn is not None:
-            positive("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, "1024")
+            whole("seamless.agent.max_tokens_per_turn", self.max_tokens_per_turn, 1, "write 1024")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +332,7 @@ class SeamlessConfig:
 
     Attributes:
         recipe: name of the recipe, for messages and folder names.
-        run_dir: folder of this run. None (verl's own entry point): no run folder is written.
+        run_dir: folder of this run, filled in from ``hydra.run.dir``. None (verl's own entry point): none is written.
         notes: lines printed beside the results at the end, for example what a recipe's figures mean.
         resources: which GPUs there are, entries of `ResourceConfig`; [] takes verl's keys.
         shared_prefix: tokens that the rows of a micro-batch share are computed once (docs/shared-prefixes.md): ``on``,

@@ -103,7 +103,10 @@ def _run_one(config: DictConfig, machine: Machine, started: float, interrupts: l
     if config.trainer.v1.trainer_mode == "seamless":
         seamless = with_policy(seamless, config)
         config.seamless.scheduler.policy = seamless.scheduler.policy
-    run_dir = Path(seamless.run_dir or hydra_runtime.output_dir).absolute()
+    run_dir = Path(hydra_runtime.output_dir).absolute()
+    if seamless.run_dir and Path(seamless.run_dir).absolute() != run_dir:
+        fix = f"leave it out, and write hydra.run.dir={compose.quoted(seamless.run_dir)}"
+        raise ConfigError("seamless.run_dir", seamless.run_dir, "is filled in: it is Hydra's folder", fix)
     if compose.run_is_alive(run_dir):
         fix = f"choose another folder; where its machine is gone, remove {run_dir / 'pid'}"
         raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", fix)

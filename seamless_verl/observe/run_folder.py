@@ -92,7 +92,7 @@ def _folders(folder: Path) -> list[Path]:
 
 def _why_nothing(run: Path, *, running: bool) -> str:
     if not run.is_dir():
-        return f"{run} does not exist"
+        return f"{run} {'is a file; name a run folder' if run.exists() else 'does not exist'}"
     if running:
         return f"{run} has recorded nothing yet: its first step has not begun; try again in a minute"
     if is_run_folder(run):

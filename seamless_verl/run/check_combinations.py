@@ -55,7 +55,7 @@ def unused_by_verls_trainer(config: Mapping[str, Any], seamless: SeamlessConfig)
             fix = f"leave {_MODE} out, or write seamless.scheduler.policy=null seamless.resources=[]"
             raise ConfigError(key, value, f"has no effect under {_MODE}={mode}", fix)
     plain = SeamlessConfig.from_mapping({})
-    sections = ("staleness", "curriculum", "router")
+    sections = ("staleness", "curriculum", "router", "weights", "scheduler")
     return [f"seamless.{name}" for name in sections if getattr(seamless, name) != getattr(plain, name)]
 
 
@@ -69,12 +69,8 @@ def check_resources(config: Mapping[str, Any], seamless: SeamlessConfig) -> None
     if seamless.resources:
         slices_of(seamless.resources, replica_gpus=replica_size(config))
     if seamless.scheduler.policy is not None and value_of(config, _SWITCH, False):
-        raise ConfigError(
-            _SWITCH,
-            True,
-            "verl would lend GPUs beside seamless.scheduler.policy",
-            "leave one of them out (policy verl_gate is verl's rule under our scheduler)",
-        )
+        fix = "leave one of them out (policy verl_gate is verl's rule under our scheduler)"
+        raise ConfigError(_SWITCH, True, "verl would lend GPUs beside seamless.scheduler.policy", fix)
 
 
 def _check_accelerators(resources: Sequence[ResourceConfig]) -> None:
@@ -104,13 +100,9 @@ def check_generators(policy: str | None) -> None:
         "verl_gate": "it lends them at the end of a step only, so nobody would generate the first batch",
     }
     if policy in reasons:
-        raise ConfigError(
-            "seamless.scheduler.policy",
-            policy,
-            f"all GPUs can train, and {reasons[policy]}",
-            "add an entry with capabilities: [rollout] to seamless.resources, or write colocated (all generate, then "
-            "all train), greedy or predictive",
-        )
+        entry = "add an entry with capabilities: [rollout] to seamless.resources"
+        fix = f"{entry}, or write colocated (all generate, then all train), greedy or predictive"
+        raise ConfigError("seamless.scheduler.policy", policy, f"all GPUs can train, and {reasons[policy]}", fix)
 
 
 def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
@@ -135,22 +127,16 @@ def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
         return  # the trainer's own replicas generate
     for key in ("nnodes", "n_gpus_per_node"):
         if not whole_number(config, f"{_ROLLOUT}.{key}", least=0, default=0):
-            raise ConfigError(
-                f"{_ROLLOUT}.{key}",
-                0,
-                "without a scheduler trainer mode 'seamless' needs rollout replicas on devices of their own",
-                f"{_SPLIT}; or let all generate, then train: seamless.scheduler.policy=colocated; or stay with "
-                f"{_MODE}=sync; or run small on the CPU with +platform=cpu",
-            )
+            problem = "without a scheduler trainer mode 'seamless' needs rollout replicas on devices of their own"
+            colocated = "let all generate, then train: seamless.scheduler.policy=colocated"
+            fix = f"{_SPLIT}; or {colocated}; or stay with {_MODE}=sync"
+            raise ConfigError(f"{_ROLLOUT}.{key}", 0, problem, fix)
     replica = replica_size(config)
     devices = standing * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node")
     if devices % replica:
-        raise ConfigError(
-            f"{_ROLLOUT}.tensor_model_parallel_size",
-            value_of(config, f"{_ROLLOUT}.tensor_model_parallel_size"),
-            f"a replica takes {replica} devices and {devices} are not a multiple of that",
-            f"use a replica size that divides {devices}",
-        )
+        key = f"{_ROLLOUT}.tensor_model_parallel_size"
+        problem = f"a replica takes {replica} devices and {devices} are not a multiple of that"
+        raise ConfigError(key, value_of(config, key), problem, f"use a replica size that divides {devices}")
 
 
 def check_shared_prefix(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
@@ -301,7 +287,7 @@ def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     _check_single_requests(config, seamless)
     _check_staleness(config, seamless.staleness)
     if seamless.scheduler.policy is not None:
-        _check_lending(config)
+        _check_lending(config, seamless)
     if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
         check_routing_replay(config)
 
@@ -320,8 +306,8 @@ def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) 
         raise ConfigError("seamless.router.migrate", True, problem, "write false")
 
 
-def _check_lending(config: Mapping[str, Any]) -> None:
-    name, otherwise = f"{_ROLLOUT}.name", _without_lending(config)
+def _check_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    name, otherwise = f"{_ROLLOUT}.name", _without_lending(config, seamless)
     engine = value_of(config, name, "vllm")
     if engine != "vllm":
         # Until verl's SGLang server refuses requests while it is paused (its SGLangReplica.abort_all_requests says so).
@@ -344,11 +330,14 @@ def _check_lending(config: Mapping[str, Any]) -> None:
             raise ConfigError(key, size, problem, f"write 1 and more replicas, or {otherwise}")
 
 
-def _without_lending(config: Mapping[str, Any]) -> str:
-    """How nothing is lent; where there are no rollout nodes, no policy was asked for."""
-    if value_of(config, "seamless.scheduler.policy", None) is not None:
+def _without_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
+    """How nothing is lent. Where rollout has no GPUs of its own, to leave the policy out does not help (`with_policy`).
+
+    Declared resources need not stand in verl's keys yet.
+    """
+    if value_of(config, f"{_ROLLOUT}.nnodes", 0) or any("train" not in one.capabilities for one in seamless.resources):
         return "leave seamless.scheduler.policy out"
-    return f"give rollout GPUs of its own ({_ROLLOUT}.nnodes), or keep verl's trainer (trainer.v1.trainer_mode=sync)"
+    return f"give rollout GPUs of its own ({_ROLLOUT}.nnodes) and no policy, or keep verl's trainer ({_MODE}=sync)"
 
 
 def check_routing_replay(config: Mapping[str, Any]) -> None:

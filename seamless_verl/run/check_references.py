@@ -48,6 +48,7 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_reward(config)
     _check_columns(config, seamless, pending)
     _check_agent(config, seamless, pending)
+    _check_parsers(seamless)
     _check_curriculum(config, seamless, pending)
     check_rows(config, [Path(file).expanduser() for file in _tables(config, pending)])
     _check_amount(config, pending)
@@ -226,6 +227,21 @@ def _check_agent(config: Mapping[str, Any], seamless: SeamlessConfig, pending: P
             check_task(task)
 
 
+def _check_parsers(seamless: SeamlessConfig) -> None:
+    """Where vLLM is installed here. Its register is read, since to import it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    for key, package in {"tool_parser": "tool_parsers", "reasoning_parser": "reasoning"}.items():
+        name = getattr(seamless.proxy, key)
+        known = registered_parsers(Path(str(spec.origin)).parent / package / "__init__.py") if name and spec else []
+        if known and name not in known:
+            raise ConfigError(f"seamless.proxy.{key}", name, "vLLM has no such parser", meant(str(name), known))
+
+
+def registered_parsers(file: Path) -> list[str]:
+    """Names in a register of vLLM's (a contract test compares); none where another version keeps it elsewhere."""
+    return re.findall(r'^    "([^"]+)": \(', file.read_text(encoding="utf-8"), re.M) if file.is_file() else []
+
+
 def check_runner(agent: AgentConfig, *, here: bool) -> Any:
     """The class that ``agent.runner`` names, when nothing speaks against calling it with ``agent.kwargs``.
 
@@ -241,13 +257,8 @@ def check_runner(agent: AgentConfig, *, here: bool) -> Any:
     try:
         runner = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            _RUNNER,
-            agent.runner,
-            f"cannot be imported ({error})",
-            "give the full name of an AgentRunner class, for example "
-            "seamless_verl.recipes.swe.tiny.runner.TinySweRunner",
-        ) from error
+        fix = "give the full name of an AgentRunner class, as seamless_verl.recipes.swe.tiny.runner.TinySweRunner"
+        raise ConfigError(_RUNNER, agent.runner, f"cannot be imported ({error})", fix) from error
     _check_signature(runner, agent)
     if (check_options := getattr(runner, "check_options", None)) is not None:
         check_options(agent.kwargs)
@@ -289,9 +300,8 @@ def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pendi
     for file in files:
         path = Path(file).expanduser()
         if "data_source" not in parquet.read_schema(path).names:
-            raise ConfigError(
-                "data.train_files", file, "has no column data_source", "add it, verl's rewards use it too"
-            )
+            fix = "add it, verl's rewards use it too"
+            raise ConfigError("data.train_files", file, "has no column data_source", fix)
         sources += map(str, parquet.read_table(path, columns=["data_source"])["data_source"].to_pylist())
     configured(seamless.curriculum, sources=sources, train_batch_size=config["data"]["train_batch_size"], seed=None)
 

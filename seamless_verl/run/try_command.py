@@ -14,6 +14,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -92,6 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
     """0: the attempt finished and left something to train; 1: it did not; 2: it could not be begun."""
     sys.path.insert(0, os.getcwd())  # modules of the user's are found as by `python -m seamless_verl.main`
     try:
+        _check_options(parsed)
         with tempfile.TemporaryDirectory(prefix="sv-try-") as scratch:
             return _run(parsed, Path(scratch))
     except (SeamlessError, HydraException, OmegaConfBaseException) as error:
@@ -101,6 +103,17 @@ def run(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing is left running", file=sys.stderr)
         return 130
+
+
+def _check_options(parsed: argparse.Namespace) -> None:
+    """Those that can be refused before a model is built."""
+    if parsed.task < 0:
+        raise ConfigError("--task", parsed.task, "is no row of the data", "write 0 for the first one")
+    if parsed.engine is None and parsed.served_model is not None:
+        fix = "add --engine URL, or leave it out"
+        raise ConfigError("--served-model", parsed.served_model, "is what a server of yours calls the model", fix)
+    if parsed.engine is not None and not re.match(r"https?://.", parsed.engine):
+        raise ConfigError("--engine", parsed.engine, "is no URL", f"write http://{parsed.engine.rpartition('//')[2]}")
 
 
 def _run(parsed: argparse.Namespace, scratch: Path) -> int:

@@ -262,7 +262,7 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     import ray
     from omegaconf import OmegaConf
 
-    settings: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
+    settings: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init") or OmegaConf.create(), resolve=True)
     own = {key: value for key, value in (settings.pop("runtime_env", None) or {}).items() if value is not None}
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
     if INTERPRETER in os.environ:

@@ -8,16 +8,17 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.errors import ConfigError
-from seamless_verl.machine import Machine
 from seamless_verl.main import main
-from seamless_verl.run import compose, preflight
-from seamless_verl.scheduling.declaration import with_policy
+from seamless_verl.run import compose
 
 LISTS = sorted((Path(__file__).parent / "overrides").glob("*.txt"))
 OURS = {"trainer.v1.trainer_mode"}
 # What is refused holds on GPUs, too: nothing here looks at the devices. Stem of the list, what the message must say.
-SGLANG = ("rollout.name=sglang: cannot be lent", "trainer.v1.trainer_mode=sync")
+SGLANG = (
+    "rollout.name=sglang: cannot be lent",
+    "Fix: write vllm, or give rollout GPUs of its own (actor_rollout_ref.rollout.nnodes) and no policy, or keep verl's "
+    "trainer (trainer.v1.trainer_mode=sync)",
+)
 ADAPTER = ("lora.merge=False: a replica that is started anew would put the adapter on random weights",)
 UNSERVED = ("V1 trainer does not compute what it needs", "write grpo")
 REFUSED = {
@@ -28,28 +29,23 @@ REFUSED = {
     "sglang_multiturn-run_qwen2_5_3b_gsm8k_multiturn_fsdp": SGLANG,
     "sglang_multiturn-run_qwen3_4b_dapo_multiturn_fsdp": SGLANG,
 }
+APART = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4"]
+WAYS_OUT = [["actor_rollout_ref.rollout.name=vllm"], ["trainer.v1.trainer_mode=sync"], APART]
 MENDED = {  # by what the message says; then they pass
-    "gdpo_trainer-run_qwen3_8b_fsdp": ["algorithm.adv_estimator=grpo"],
-    "lora-run_qwen2_5_vl_7b_fsdp": ["actor_rollout_ref.rollout.load_format=safetensors"],
-    "lora-run_qwen3_30b_a3b_megatron": ["actor_rollout_ref.model.lora.merge=true"],
-    "remax_trainer-run_qwen3_8b_fsdp": ["algorithm.adv_estimator=grpo"],
-    "sglang_multiturn-run_qwen2_5_3b_gsm8k_multiturn_fsdp": ["actor_rollout_ref.rollout.name=vllm"],
-    "sglang_multiturn-run_qwen3_4b_dapo_multiturn_fsdp": [
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=8",
-    ],
+    "gdpo_trainer-run_qwen3_8b_fsdp": [["algorithm.adv_estimator=grpo"]],
+    "lora-run_qwen2_5_vl_7b_fsdp": [["actor_rollout_ref.rollout.load_format=safetensors"]],
+    "lora-run_qwen3_30b_a3b_megatron": [["actor_rollout_ref.model.lora.merge=true"]],
+    "remax_trainer-run_qwen3_8b_fsdp": [["algorithm.adv_estimator=grpo"]],
+    "sglang_multiturn-run_qwen2_5_3b_gsm8k_multiturn_fsdp": WAYS_OUT,
+    "sglang_multiturn-run_qwen3_4b_dapo_multiturn_fsdp": WAYS_OUT,
 }
 
 
-def composed_tree(overrides: list[str], *, resolve: bool = False) -> dict:
+def composed(overrides: list[str]) -> dict[str, object]:
     compose.register_ours()
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
         config = hydra_compose("ppo_trainer", overrides=overrides)
-    return OmegaConf.to_container(config, resolve=resolve)
-
-
-def composed(overrides: list[str]) -> dict[str, object]:
-    return flatten(composed_tree(overrides))
+    return flatten(OmegaConf.to_container(config, resolve=False))
 
 
 def through_us(overrides: list[str], platform: str = "gpu") -> list[str]:
@@ -71,36 +67,48 @@ def overrides_of(path: Path) -> list[str]:
     return [line for line in path.read_text().split("\n") if line.strip() and not line.startswith("#")]
 
 
-@pytest.fixture
-def check(monkeypatch):
-    """Checks a list's overrides before the start and gives the policy; cupy and flash-attn are not here to be found."""
-    monkeypatch.setattr(preflight.check_machine, "check_packages", lambda *_: None)
-    monkeypatch.setenv("WANDB_MODE", "offline")  # whoever runs them has logged in
-    monkeypatch.setattr(preflight.check_machine, "check_ports", lambda *_: None)
-    sizes = ("memory_available", "memory_total", "disk_free", "shared_memory_free")
-    machine = Machine(accelerators=32, cores=64, accelerator_memory=80 * 2**30, **dict.fromkeys(sizes, 2**40))
-
-    def run(overrides: list[str]) -> str | None:
-        config = composed_tree([*through_us(overrides), "seamless.run_dir=/runs/one"], resolve=True)
-        seamless = with_policy(SeamlessConfig.from_mapping(config["seamless"]), config)
-        preflight.check_settings(config, seamless, machine)
-        return seamless.scheduler.policy
-
-    return run
-
-
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
-def test_they_pass_the_checks_before_the_start_as_they_are_or_are_refused_with_a_reason(path, check):
+def test_they_pass_the_checks_before_the_start_as_they_are_or_are_refused_with_a_reason(path, on_machine, monkeypatch):
     """No key of ours is needed."""
+    monkeypatch.setenv("WANDB_MODE", "offline")  # whoever runs them has logged in
     overrides = overrides_of(path)
     if path.stem not in REFUSED:
-        assert check(overrides) == "colocated"
+        passed = on_machine(*overrides, cards=32)
+        assert passed.code == 0, passed.err
+        assert OmegaConf.load(passed.folder / "config.yaml").seamless.scheduler.policy == "colocated"
         return
-    with pytest.raises(ConfigError) as refused:
-        check(overrides)
+    refused = on_machine(*overrides, cards=32)
+    assert refused.code == 2
     for said in REFUSED[path.stem]:
-        assert said in str(refused.value)
-    check([*overrides, *MENDED[path.stem]])
+        assert said in refused.err
+    for mended in MENDED[path.stem]:
+        passed = on_machine(*overrides, *mended, cards=32)
+        assert passed.code == 0, passed.err
+
+
+def test_an_engine_must_be_named_as_under_verl(on_machine):
+    refused = on_machine(cards=8)
+    assert (refused.code, refused.err) == (
+        2,
+        "error: actor_rollout_ref.rollout.name=null: is not set. Fix: write vllm.\n",
+    )
+
+
+def test_a_folder_that_is_not_hydras_is_refused_with_the_key_that_chooses_it(on_machine):
+    refused = on_machine("+recipe=arithmetic", "seamless.run_dir=/no/such/folder", cards=1)
+    assert refused.code == 2
+    assert refused.err.startswith("error: seamless.run_dir=/no/such/folder: is filled in")
+    assert refused.err.endswith("write hydra.run.dir=/no/such/folder.\n")
+
+
+def test_sections_with_nothing_below_them_are_empty(on_machine):
+    started = on_machine("+recipe=arithmetic", "seamless.agent.kwargs=null", "ray_kwargs.ray_init=null", cards=1)
+    assert started.code == 0, started.err
+
+
+def test_keys_that_verls_trainer_does_not_read_are_told(on_machine):
+    started = on_machine("+recipe=arithmetic", "trainer.v1.trainer_mode=sync", "seamless.weights.sync=rolling", cards=1)
+    assert "it does not read seamless.weights\n" in started.out
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)

@@ -19,7 +19,7 @@ from seamless_verl.machine import Machine
 from seamless_verl.memory.gpu_memory import ModelShape
 from seamless_verl.recipes.swe.real import runner as swe_runner
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
-from seamless_verl.run import check_gpu_memory, check_machine, check_references, compose, preflight
+from seamless_verl.run import check_gpu_memory, check_machine, check_references, compose, new_command, preflight
 from seamless_verl.run.check_combinations import replica_size
 from seamless_verl.scheduling.declaration import slices_of, verl_keys
 from seamless_verl.scheduling.slices import Tag
@@ -69,6 +69,37 @@ def test_it_composes_and_its_settings_are_accepted(recipe, monkeypatch):
     assert config["trainer"]["default_local_dir"] == "/runs/x/checkpoints"
     assert config["trainer"]["rollout_data_dir"] == "/runs/x/rows"
     preflight.check_settings(config, seamless, machine(64 if "qwen" in recipe else 0))
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Arguments that choose a recipe for the CPU or one GPU: ours, or the one that `seamless-verl new` writes."""
+    folder = new_command.write("my_task", tmp_path)
+    return lambda name: [f"+recipe={name}", *(["--config-dir", folder] if name == "my_task" else [])]
+
+
+@pytest.mark.parametrize("cards", [0, 1, 8], ids="{} cards".format)
+@pytest.mark.parametrize("recipe", ["arithmetic", "srpo", "swe", "my_task"])
+def test_a_small_recipe_starts_as_it_is_on_one_gpu_or_none(recipe, cards, small, on_machine):
+    started = on_machine(*small(recipe), cards=cards)
+    assert started.code == 0, started.err
+    config = OmegaConf.load(started.folder / "config.yaml")
+    assert config.trainer.nnodes * config.trainer.n_gpus_per_node == 1
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1  # also what `seamless-verl try` starts
+
+
+def test_the_recipe_that_new_writes_takes_all_gpus_that_it_is_given(small, on_machine):
+    started = on_machine(*small("my_task"), "trainer.n_gpus_per_node=8", cards=8)
+    assert started.code == 0, started.err
+
+
+def test_the_cpu_is_offered_where_vllm_can_use_it_only(on_machine, monkeypatch):
+    many = ["+recipe=arithmetic", "+platform=gpu", "trainer.n_gpus_per_node=9"]
+    refused = on_machine(*many, cards=1)
+    assert "asks for 9 to train" in refused.err
+    assert "+platform=cpu" not in refused.err
+    assert "+platform=cpu +recipe=arithmetic" in on_machine(*many, cards=0).err
+    assert "or +platform=gpu on GPUs" in on_machine("+recipe=arithmetic", "+platform=cpu", cards=1).err
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "arithmetic"])

@@ -219,6 +219,8 @@ def test_a_run_that_has_recorded_nothing_is_told_from_a_folder_of_something_else
     assert f"the run ended before its first step; {run / 'logs'} has the reason" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "no"), *options]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert main(["report", str(run / "config.yaml"), *options]) == 2
+    assert "config.yaml is a file; name a run folder\n" in capsys.readouterr().err
 
 
 def test_whether_a_recording_without_an_end_goes_on_is_seen_from_its_process(tmp_path, capsys):

@@ -259,6 +259,7 @@ def test_parquet_has_one_column_per_figure(tmp_path: Path) -> None:
         (["--search", "--systems", "greedi"], "no such system"),
         (["--gpus", "16"], "add --search"),
         (["--from", "/nonexistent"], "/nonexistent does not exist"),
+        (["--from", "/etc/passwd"], "/etc/passwd is a file; name a run folder"),
         (["--json", "/nonexistent/rows.json"], "mkdir -p /nonexistent"),
     ],
 )

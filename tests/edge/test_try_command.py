@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.traffic import model_folder
 from examples.my_task.data import rows
+from seamless_verl.cli import main
 from seamless_verl.run import try_command
 from seamless_verl.run.new_command import write
 from tests.standalone import ROOT, Mock
@@ -96,3 +97,23 @@ def test_vllm_is_started_as_the_runs_engines_are(tmp_path: Path, monkeypatch: py
     with try_command._engine(argparse.Namespace(engine=None), config, tmp_path):
         flags = " ".join(asked[0])
     assert flags == "--max-model-len 32768 --dtype bfloat16 --tensor-parallel-size 4 --trust-remote-code"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--task", "-1"], "--task=-1: is no row of the data. Fix: write 0"),
+        (["--engine", "localhost:8000"], "--engine=localhost:8000: is no URL. Fix: write http://localhost:8000."),
+        (
+            ["--served-model", "qwen"],
+            "--served-model=qwen: is what a server of yours calls the model. Fix: add --engine",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_composed_or_built(
+    options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delattr(try_command, "_composed")
+    assert main(["try", "my_task", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told}")

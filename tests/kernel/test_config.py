@@ -16,6 +16,12 @@ def test_nested_keys_reach_their_section():
     assert config.agent.kwargs == {"processes": 4}
 
 
+def test_a_section_with_nothing_below_it_is_empty():
+    empty = SeamlessConfig.from_mapping({"agent": {"kwargs": None}, "proxy": None, "staleness": {}})
+    assert empty == SeamlessConfig.from_mapping({})
+    assert empty.agent.kwargs == {}
+
+
 def test_every_published_cost_model_can_be_named():
     from seamless_verl.decode_cost import PUBLISHED
 
@@ -77,6 +83,10 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
         ({"staleness": {"eta": True}}, "seamless.staleness.eta"),
         ({"agent": {"deadline_s": 0}}, "seamless.agent.deadline_s"),
         ({"agent": {"max_tokens_per_turn": -5}}, "seamless.agent.max_tokens_per_turn"),
+        ({"agent": {"max_tokens_per_turn": 0.5}}, "seamless.agent.max_tokens_per_turn"),
+        ({"agent": {"max_turns": 1.5}}, "seamless.agent.max_turns"),
+        ({"agent": {"max_concurrent": 2.5}}, "seamless.agent.max_concurrent"),
+        ({"agent": {"kwargs": 3}}, "seamless.agent.kwargs"),
         ({"proxy": {"port": 70000}}, "seamless.proxy.port"),
         ({"staleness": 3}, "seamless.staleness"),
     ],

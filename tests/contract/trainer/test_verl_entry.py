@@ -209,7 +209,7 @@ def test_a_cluster_of_the_runs_own_keeps_its_logs_where_the_supervisor_looks(
     told = []
     monkeypatch.setattr(ray, "init", lambda **settings: told.append(settings))
     monkeypatch.setattr(job.os, "environ", {"SEAMLESS_RAY_DIR": "here", "TMPDIR": str(tmp_path), "RAY_ADDRESS": joins})
-    settings = {} if address is None else {"address": address}
+    settings = None if address is None else {"address": address}
     job._start_ray(OmegaConf.create({"ray_kwargs": {"ray_init": settings}}), {"env_vars": {}})
     assert told[0].get("_temp_dir") == folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from seamless_verl.proxy.deploy.http_server import ProxyServer
 from seamless_verl.proxy.deploy.standalone import StandaloneConfig, serve
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.parsing import TagParser, structured_outputs
+from seamless_verl.run.check_references import registered_parsers
 from tests.fakes import CHATML, small_tokenizer
 from tests.standalone import save_tokenizer
 
@@ -109,6 +111,14 @@ def test_what_is_configured_wrongly_is_named() -> None:
         make_parser(_tokenizer(), "nobody", None)
     with pytest.raises(ConfigError, match=r"seamless\.proxy\.reasoning_parser=deepseek_r1: does not fit the tokenizer"):
         make_parser(small_tokenizer(), None, "deepseek_r1")
+
+
+@pytest.mark.parametrize(
+    ("package", "manager"), [("tool_parsers", "ToolParserManager"), ("reasoning", "ReasoningParserManager")]
+)
+def test_the_names_that_are_checked_before_the_start_are_vllms(package: str, manager: str) -> None:
+    module = importlib.import_module(f"vllm.{package}")
+    assert set(registered_parsers(Path(str(module.__file__)))) == set(getattr(module, manager).list_registered())
 
 
 class Qwen:

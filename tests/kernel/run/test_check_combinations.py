@@ -75,6 +75,8 @@ def test_what_verls_own_trainers_do_not_read_is_named_or_refused():
     assert unused("seamless", staleness={"eta": 3}) == ()
     assert unused("separate_async") == []
     assert unused("separate_async", staleness={"eta": 3}) == ["seamless.staleness"]
+    ours = {"weights": {"sync": "rolling"}, "scheduler": {"margin": 0.5}}
+    assert unused("sync", **ours) == ["seamless.weights", "seamless.scheduler"]
     assert unused("a_trainer_of_my_own") == []
     with pytest.raises(ConfigError, match="did you mean seamless"):
         unused("seamles")
@@ -82,6 +84,34 @@ def test_what_verls_own_trainers_do_not_read_is_named_or_refused():
         unused("separate_async", scheduler={"policy": "predictive"})
     with pytest.raises(ConfigError, match="has no effect"):
         unused("sync", resources=TRAIN_AND_ROLL_OUT)
+
+
+@pytest.mark.parametrize(
+    ("apart", "policy", "way_out"),
+    [
+        (0, None, "give rollout GPUs of its own (actor_rollout_ref.rollout.nnodes) and no policy, or keep verl's"),
+        (0, "colocated", "give rollout GPUs of its own (actor_rollout_ref.rollout.nnodes) and no policy, or keep"),
+        (4, "greedy", "leave seamless.scheduler.policy out"),
+    ],
+    ids=["no policy", "the one that comes by itself", "one beside GPUs of its own"],
+)
+@pytest.mark.parametrize(
+    "unlent",
+    [{"name": "sglang"}, {"name": "vllm", "disaggregation": {"enabled": True}}, {"data_parallel_size": 2}],
+    ids=["engine", "split", "cores"],
+)
+def test_what_cannot_be_lent_is_refused_with_a_way_out_that_is_one(unlent, apart, policy, way_out):
+    """With the policy that comes by itself in its key, as our command writes it there."""
+    asked = config(train=4, rollout=apart)
+    asked["actor_rollout_ref"]["rollout"].update(unlent)
+    seamless = with_policy(given(policy), asked)
+    asked["seamless"] = {"scheduler": {"policy": seamless.scheduler.policy}}
+    with pytest.raises(ConfigError) as refused:
+        check_combinations.check_engine(asked, seamless)
+    assert f"or {way_out}" in str(refused.value)
+    asked = config(train=4, rollout=4)
+    asked["actor_rollout_ref"]["rollout"].update(unlent)
+    check_combinations.check_engine(asked, with_policy(given(), asked))
 
 
 @pytest.mark.parametrize("value", [None, "abc", 0, 2.0, True])

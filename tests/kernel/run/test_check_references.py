@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -95,6 +96,23 @@ def test_a_runner_checks_its_options_and_the_machine_that_will_run_its_attempts(
         check(config(ray_kwargs__ray_init__address=None), agent=named("blue"))
     with pytest.raises(MachineError, match="none for blue"):
         check(config(), agent=named("blue"))
+
+
+def test_a_parser_that_the_installed_vllm_does_not_have_is_refused_without_importing_it(monkeypatch, tmp_path):
+    for package, name in {"tool_parsers": "hermes", "reasoning": "qwen3"}.items():
+        (tmp_path / "vllm" / package).mkdir(parents=True)
+        register = f'_TO_REGISTER = {{\n    "{name}": (\n        "file",\n        "Class",\n    ),\n}}\n'
+        (tmp_path / "vllm" / package / "__init__.py").write_text(register)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('must not be imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    check(config(), proxy={"tool_parser": "hermes", "reasoning_parser": "qwen3"})
+    with pytest.raises(ConfigError, match=r"proxy\.tool_parser=hermse: vLLM has no such parser. Fix: write hermes;"):
+        check(config(), proxy={"tool_parser": "hermse"})
+    with pytest.raises(ConfigError, match=r"proxy\.reasoning_parser=foo: .*write one of qwen3"):
+        check(config(), proxy={"reasoning_parser": "foo"})
+    (tmp_path / "vllm" / "tool_parsers" / "__init__.py").write_text("")  # a version that keeps them elsewhere
+    check(config(), proxy={"tool_parser": "foo"})
 
 
 def test_a_task_without_a_test_command_is_refused_before_anything_starts(tmp_path):

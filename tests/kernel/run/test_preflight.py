@@ -35,6 +35,7 @@ CONFIG = {
         "model": {"path": "Qwen/Qwen3-8B"},
         "actor": {"ppo_mini_batch_size": 8},
         "rollout": {
+            "name": "vllm",
             "n": 8,
             "nnodes": 1,
             "n_gpus_per_node": 1,
@@ -68,6 +69,7 @@ def check(changed, machine=MACHINE, **seamless):
 
 def test_a_sound_configuration_passes():
     check(config())
+    check(config(ray_kwargs__ray_init=None))  # as verl takes it
 
 
 @pytest.mark.parametrize(

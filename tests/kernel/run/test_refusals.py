@@ -18,6 +18,7 @@ CONFIG = {
         "model": {"path": "Qwen/Qwen3-8B", "lora_rank": 0, "lora": {"rank": 0, "merge": False}, "override_config": {}},
         "actor": {"ppo_mini_batch_size": 8, "strategy": "fsdp2"},
         "rollout": {
+            "name": "vllm",
             "n": 8,
             "nnodes": 1,
             "n_gpus_per_node": 4,
