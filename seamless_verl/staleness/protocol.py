@@ -166,17 +166,15 @@ class StalenessProtocol:
             yield group, entry.state
 
     def stuck(self) -> tuple[str, ...]:
-        """Unfinished groups that keep the step being filled from being READY, oldest version first.
+        """Unfinished groups that keep the step being filled from being READY; empty while more can be reserved for it.
 
-        Empty while more can be reserved for it. Where ``in_flight`` forbids that, those of later steps that will take
-        its free places are among them.
+        Oldest version first, then those of later steps that will take its free places (``in_flight``).
         """
-        first, *later = self._buffers
+        first = self._buffers[0]
         if first.state is BufferState.READY or (first.num_free and self.capacity(self.version)):
             return ()
-        groups = [group for group, _ in first.reserved()]
-        others = (group for buffer in later for group, _ in buffer.reserved())
-        return (*groups, *islice(others, max(0, first.num_missing - len(groups))))
+        named = (group for buffer in self._buffers for group, _ in buffer.reserved())
+        return tuple(islice(named, max(first.num_missing, first.num_reserved)))
 
     def awaited(self) -> Iterator[str]:
         """Unfinished groups that the step being filled cannot do without: the bound keeps them out of later ones."""
@@ -214,9 +212,8 @@ class StalenessProtocol:
         if known is not None:
             return known.buffer
         if version > self.version:
-            raise ProtocolError(
-                f"reserve({group!r}, version={version}): the newest weights are of version {self.version}"
-            )
+            story = f"the newest weights are of version {self.version}"
+            raise ProtocolError(f"reserve({group!r}, version={version}): {story}")
         for buffer in reversed(self._buffers):
             if buffer.version <= version + self.eta and buffer.num_free > 0:
                 self._entries[group] = _GroupEntry(version=version, buffer=buffer.version, state=EntryState.RESERVED)
@@ -241,14 +238,11 @@ class StalenessProtocol:
         if entry is None or entry.state is not EntryState.RESERVED:
             raise ProtocolError(f"occupy({group!r}): it is {entry.state.value if entry else 'not in flight'}")
         if version is not None and not entry.version <= version <= self.version:
-            raise ProtocolError(
-                f"occupy({group!r}): it started with version {version}, was reserved for {entry.version} and the "
-                f"newest weights are of version {self.version}"
-            )
+            story = f"it started with version {version}, was reserved for {entry.version}"
+            raise ProtocolError(f"occupy({group!r}): {story} and the newest weights are of version {self.version}")
         self._buffer(entry.buffer).remove_reserved(group, entry.version)
-        buffer = next(buffer for buffer in self._buffers if buffer.num_free > 0)
-        if self.repair:
-            buffer = self._repair(buffer)
+        hole = next(buffer for buffer in self._buffers if buffer.num_free > 0)
+        buffer = self._repair(hole) if self.repair else hole
         if version is not None:
             entry.version = version
         entry.state, entry.buffer, entry.tokens = EntryState.OCCUPIED, buffer.version, tokens
@@ -286,9 +280,8 @@ class StalenessProtocol:
         """
         first = self._buffers[0]
         if not 1 <= count <= first.needed - first.taken:
-            raise ProtocolError(
-                f"consume({count}): step {first.version} has handed out {first.taken} of its {first.needed} groups"
-            )
+            story = f"step {first.version} has handed out {first.taken} of its {first.needed} groups"
+            raise ProtocolError(f"consume({count}): {story}")
         if len(first.occupied) < count:
             raise ProtocolError(f"consume({count}): {len(first.occupied)} groups of step {first.version} are finished")
         groups = []
@@ -399,9 +392,8 @@ class StalenessProtocol:
             self._open(number)
             for group, version, *size in held["occupied"]:  # none in a state of 0.1, which kept no sizes
                 tokens = size[0] if size else 0
-                self._entries[group] = _GroupEntry(
-                    version=version, buffer=number, state=EntryState.OCCUPIED, tokens=tokens
-                )
+                entry = _GroupEntry(version=version, buffer=number, state=EntryState.OCCUPIED, tokens=tokens)
+                self._entries[group] = entry
                 self._buffers[-1].add_occupied(group, version, tokens)
             for group, version in held["reserved"]:
                 self._entries[group] = _GroupEntry(version=version, buffer=number, state=EntryState.RESERVED)

@@ -41,8 +41,9 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a package, a module, or something in a module; recipes lie beside the package."""
-    path = ROOT / name.replace("seamless_verl.recipes", "recipes").replace(".", "/")
+    """Whether a dotted name is a package, a module, or something in a module; recipes and configurations lie beside the
+    package."""
+    path = ROOT / re.sub(r"^seamless_verl\.(recipes|hydra_configs)\b", r"\1", name).replace(".", "/")
     return path.is_dir() or any(place.with_suffix(".py").is_file() for place in (path, path.parent, path.parent.parent))
 
 
