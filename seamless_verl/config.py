@@ -40,8 +40,9 @@ class StalenessConfig:
             ``algorithm.rollout_correction`` says otherwise or ``eta`` is 0. ``a3po`` interpolates the proximal policy
             instead of computing it. ``verl`` leaves everything to verl's keys.
         mask_older_than: tokens made by weights more than so many versions older than those being trained do not count
-            in the losses; the row's newer tokens do. None: all count. From ``eta`` on there is nothing to leave out. A
-            batch of which nothing would be left counts as it is.
+            in the losses; the row's newer tokens do. Means are still over all tokens, as with verl's own rejection.
+            None: all count. From ``eta`` on there is nothing to leave out. A batch of which nothing would be left
+            counts as it is.
     """
 
     eta: int = 1

@@ -229,7 +229,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
 
     @SkipManager.annotate_tq(role="rollout_tq", phase="sample")  # type: ignore[untyped-decorator]
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        """A mini-batch of finished groups, the longest first."""
+        """A mini-batch: the longest of the finished groups, in the order of their random names, which is that of verl's
+        optimizer steps."""
         if partition_id != "train":
             return super().sample(global_steps, partition_id, batch_size)  # type: ignore[no-any-return]
         _, metrics = self.wait_for_sampleable(global_steps, partition_id, batch_size)
@@ -239,7 +240,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self.stragglers.give_up(consumption.surplus)
         self._adopted.difference_update(entry.group for entry in consumption.groups)
         rows = self._rows_by_group()
-        consumed = {entry.group: rows[entry.group] for entry in consumption.groups}
+        consumed = {group: rows[group] for group in sorted(entry.group for entry in consumption.groups)}
         if self._source is not None:
             self._source.given_up(consumption.surplus)
             self._source.consumed(consumed)

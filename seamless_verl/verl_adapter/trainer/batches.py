@@ -4,6 +4,8 @@
   order into mini-batches, one per optimizer step (``TrainingWorker.train_mini_batch``). Which rows a step gets stays as
   verl has it, or its gradient would depend on their lengths; the order within a step does not change the loss.
   Where prefixes are shared, rows of a group lie side by side instead, on one rank.
+* Padding is spread over the optimizer steps. verl 0.9.1 fills a batch up to whole mini-batches and leaves padding at the
+  end: one session more with a second row, and that row alone would be a step, with the weight of all others.
 * Corrections are written to TransferQueue, beside verl's advantages.
 """
 
@@ -33,6 +35,7 @@ def in_training_order(
         critic_ranks: the critic's are its own (sequence parallelism may differ); None: there is no critic.
     """
     lengths = _lengths_of_cuts(config, len(batch.keys), actor_ranks, critic_ranks)
+    spread_padding(batch, *lengths[:2])
     if seamless.shared_prefix == "off":
         return side_by_side(batch, lengths)
     # Other ranks of the critic would cut what lies on one of the actor's: then nothing changes its rank.
@@ -46,6 +49,24 @@ def _lengths_of_cuts(config: DictConfig, rows: int, actor_ranks: int, critic_ran
     if critic_ranks is not None:
         lengths.append(config.critic.ppo_mini_batch_size * n // critic_ranks)
     return lengths
+
+
+def spread_padding(batch: KVBatchMeta, share: int, mini_batch: int) -> None:
+    """Give the optimizer steps of each rank equally many rows that are no padding, in their order.
+
+    Args:
+        share: rows of a rank. Where they are no multiple of ``mini_batch``, nothing is updated.
+    """
+    if share % mini_batch:
+        return
+    order, steps = [], share // mini_batch
+    for first in range(0, len(batch.keys), share):
+        padding = [row for row in range(first, first + share) if batch.tags[row].get("is_padding", False)]
+        real = [row for row in range(first, first + share) if not batch.tags[row].get("is_padding", False)]
+        for step in range(steps):
+            taken = real[step * len(real) // steps : (step + 1) * len(real) // steps]
+            order += [*taken, *(padding.pop() for _ in range(mini_batch - len(taken)))]
+    batch.reorder(order)
 
 
 def side_by_side(batch: KVBatchMeta, lengths: Sequence[int]) -> KVBatchMeta:
@@ -147,7 +168,7 @@ def mask_old_tokens(batch: KVBatchMeta, version: int, most: int) -> float:
         lags = _lags(mask, tag, stamp.get("made_by"), version)
         kept.append(mask if lags is None else mask * (lags <= most))
     before, after = (sum(int(mask.sum()) for mask in each) for each in (masks, kept))
-    if not after:  # losses are means over tokens: of none they would be no numbers
+    if not after:  # a mean over a row's tokens would be no number
         return 0.0
     _put(batch.partition_id, batch.keys, "response_mask", kept)
     return 1 - after / before

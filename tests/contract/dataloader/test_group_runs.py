@@ -361,7 +361,7 @@ def test_a_straggler_that_ended_meanwhile_is_not_started_anew(queue):
     rollout.while_waiting.append(lambda: [rollout.running.update(u0=0), rollout.finish("u0")])
     uids, _, metrics = rollout.sample(2)
     assert handle.told[0] == ("restart", ["u0", "u1"])
-    assert uids == ["u4", "u0"]
+    assert uids == ["u0", "u4"]
     assert metrics["training/stuck/retried_total"] == 1
 
 

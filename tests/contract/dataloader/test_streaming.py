@@ -221,7 +221,7 @@ def test_mini_batches_stream_while_the_rest_is_generated_and_stragglers_are_wait
     rollout.finish("u1")
     assert rollout.sample(2)[0] == ["u1", "u7"]
     rollout.while_waiting = [lambda: rollout.finish("u5"), lambda: rollout.finish("u0")]
-    assert rollout.sample(2)[0] == ["u5", "u0"]
+    assert rollout.sample(2)[0] == ["u0", "u5"], "by name: longest first would order verl's optimizer steps"
     rollout.end_step()
     assert rollout.buffer.admit(2) == 4
     for uid in ("u8", "u9", "u10"):

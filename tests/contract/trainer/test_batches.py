@@ -229,3 +229,38 @@ def test_tokens_of_too_old_weights_do_not_count_and_their_row_does(stored):
     assert stored["b"]["advantages"].tolist() == [-1.0] * 4
     assert mask_old_tokens(batch(), version=9, most=1) == 0.0
     assert stored["a"]["response_mask"].tolist() == [1, 1], "a mean over no token is no number"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_padding_is_spread_over_the_optimizer_steps(ranks):
+    """Sessions left 33 rows where a step has 32: verl adds 31 and would let one row be a step of its own."""
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.verl_adapter.trainer.batches import spread_padding
+
+    share, mini_batch, real = 64 // ranks, 32 // ranks, 33
+    keys = [f"row{row}" for row in range(64)]
+    dealt = [key for rank in range(ranks) for key in keys[rank::ranks]]  # in order on each rank, as verl deals them
+    tags = [{"is_padding": int(key[3:]) >= real} for key in dealt]
+    batch = KVBatchMeta(partition_id="train", keys=list(dealt), tags=tags, extra_info={})
+    spread_padding(batch, share, mini_batch)
+    assert sorted(batch.keys) == sorted(keys)
+    steps = [0, 0]
+    for row, tag in enumerate(batch.tags):
+        assert tag["is_padding"] is (int(batch.keys[row][3:]) >= real)
+        steps[row % share // mini_batch] += not tag["is_padding"]
+    assert abs(steps[0] - steps[1]) <= ranks
+    for rank in range(ranks):
+        kept = [int(key[3:]) for key in batch.keys[rank * share : (rank + 1) * share] if int(key[3:]) < real]
+        assert kept == sorted(kept), "groups stay together"
+
+
+def test_a_batch_without_padding_stays_as_verl_dealt_it():
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.verl_adapter.trainer.batches import spread_padding
+
+    keys = [f"row{row}" for row in range(8)]
+    batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{} for _ in keys], extra_info={})
+    spread_padding(batch, 8, 4)
+    assert batch.keys == keys
