@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -322,8 +323,8 @@ class AttemptService:
         else:
             message = Message(role=Role.ASSISTANT, content=text[:end])
         tokens = tokens_of(generation, range(len(ids)), self._renderer) if call.logprobs is not None else []
-        while stop_text and tokens and sum(len(token.text) for token in tokens[:-1]) >= end:
-            tokens.pop()
+        if stop_text and tokens:  # by the text as a whole: a character may take several tokens
+            del tokens[bisect_left(range(len(ids)), end, key=lambda length: len(self._renderer.decode(ids[:length]))) :]
         ended = FinishReason.STOP if stop_text else generation.finish_reason  # with the budget's last token, too
         return replace(
             head,

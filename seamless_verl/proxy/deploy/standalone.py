@@ -35,7 +35,7 @@ from seamless_verl.proxy.session.handover import FolderSink, HandOver
 from seamless_verl.proxy.session.journal import Journal, NullJournal
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.proxy.text.parsing import AnswerParser, TagParser
+from seamless_verl.proxy.text.parsing import AnswerParser, TagParser, keeps_special_tokens
 from seamless_verl.proxy.text.pictures import TEXT_ONLY, ImageReader
 from seamless_verl.proxy.text.steadiness import moving_note
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer, open_tokenizer
@@ -164,7 +164,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     renderer = TokenizerRenderer(
         tokenizer,
         stop_token_ids=tokenizer.stop_token_ids,
-        keep_special_tokens=parser.keeps_special_tokens,
+        keep_special_tokens=keeps_special_tokens(parser, tokenizer),
         placeholder=tokenizer.image_token_id,
         others=tokenizer.placeholders,
     )

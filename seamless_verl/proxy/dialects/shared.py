@@ -241,7 +241,10 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
 def event(data: dict[str, Any], name: str = "") -> bytes:
     """One server-sent event; OpenAI's completions give theirs no name."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + encoded(data) + b"\n\n"
+    body = encoded(data)
+    for character in "\x85\u2028\u2029":  # where httpx's `iter_lines`, with which litellm reads, ends a line
+        body = body.replace(character.encode(), b"\\u%04x" % ord(character))
+    return head + b"data: " + body + b"\n\n"
 
 
 class ChunkWriter:

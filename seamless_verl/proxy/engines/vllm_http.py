@@ -26,6 +26,8 @@ from seamless_verl.trajectory.generation import FinishReason, Generation, Versio
 from seamless_verl.trajectory.tokens import EMPTY, TokenPath
 
 GENERATE_ROUTE = "/inference/v1/generate"
+# A server takes them from the model's generation_config.json; its log-probs are of the policy without them.
+_PLAIN = {"repetition_penalty": 1.0, "min_p": 0.0}
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _MAX_ALTERNATIVES = 20  # what vLLM takes unless told otherwise (its --max-logprobs)
 _CONNECT_S = 10.0
@@ -164,7 +166,7 @@ class VllmHttpEngine:
     async def _asked(self, request: GenerationRequest, num_alternatives: int) -> tuple[str, bytes]:
         """Route and body of a request."""
         prompt_ids = request.prompt_ids
-        sampling: dict[str, Any] = {**request.sampling, "skip_special_tokens": False}
+        sampling: dict[str, Any] = {**_PLAIN, **request.sampling, "skip_special_tokens": False}
         if self._banned:
             sampling["bad_words"] = list(self._banned.values())
         extra_args = sampling.pop("extra_args", None)

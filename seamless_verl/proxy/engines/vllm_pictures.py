@@ -32,7 +32,7 @@ _RENDER_S = 60.0
 _MAX_BYTES = 1 << 30  # of tensors, in the cache and in one request
 NEEDS = "pictures need a vLLM of 0.27 or later"
 # What `/v1/completions` takes from the model's generation config where a request is silent; the other route does not.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTS = ("temperature", "top_p", "top_k")
 
 
 class NoPictures(EngineUnavailable):

@@ -311,6 +311,7 @@ class Continuations:
         self.said: dict[str, Message] = {}
         self.num_chars = 0
         self.stopped: dict[str, tuple[str, str]] = {}
+        self._contents: set[str] = set()  # of what was said
         self._asked: deque[tuple[Attempt, Sequence[Mapping[str, Any]]]] = deque(maxlen=_NUM_ASKED)
         for answer in answers:
             self.answered(answer)
@@ -319,6 +320,7 @@ class Continuations:
         """An answer was recorded."""
         said = answer.message
         self.said[answer.id] = said
+        self._contents.add(said.content.strip())
         if answer.stop_text:
             self.stopped[f"{said.content}{answer.stop_text}".strip()] = said.content, answer.stop_text
         self.num_chars += said.num_chars
@@ -331,7 +333,7 @@ class Continuations:
         """
         text = message.content.strip()
         whole = max((known for known in self.stopped if text.startswith(known)), key=len, default="")
-        if not whole:
+        if not whole or text in self._contents:  # another answer may begin like that
             return message, ""
         content, stop = self.stopped[whole]
         if text == whole:

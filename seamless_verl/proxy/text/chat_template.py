@@ -15,6 +15,7 @@ the system message into the last question only (Mistral v0.3) would otherwise ha
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import threading
@@ -105,6 +106,10 @@ class TokenizerRenderer:
         self._others = frozenset(others) - {placeholder}
         # The tokenizer's own `encode` sets padding on a shared object, which concurrent threads must not do.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None and (self._backend.truncation or self._backend.padding):
+            # As whoever saved it called it last; transformers sets both anew at each call.
+            self._backend = copy.deepcopy(self._backend)
+            self._backend.no_truncation(), self._backend.no_padding()
         self._words = WordCache.of(self._backend) if self._backend is not None else None
         self._template_args = dict(template_args or {})
         self._skip_special_tokens = not keep_special_tokens

@@ -290,6 +290,12 @@ def preferences_against(call: Call, parser: AnswerParser) -> tuple[str, ...]:
     return (*call.preferences, *(("thinking",) if call.thinking is not None and call.thinking is not thinks else ()))
 
 
+def keeps_special_tokens(parser: AnswerParser, tokenizer: Any) -> bool:
+    """Whether answers are read with their special tokens, by which calls or the ends of reasoning may be told."""
+    tags = [tokenizer.encode(tag, add_special_tokens=False) for tag in parser.think_tags or ()]
+    return parser.keeps_special_tokens or not all(tokenizer.decode(tag, skip_special_tokens=True) for tag in tags)
+
+
 def refuse_unable(call: Call, parser: AnswerParser, abilities: frozenset[Ability]) -> None:
     """Refuse what this engine and this parser cannot honour.
 

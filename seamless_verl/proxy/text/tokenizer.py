@@ -56,6 +56,7 @@ class FolderTokenizer:
 
         self._folder = folder
         self.backend_tokenizer: Tokenizer = Tokenizer.from_str(_text(folder / "tokenizer.json"))
+        self.backend_tokenizer.no_truncation(), self.backend_tokenizer.no_padding()  # of whoever saved it
         config = _json(folder / "tokenizer_config.json")
         self.clean_up_tokenization_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self._special = {name: _content(config[name]) for name in _SPECIAL if config.get(name) is not None}

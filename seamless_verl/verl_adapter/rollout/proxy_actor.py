@@ -37,7 +37,7 @@ from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.proxy.text.parsing import AnswerParser
+from seamless_verl.proxy.text.parsing import AnswerParser, keeps_special_tokens
 from seamless_verl.proxy.text.pictures import ImageReader, ProcessorReader
 from seamless_verl.verl_adapter.vllm.vllm_parsers import make_parser
 
@@ -93,7 +93,7 @@ class ShardSettings:
             self.tokenizer,
             template_args={**({"chat_template": template} if template else {}), **self.template_args},
             stop_token_ids=self.stop_token_ids,
-            keep_special_tokens=parser.keeps_special_tokens,
+            keep_special_tokens=keeps_special_tokens(parser, self.tokenizer),
             placeholder=None if images is None else images.placeholder,
             others=() if video is None else (self.tokenizer.convert_tokens_to_ids(video),),
         )

@@ -4,7 +4,7 @@
   order into mini-batches, one per optimizer step (``TrainingWorker.train_mini_batch``). Which rows a step gets stays as
   verl has it, or its gradient would depend on their lengths; the order within a step does not change the loss.
   Where prefixes are shared, rows of a group lie side by side instead, on one rank.
-* Padding is spread over the optimizer steps. verl 0.9.1 fills a batch up to whole mini-batches and leaves padding at the
+* Padding is spread over the optimizer steps. verl 0.9.1 fills a batch up to whole mini-batches, with padding at its
   end: one session more with a second row, and that row alone would be a step, with the weight of all others.
 * Corrections are written to TransferQueue, beside verl's advantages.
 """

@@ -81,3 +81,20 @@ async def test_an_addition_to_the_last_message_is_not_lost() -> None:
             await sdk.chat.completions.create(model="m", messages=[*_HI, back, question])
         prompts = [proxy.engine.tokenizer.decode(list(sent.prompt_ids)) for sent in proxy.engine.requests]
     assert [prompt.count(f"print(1)</code>{_CALLED}<|im_end|>") for prompt in prompts] == [0, 1, 1]
+
+
+async def test_an_answer_that_begins_like_another_one_and_its_stop_string_is_itself() -> None:
+    """The model began with the stop string; asked without it, it wrote code."""
+    code = "```print(1)```"
+    async with serving(lambda prompt: code) as proxy:
+        handle = await proxy.open()
+        async with proxy.sdk(handle) as sdk:
+            first = await sdk.chat.completions.create(model="m", messages=_HI, stop=["```"])
+            assert not first.choices[0].message.content
+            question: list[Any] = [{"role": "user", "content": "code"}]
+            second = await sdk.chat.completions.create(model="m", messages=question)
+            assert second.choices[0].message.content == code
+            said: list[Any] = [{"role": "assistant", "content": code}, {"role": "user", "content": "more"}]
+            await sdk.chat.completions.create(model="m", messages=[*question, *said])
+        result = await proxy.admin.close_session(handle.id)
+    assert result.kinds == {"clean": 2, "fork": 1}

@@ -191,6 +191,16 @@ def test_how_vocabularies_spell_bytes(piece: str, own: bytes | None) -> None:
     assert bytes_of(piece) == own
 
 
+async def test_logprobs_end_with_the_text_where_characters_take_several_tokens() -> None:
+    async with serving(lambda prompt: "👍🎉 日本 pass now STOP and on") as proxy:
+        handle = await proxy.open()
+        answer = await proxy.post(handle, {"model": "m", "messages": HI, "stop": ["STOP"], "logprobs": True})
+        choice = answer.json()["choices"][0]
+        assert choice["message"]["content"] == "👍🎉 日本 pass now "
+        spelled = [byte for token in choice["logprobs"]["content"] for byte in token["bytes"]]
+        assert bytes(spelled).decode() == choice["message"]["content"]
+
+
 async def test_length_and_logprobs() -> None:
     async with serving(lambda prompt: "one two three") as proxy:
         handle = await proxy.open()

@@ -15,7 +15,7 @@ from seamless_verl.proxy.attempt.drafts import Draft
 from seamless_verl.proxy.engine import TokenChunk
 from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
-from seamless_verl.proxy.text.parsing import StopCutter, TagParser, find_stop
+from seamless_verl.proxy.text.parsing import StopCutter, TagParser, find_stop, keeps_special_tokens
 from seamless_verl.proxy.text.tokenizer import TextDecoder
 from seamless_verl.trajectory.messages import Message, Role
 from tests.fakes import scripted_generation, small_tokenizer
@@ -152,3 +152,14 @@ def test_calls_that_never_end_are_content_whatever_their_number(again: str) -> N
 def test_reasoning(text: str, thinking: bool, reasoning: str, content: str) -> None:
     said = TagParser(("<think>", "</think>")).parse(text, (), thinking=thinking, call_prefix="c")
     assert (said.reasoning, said.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(("special", "kept"), [(("[THINK]", "[/THINK]", "<|im_end|>"), True), (("<|im_end|>",), False)])
+def test_reasoning_between_special_tokens_is_told_from_the_answer(special: tuple[str, ...], kept: bool) -> None:
+    tokenizer, parser = small_tokenizer(special=special), TagParser(("[THINK]", "[/THINK]"))
+    assert keeps_special_tokens(parser, tokenizer) is kept
+    assert not keeps_special_tokens(TagParser(), tokenizer)
+    renderer = TokenizerRenderer(tokenizer, keep_special_tokens=kept)
+    text = renderer.decode(tokenizer.encode("[THINK]so[/THINK]hello", add_special_tokens=False))
+    said = parser.parse(text, [], thinking=False, call_prefix="call_")
+    assert (said.reasoning, said.content) == ("so", "hello")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from seamless_verl.proxy.text.chat_template import RenderingFailed, TokenizerRenderer
+from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.messages import Message, ToolCall
 from seamless_verl.trajectory.tokens import DriftReason, MatchKind
@@ -150,3 +153,18 @@ def test_a_template_that_refuses_says_so() -> None:
     renderer = TokenizerRenderer(small_tokenizer("{{ raise_exception('no such role') }}"))
     with pytest.raises(RenderingFailed, match="no such role"):
         renderer.render_initial([user("hi")], ())
+
+
+@pytest.mark.parametrize("opened", ["by transformers", "from its folder"])
+def test_a_tokenizer_that_was_saved_while_it_cut_and_filled_texts_does_neither(opened: str, tmp_path: Path) -> None:
+    tokenizer, plain = deepcopy(small_tokenizer()), TokenizerRenderer(small_tokenizer())
+    tokenizer.backend_tokenizer.enable_truncation(max_length=8)
+    tokenizer.backend_tokenizer.enable_padding(pad_to_multiple_of=64)
+    tokenizer.save_pretrained(tmp_path)
+    assert '"max_length": 8' in (tmp_path / "tokenizer.json").read_text()
+    renderer = TokenizerRenderer(tokenizer if opened == "by transformers" else FolderTokenizer(tmp_path))
+    text = "<|im_start|>user\n" + 20 * "the quick brown fox " + "é<|im_end|>\n"
+    assert list(renderer.encode(text)) == list(plain.encode(text))
+    assert renderer.encode_prompt(text) == plain.encode_prompt(text)
+    assert renderer.render_initial([user(text)], []) == plain.render_initial([user(text)], [])
+    assert tokenizer.backend_tokenizer.truncation is not None, "it is somebody else's, too"

@@ -212,3 +212,21 @@ async def test_a_client_that_does_not_read_is_dropped() -> None:
         retry = await proxy.post(handle, {"model": "m", "messages": HI, "stream": True, "logprobs": True})
         assert retry.status_code == 200  # the answer reached nobody, so the same request gets it again
         assert len(proxy.engine.requests) == 1
+
+
+async def test_no_character_of_an_answer_ends_a_line() -> None:
+    """httpx's ``iter_lines`` takes more characters for the end of one than the standard of these streams does."""
+    said = "one \u2028two \x85three \u2029four"
+    async with serving(lambda prompt: said, streams=True) as proxy:
+        for path, body, end in STREAMING:
+            handle = await proxy.open()
+            answer = await proxy.http.post(
+                handle.base_url.removesuffix("/v1") + path,
+                json={"model": "m", "stream": True, **body},
+                headers=_auth(handle),
+            )
+            lines = [line for line in answer.text.splitlines() if line]
+            assert all(line.startswith(("data: ", "event: ")) for line in lines), path
+            assert end in lines[-1] or end in lines[-2]
+            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert any(part in json.dumps(told, ensure_ascii=False) for part in ("\u2028", "two")), path

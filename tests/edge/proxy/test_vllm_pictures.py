@@ -187,8 +187,10 @@ async def test_placeholders_are_never_generated(vllm: tuple[PictureServer, str],
         assert server.completed[-1]["bad_words"] == BANNED
         sampling = server.asked[-1]["sampling_params"]
         assert sampling.pop("max_tokens") > 100
-        # The server's defaults hold where nobody says otherwise, as they do for /v1/completions.
-        expected = {**DEFAULTS, "temperature": 1.0, "top_p": 0.9, "logprobs": 0, "bad_words": BANNED}
+        # The server's defaults hold where nobody says otherwise, as they do for /v1/completions, but for its penalties.
+        said = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.0, "min_p": 0.0}
+        expected = {**DEFAULTS, **said, "logprobs": 0, "bad_words": BANNED}
+        assert {name: server.completed[-1][name] for name in ("repetition_penalty", "min_p")}.items() <= said.items()
         assert sampling == {**expected, "skip_special_tokens": False, "extra_args": {}}
         for token in (small_processor().image_token_id, small_processor().video_token_id):
             server.says = [token, token]  # as a server does that does not know `bad_words`
