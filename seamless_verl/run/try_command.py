@@ -174,12 +174,7 @@ def _engine(parsed: argparse.Namespace, config: Mapping[str, Any], scratch: Path
 
 
 def _proxy_config(
-    parsed: argparse.Namespace,
-    config: Mapping[str, Any],
-    seamless: SeamlessConfig,
-    url: str,
-    served: str,
-    record: Path,
+    parsed: argparse.Namespace, config: Mapping[str, Any], seamless: SeamlessConfig, url: str, served: str, record: Path
 ) -> StandaloneConfig:
     model, parsers = config["actor_rollout_ref"]["model"], (seamless.proxy.tool_parser, seamless.proxy.reasoning_parser)
     return StandaloneConfig(

@@ -212,12 +212,7 @@ class Settler:
     """
 
     def __init__(
-        self,
-        *,
-        think_tags: tuple[str, str] | None,
-        thinking: bool,
-        tool_marker: str | None,
-        plain_start: bool = True,
+        self, *, think_tags: tuple[str, str] | None, thinking: bool, tool_marker: str | None, plain_start: bool = True
     ) -> None:
         self._opening, self._closing = think_tags or ("", "")
         self._marker = tool_marker
