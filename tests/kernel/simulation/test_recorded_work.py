@@ -293,6 +293,23 @@ def test_switches_cost_what_they_took_and_unseen_ones_a_share_of_the_load() -> N
     assert (costs.wake, costs.drain) == (3.0, 2.0)  # one and a half loads, and one
 
 
+def test_a_replica_stands_still_in_three_stages_of_its_pull_and_the_trainer_hands_over_for_the_whole_phase() -> None:
+    def pull(at: float, load_s: float, **changes: object) -> flight.PullEnded:
+        stages = {"prefetch": 9.0, "gate": 9.0, "pause": 0.1, "load": load_s, "resume": 0.2}
+        return replace(flight.PullEnded(at=at, slice="r/0", before=0, version=1, seconds=stages), **changes)  # type: ignore[arg-type]
+
+    rolled = recording(
+        slice_added(),
+        *phase(Phase.SYNC_WEIGHTS, 4.0, 7.0),
+        *(moved(5.0, SliceState.SYNCING), moved(7.0, SliceState.ROLLOUT)),  # it was handed them, and pulls later
+        *(pull(8.0, 0.3), pull(9.0, 0.5), pull(10.0, 7.0)),
+        pull(11.0, 0.0, seconds={}, failure="died"),
+    )
+    costs, _, _ = recorded_run._switch_costs(rolled, rolling=True)
+    assert (costs.pull, costs.push) == (pytest.approx(0.8), 3.0)
+    assert recorded_run._switch_costs(recording(slice_added(), *phase(Phase.SYNC_WEIGHTS, 4.0, 7.0)))[0].pull is None
+
+
 def test_a_recorded_policy_names_a_system() -> None:
     for policy in ("verl_gate", "verl_enable_switch", "greedy"):
         assert recorded_run._system_of(policy) == policy

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import pytest
 
-from seamless_verl.config import RouterConfig
+from seamless_verl.config import RouterConfig, StalenessConfig, WeightsConfig
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent, SliceState
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation.agents import Agentic, Constant, Turn
 from seamless_verl.simulation.options import apply
-from seamless_verl.simulation.recorded_run import NothingToReplay, Recorded, from_recording
+from seamless_verl.simulation.recorded_run import NothingToReplay, Recorded, Settings, from_recording
 from seamless_verl.simulation.recorded_work import requests_of, served, serving_of, work_of
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.run import Simulation, simulate
@@ -24,12 +25,12 @@ AS_THEY_COME = RouterConfig(oldest_first=False)
 FEW_AT_ONCE = EnginePhysics(decode=COST, prefill_s_per_token=0.0, kv_tokens=400_000, max_running=4)
 
 
-def recorded(base: Scenario, *, router: RouterConfig | None = None) -> tuple[Recorded, float]:
+def recorded(base: Scenario, **asked: Any) -> tuple[Recorded, float]:
     """The scenario that its recording gives, and the mean step of those that the replay counts."""
     events: list[FlightEvent] = []
     result = Simulation(replace(base, warm=0), record=events.append).run()
     running = base.pools[0].engine.max_running
-    found = from_recording(Recording(events=tuple(events)), max_running=running, router=router)
+    found = from_recording(Recording(events=tuple(events)), max_running=running, settings=Settings(**asked))
     return found, mean(step.ended - step.began for step in result.steps[found.scenario.warm :])
 
 
@@ -67,6 +68,47 @@ def test_a_queue_is_replayed_in_the_order_that_it_was_recorded_in() -> None:
         oldest_first.append(simulate(replace(found.scenario, router=None)).step_s)
     assert mean(are) == pytest.approx(mean(were), rel=0.03)
     assert mean(oldest_first) < 0.95 * mean(were)
+
+
+def test_as_many_batches_are_under_way_as_when_it_was_recorded() -> None:
+    """One of four: the trainer waits for each batch from its beginning."""
+    base = scenario("disaggregated", eta=3, in_flight=1, steps=12)
+    found, step_s = recorded(base, staleness=StalenessConfig(eta=3, in_flight=1))
+    assert found.scenario.in_flight == 1
+    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.10)
+    assert simulate(replace(found.scenario, in_flight=None)).step_s < 0.7 * step_s
+
+
+def test_weights_that_were_taken_in_turn_are_again() -> None:
+    weights = WeightsConfig(sync="rolling", cache="keep")
+    found, step_s = recorded(scenario("disaggregated", steps=12, weights=weights), weights=weights)
+    assert found.scenario.weights == weights
+    assert found.scenario.costs.push == pytest.approx(0.5)
+    assert any("one replica after the other" in note for note in found.notes)
+    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("system", "asked", "told"),
+    [
+        ("predictive", Settings(staleness=StalenessConfig(eta=3, mask_older_than=1)), ""),
+        ("predictive", Settings(staleness=StalenessConfig(policy="verl")), "cannot play staleness.policy=verl:"),
+        (
+            "predictive",
+            Settings(staleness=StalenessConfig(redundancy=1.5, group_redundancy=1.25)),
+            "cannot play staleness.redundancy=1.5, staleness.group_redundancy=1.25:",
+        ),
+        ("colocated", Settings(weights=WeightsConfig(sync="rolling")), "cannot play weights.sync=rolling:"),
+        ("areal", Settings(staleness=StalenessConfig(stuck="retry", in_flight=1.5)), "cannot play staleness.stuck="),
+    ],
+)
+def test_a_setting_that_cannot_be_played_is_told(system: str, asked: Settings, told: str) -> None:
+    events: list[FlightEvent] = []
+    Simulation(scenario(system, steps=3, warm=0), record=events.append).run()
+    found = from_recording(Recording(events=tuple(events)), settings=asked)
+    notes = [note for note in found.notes if "cannot play" in note]
+    assert len(notes) == bool(told)
+    assert told in "".join(notes)
 
 
 def test_sessions_come_back_turn_by_turn() -> None:
