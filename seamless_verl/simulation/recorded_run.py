@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -137,7 +138,7 @@ def from_recording(
     Raises:
         NothingToReplay: no complete step or no request was recorded.
     """
-    asked = settings or Settings()
+    asked, (recording, which) = settings or Settings(), _one_process(recording)
     apart = union(_phases(recording, Phase.VALIDATE, Phase.CHECKPOINT))
     requests = requests_of(recording, apart)
     steps = _steps(recording)
@@ -170,7 +171,7 @@ def from_recording(
         scheduler=asked.scheduler,
         weights=asked.weights if rules.rolls else WeightsConfig(),
     )
-    notes = [*_notes(scenario, len(requests), exact=work.exact, seen=seen), *_left_out(asked, scenario)]
+    notes = [*which, *_notes(scenario, len(requests), exact=work.exact, seen=seen), *_left_out(asked, scenario)]
     return Recorded(scenario=scenario, step_s=step_s, notes=(*notes, *(() if rules.lends else _never_lent(recording))))
 
 
@@ -263,6 +264,20 @@ def _all(recording: Recording, kind: type[_Event]) -> list[_Event]:
 
 
 # ---------------------------------------------------------------- the trainer
+
+
+def _one_process(recording: Recording) -> tuple[Recording, tuple[str, ...]]:
+    """Of a run that was continued or restarted the process with the most complete steps, of equals the last, and a note
+    that says so: what lies between two processes is neither work nor waiting, and steps are done again."""
+    starts = [number for number, event in enumerate(recording.events) if isinstance(event, flight.RunStarted)]
+    parts = []
+    for begin, end in pairwise([0, *starts[1:], len(recording.events)]):
+        ended = (n + 1 for n in range(begin, end) if isinstance(recording.events[n], flight.RunEnded))
+        parts.append(replace(recording, events=recording.events[begin : next(ended, end)]))
+    lengths = [len(_steps(part)) for part in parts]
+    which = max(range(len(parts)), key=lambda number: (lengths[number], number))
+    told = f"{len(parts)} processes recorded; number {which + 1} is replayed, of {lengths[which]} complete steps"
+    return parts[which], (told,) if len(parts) > 1 else ()
 
 
 def _batches(recording: Recording, attempts: int) -> tuple[int, int]:

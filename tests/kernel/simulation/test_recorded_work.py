@@ -94,6 +94,13 @@ def test_states_of_a_slice_as_spans() -> None:
     assert spans_of(found, SliceState.TRAINING) == {}
 
 
+def test_a_slice_that_is_declared_anew_has_been_in_its_state_until_then() -> None:
+    trains = SliceState.TRAINING
+    found = recording(slice_added(state=trains), slice_added(at=4.0), moved(6.0, trains), moved(7.0, SliceState.IDLE))
+    assert spans_of(found, trains) == {"r/0": [(0.0, 4.0), (6.0, 7.0)]}
+    assert spans_of(recording(slice_added(), moved(1.0, trains, "nobody")), trains) == {}
+
+
 def test_a_server_serves_while_its_slice_does() -> None:
     found = recording(slice_added(address="10.0.0.1:1"), moved(4.0, SliceState.DRAINING), moved(9.0, SliceState.IDLE))
     assert serving_of(found) == {"10.0.0.1:1": [(0.0, 4.0)]}

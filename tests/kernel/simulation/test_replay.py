@@ -133,6 +133,50 @@ def test_a_trainer_that_awaits_loads_pays_for_them_where_it_holds_everybody_up()
     assert waits.step_s - simulate(base).step_s == pytest.approx(3.0, abs=0.1)
 
 
+def run_of(steps: int) -> list[FlightEvent]:
+    events: list[FlightEvent] = []
+    Simulation(scenario("disaggregated", steps=steps, warm=0), record=events.append).run()
+    return events
+
+
+def _cut(events: list[FlightEvent], step: int) -> list[FlightEvent]:
+    """Killed in this step."""
+    began = next(e.at for e in events if isinstance(e, flight.StepBegan) and e.step == step)
+    return [event for event in events if event.at <= began + 1.0]
+
+
+def _later(events: list[FlightEvent], by_s: float = 3600.0, steps: int = 0) -> list[FlightEvent]:
+    numbered = (flight.StepBegan, flight.StepEnded, flight.PhaseBegan, flight.PhaseEnded, flight.RowsTrained)
+    moved = [replace(event, at=event.at + by_s) for event in events]
+    return [replace(event, step=event.step + steps) if isinstance(event, numbered) else event for event in moved]
+
+
+@pytest.mark.parametrize("first_is_longer", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_of_a_run_that_was_continued_one_process_is_replayed(first_is_longer: bool, killed: bool) -> None:
+    """Killed in its last step or ended, and an hour later begun again where it was: the longer one tells as much as it
+    would by itself."""
+    long, short = run_of(7), run_of(4)
+    first, second = (long, short) if first_is_longer else (short, long)
+    steps = 6 if first_is_longer else 3
+    first, second = (_cut(first, steps + 1) if killed else first), _later(second, steps=steps)
+    found = from_recording(Recording(events=(*first, *second)))
+    alone = from_recording(Recording(events=tuple(first if first_is_longer else second)))
+    assert found.step_s == pytest.approx(alone.step_s)
+    assert found.scenario.train.gpu_s_per_token == pytest.approx(alone.scenario.train.gpu_s_per_token)
+    number = 1 if first_is_longer else 2
+    assert f"2 processes recorded; number {number} is replayed, of {len(alone.step_s)} complete steps" in found.notes
+    assert not any("processes" in note for note in alone.notes)
+
+
+def test_of_two_processes_of_equally_many_steps_the_last_is_replayed() -> None:
+    events = (*run_of(3), *_later(run_of(3)))
+    assert (
+        "2 processes recorded; number 2 is replayed, of 3 complete steps"
+        in from_recording(Recording(events=events)).notes
+    )
+
+
 def _live(*events: FlightEvent) -> Recording:
     added = flight.SliceAdded(
         at=0.0, slice="r/0", pool="r", devices=1, capabilities=("rollout",), state=SliceState.ROLLOUT, address="a"
