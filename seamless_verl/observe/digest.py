@@ -29,7 +29,7 @@ Seconds = Mapping[Category, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One slice.
+    """One slice, as long as it had that size.
 
     Attributes:
         stretches: in order of time, disjoint; gaps are times in which the slice did not exist.
@@ -62,7 +62,7 @@ class RunDigest:
         running: its process lives.
         span_s: seconds from the first to the last event.
         start_up_s: seconds from the command to the recording, by part; empty where nobody wrote them down.
-        lanes, books: one entry per slice.
+        lanes, books: one entry per slice (two, if its size changed).
         memory: one entry per slice whose memory was counted.
         steps, validations: records of the run folder.
         guard: by step, how far rows computed with ``seamless.shared_prefix`` and without it were apart.
@@ -147,8 +147,8 @@ def digest(
     running: whether the process of the run lives.
     guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
     """
-    stretches: defaultdict[str, list[Stretch]] = defaultdict(list)
-    ledger = Ledger(lambda stretch: stretches[stretch.slice].append(stretch))
+    stretches: defaultdict[tuple[str, str, int], list[Stretch]] = defaultdict(list)
+    ledger = Ledger(lambda stretch: stretches[stretch.slice, stretch.pool, stretch.devices].append(stretch))
     tallies = Tallies()
     for event in with_first_tokens(recording.events):
         ledger.handle(event)
@@ -156,7 +156,11 @@ def digest(
     span_s = recording.events[-1].at if recording.events else 0.0
     tallies.finish(span_s)
     books = ledger.books(span_s)
-    lanes = tuple(_lane(entry, stretches[entry.slice], tallies.load[entry.slice]) for entry in books)
+    keys = [(entry.slice, entry.pool, entry.devices) for entry in books]
+    lanes = tuple(
+        Lane(slice=key[0], pool=key[1], devices=key[2], stretches=tuple(stretches[key]), load=tuple(tallies.load[key]))
+        for key in keys
+    )
     return RunDigest(
         recording=recording,
         tallies=tallies,
@@ -172,10 +176,6 @@ def digest(
         validations=tuple(validations),
         guard=tuple({record["step"]: record for record in guard}.values()),
     )
-
-
-def _lane(entry: SliceSeconds, stretches: Sequence[Stretch], load: Sequence[tuple[float, int]]) -> Lane:
-    return Lane(slice=entry.slice, pool=entry.pool, devices=entry.devices, stretches=tuple(stretches), load=tuple(load))
 
 
 def _by_step(spans: Sequence[tuple[int, float, float]], lanes: Sequence[Lane]) -> tuple[StepSpan, ...]:

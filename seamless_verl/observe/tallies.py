@@ -11,6 +11,7 @@ from seamless_verl.observe.memory import MemoryLevels
 _ENDED = ("completed", "stop", "length")
 INTERRUPTED = ("abort", "aborted")  # how requests end whose tokens are kept
 _ABANDONED = ("CancelledError", flight.WORKER_DIED)
+_Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class Tallies:
         start: the last `RunStarted`; ``None`` without a recording.
         end: ``None`` while the run goes on, or when it was killed.
         phases: seconds of the trainer in each phase, without the phases inside of it.
-        load: by slice, ``(time, requests out on it from then on)``.
+        load: by slice, pool and devices, ``(time, requests out on it from then on)``.
         decisions, outcomes: with the number of their run in this folder.
         versions: ``(time, weight version)``.
         lost: events that the recorder dropped.
@@ -108,7 +109,7 @@ class Tallies:
         self.start: flight.RunStarted | None = None
         self.end: flight.RunEnded | None = None
         self.phases: defaultdict[flight.Phase, float] = defaultdict(float)
-        self.load: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        self.load: defaultdict[_Key, list[tuple[float, int]]] = defaultdict(list)
         self.decisions: list[tuple[int, flight.DecisionMade]] = []
         self.outcomes: dict[tuple[int, str], flight.DecisionRealised] = {}
         self.versions: list[tuple[float, int]] = []
@@ -123,8 +124,9 @@ class Tallies:
         self._run = 0
         self._open_step: tuple[int, float] | None = None
         self._names: dict[str, str] = {}
+        self._keys: dict[str, _Key] = {}
         self._out: dict[str, flight.RequestStarted] = {}
-        self._levels: Counter[str] = Counter()
+        self._levels: Counter[_Key] = Counter()
         self._nested: list[flight.Phase] = []
         self._phase_since = 0.0
         self._latest = 0.0
@@ -170,6 +172,7 @@ class Tallies:
                 self.versions.append((event.at, event.version))
             case flight.SliceAdded():
                 self._names[event.address or event.slice] = event.slice
+                self._keys[event.slice] = event.slice, event.pool, event.devices
             case flight.RunStarted():
                 self._run_started(event)
             case flight.RunEnded():
@@ -206,8 +209,8 @@ class Tallies:
 
     def _close_requests(self, at: float) -> None:
         self._out.clear()
-        for name in self._levels:
-            self.load[name].append((at, 0))
+        for key in self._levels:
+            self.load[key].append((at, 0))
         self._levels.clear()
 
     def _request_started(self, event: flight.RequestStarted) -> None:
@@ -244,8 +247,9 @@ class Tallies:
 
     def _level(self, event: flight.RequestStarted | flight.RequestEnded, change: int) -> None:
         name = self._name(event)
-        self._levels[name] += change
-        self.load[name].append((event.at, self._levels[name]))
+        key = self._keys.get(name, (name, "", 0))
+        self._levels[key] += change
+        self.load[key].append((event.at, self._levels[key]))
 
     def _session_ended(self, event: flight.SessionEnded) -> None:
         self.sessions.ended += 1

@@ -61,6 +61,8 @@ class Stretch:
     """A slice was in one state and one category from ``start`` to ``stop`` (seconds)."""
 
     slice: str
+    pool: str
+    devices: int
     start: float
     stop: float
     state: SliceState
@@ -100,7 +102,15 @@ class _Account:
         """Book the time up to ``at`` on the current category."""
         if at <= self.since:
             return None
-        stretch = Stretch(slice=self.name, start=self.since, stop=at, state=self.state, category=self.category)
+        stretch = Stretch(
+            slice=self.name,
+            pool=self.pool,
+            devices=self.devices,
+            start=self.since,
+            stop=at,
+            state=self.state,
+            category=self.category,
+        )
         self.seconds[self.category] += at - self.since
         self.since = at
         return stretch

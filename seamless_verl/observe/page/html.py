@@ -102,10 +102,10 @@ def _told(run: RunDigest) -> list[str]:
     start_up = f" after {duration(sum(run.start_up_s.values()))} of start-up" if run.start_up_s else ""
     told.append(duration(run.span_s) + start_up)
     if run.tallies.start is not None:
-        devices = sum({entry.slice: entry.devices for entry in run.books}.values())
+        devices = {entry.slice: entry.devices for entry in run.books}
         told += [
             f"{len(run.step_spans)} of {run.tallies.start.total_steps} steps",
-            f"{devices} devices in {len(run.lanes)} slices",
+            f"{sum(devices.values())} devices in {len(devices)} slices",
             f"policy {run.tallies.start.policy}",
             f"staleness bound {run.tallies.start.eta}",
         ]
