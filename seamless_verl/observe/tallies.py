@@ -29,8 +29,8 @@ class Requests:
     Attributes:
         interrupted: the replica stopped them and their tokens were kept.
         abandoned: whoever asked had gone, e.g. an agent at its deadline.
-        prefilled_again: prompt tokens of resumed requests that were not in the prefix cache; ``None`` if the engine
-            does not tell.
+        prefilled_again: prompt tokens of resumed requests that were not in the prefix cache, of those of which the
+            engine told (it tells nothing of what was cancelled, or died with it); ``None``: of none.
         moved: how often a session's interrupted request went on on another slice, by (from, to).
         seconds: duration of each that ended.
     """
@@ -41,7 +41,7 @@ class Requests:
     abandoned: int = 0
     failed: int = 0
     resumed: int = 0
-    prefilled_again: int | None = 0
+    prefilled_again: int | None = None
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
@@ -236,11 +236,8 @@ class Tallies:
                 self._left[start.session] = self._name(event)
         requests.abandoned += event.finish in _ABANDONED
         requests.failed += event.finish not in {*INTERRUPTED, *_ABANDONED, *_ENDED}
-        if start.resumed and requests.prefilled_again is not None:
-            known = event.cached_tokens is not None
-            requests.prefilled_again = (
-                requests.prefilled_again + start.prompt_tokens - (event.cached_tokens or 0) if known else None
-            )
+        if start.resumed and event.cached_tokens is not None:
+            requests.prefilled_again = (requests.prefilled_again or 0) + start.prompt_tokens - event.cached_tokens
 
     def _name(self, event: flight.RequestStarted | flight.RequestEnded) -> str:
         return self._names.get(event.slice, event.slice)

@@ -8,7 +8,7 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.digest import digest
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.page.findings import Weight, findings
-from seamless_verl.observe.page.html import _told
+from seamless_verl.observe.page.html import _requests, _told
 from seamless_verl.observe.page.words import DRIFT, REALIGNED
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import Category
@@ -136,6 +136,18 @@ def test_a_request_that_goes_on_elsewhere_has_moved():
 def test_an_engine_that_does_not_tell_what_was_cached_makes_prefill_unknown():
     run = run_of([start(), rollout(0.0), request(0.0, "a", resumed=True), done(1.0, "a")])
     assert run.tallies.requests.prefilled_again is None
+
+
+def test_what_was_prefilled_again_is_told_of_those_that_the_engine_told_of():
+    def resumed(at: float, name: str, finish: str, cached: int | None) -> list:
+        return [request(at, name, resumed=True), done(at + 1, name, finish=finish, cached=cached, tokens=0)]
+
+    cut_short = [*resumed(1.0, "b", "CancelledError", None), *resumed(3.0, "c", flight.WORKER_DIED, None)]
+    told = [*resumed(0.0, "a", "completed", 8), *cut_short, *resumed(5.0, "d", "aborted", 3)]
+    for events, known, said in ((told, 2 + 7, "9 tokens"), (cut_short, None, "not told by the engine")):
+        run = run_of([start(), rollout(0.0), *events])
+        assert run.tallies.requests.prefilled_again == known
+        assert dict(_requests(run))["prefilled again"] == said
 
 
 def test_decisions_of_a_continued_run_are_not_mixed_up():
