@@ -86,6 +86,12 @@ class RunDigest:
     def outcome(self) -> str | None:
         return self.tallies.end.outcome if self.tallies.end is not None else None
 
+    @property
+    def whole_steps(self) -> tuple[StepSpan, ...]:
+        """Steps that were recorded to their end; of one repeated after a resumption the last."""
+        spans = self.step_spans[:-1] if self.tallies.cut_off else self.step_spans
+        return tuple({span.step: span for span in spans}.values())
+
     def pools(self) -> dict[str, dict[Category, float]]:
         """Device-seconds of the whole recording by pool and category."""
         return _by_pool((entry.pool, entry.devices, entry.seconds) for entry in self.books)
@@ -111,7 +117,7 @@ class RunDigest:
 
     def device_s_per_token(self) -> float | None:
         """Device-seconds in steps per token that carried a gradient, over steps with both known; ``None``: none has."""
-        spans = {span.step: sum(sum(seconds.values()) for seconds in span.pools.values()) for span in self.step_spans}
+        spans = {span.step: sum(sum(seconds.values()) for seconds in span.pools.values()) for span in self.whole_steps}
         known = [record for record in self.steps if spans.get(record["step"])]
         tokens = sum(record["tokens_per_s"] * record["step_s"] for record in known)
         return sum(spans[record["step"]] for record in known) / tokens if tokens else None

@@ -103,6 +103,7 @@ class Tallies:
         lost: events that the recorder dropped.
         weights_checked: loans whose weights were the published ones (True), and those whose were not.
         step_spans: ``(step, start, stop)``.
+        cut_off: the last of them had not ended with the recording.
     """
 
     def __init__(self) -> None:
@@ -121,6 +122,7 @@ class Tallies:
         self.memory = MemoryLevels()
         self.weights_checked: Counter[bool] = Counter()
         self.step_spans: list[tuple[int, float, float]] = []
+        self.cut_off = False
         self._run = 0
         self._open_step: tuple[int, float] | None = None
         self._names: dict[str, str] = {}
@@ -136,7 +138,7 @@ class Tallies:
         self._charge_phase(at)
         if self._open_step is not None:
             self.step_spans.append((*self._open_step, at))
-            self._open_step = None
+            self._open_step, self.cut_off = None, True
 
     def decided(self) -> tuple[DecisionRow, ...]:
         return tuple(
