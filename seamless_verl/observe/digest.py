@@ -22,7 +22,7 @@ from seamless_verl.observe.intervals import overlap, union
 from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.tallies import DecisionRow, Tallies
-from seamless_verl.observe.time_ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
+from seamless_verl.observe.time_ledger import IDLE, AccountKey, Category, Ledger, SliceSeconds, Stretch
 
 Seconds = Mapping[Category, float]
 
@@ -153,8 +153,8 @@ def digest(
     running: whether the process of the run lives.
     guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
     """
-    stretches: defaultdict[tuple[str, str, int], list[Stretch]] = defaultdict(list)
-    ledger = Ledger(lambda stretch: stretches[stretch.slice, stretch.pool, stretch.devices].append(stretch))
+    stretches: defaultdict[AccountKey, list[Stretch]] = defaultdict(list)
+    ledger = Ledger(lambda stretch: stretches[stretch.account].append(stretch))
     tallies = Tallies()
     for event in with_first_tokens(recording.events):
         ledger.handle(event)
@@ -163,10 +163,7 @@ def digest(
     tallies.finish(span_s)
     books = ledger.books(span_s)
     keys = [(entry.slice, entry.pool, entry.devices) for entry in books]
-    lanes = tuple(
-        Lane(slice=key[0], pool=key[1], devices=key[2], stretches=tuple(stretches[key]), load=tuple(tallies.load[key]))
-        for key in keys
-    )
+    lanes = tuple(_lane(key, stretches[key], tallies.load[key]) for key in keys)
     return RunDigest(
         recording=recording,
         tallies=tallies,
@@ -182,6 +179,10 @@ def digest(
         validations=tuple(validations),
         guard=tuple({record["step"]: record for record in guard}.values()),
     )
+
+
+def _lane(key: AccountKey, stretches: Sequence[Stretch], load: Sequence[tuple[float, int]]) -> Lane:
+    return Lane(slice=key[0], pool=key[1], devices=key[2], stretches=tuple(stretches), load=tuple(load))
 
 
 def _by_step(spans: Sequence[tuple[int, float, float]], lanes: Sequence[Lane]) -> tuple[StepSpan, ...]:

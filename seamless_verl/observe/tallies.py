@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.memory import MemoryLevels
+from seamless_verl.observe.time_ledger import AccountKey
 
 _ENDED = ("completed", "stop", "length")
 INTERRUPTED = ("abort", "aborted")  # how requests end whose tokens are kept
 _ABANDONED = ("CancelledError", flight.WORKER_DIED)
-_Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Tallies:
         self.start: flight.RunStarted | None = None
         self.end: flight.RunEnded | None = None
         self.phases: defaultdict[flight.Phase, float] = defaultdict(float)
-        self.load: defaultdict[_Key, list[tuple[float, int]]] = defaultdict(list)
+        self.load: defaultdict[AccountKey, list[tuple[float, int]]] = defaultdict(list)
         self.decisions: list[tuple[int, flight.DecisionMade]] = []
         self.outcomes: dict[tuple[int, str], flight.DecisionRealised] = {}
         self.versions: list[tuple[float, int]] = []
@@ -126,9 +126,9 @@ class Tallies:
         self._run = 0
         self._open_step: tuple[int, float] | None = None
         self._names: dict[str, str] = {}
-        self._keys: dict[str, _Key] = {}
+        self._keys: dict[str, AccountKey] = {}
         self._out: dict[str, flight.RequestStarted] = {}
-        self._levels: Counter[_Key] = Counter()
+        self._levels: Counter[AccountKey] = Counter()
         self._nested: list[flight.Phase] = []
         self._phase_since = 0.0
         self._latest = 0.0

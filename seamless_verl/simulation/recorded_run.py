@@ -377,11 +377,8 @@ def _switch_costs(recording: Recording, *, rolling: bool = False) -> tuple[Switc
     publish_s = median(end - begin for begin, end in publications)
     beside_s = median(overlap(loading, begin, end) for begin, end in publications)
     load_s = median(load) if load else publish_s
-    pulls = [
-        sum(event.seconds.get(stage, 0.0) for stage in _STANDS_STILL)
-        for event in _all(recording, flight.PullEnded)
-        if event.seconds
-    ]
+    ended = [event.seconds for event in _all(recording, flight.PullEnded) if event.seconds]
+    pulls = [sum(seconds.get(stage, 0.0) for stage in _STANDS_STILL) for seconds in ended]
     costs = SwitchCosts(
         wake=median(wake) if wake else _TO_ROLLOUT * load_s,
         drain=median(drain) if drain else _TO_TRAIN * load_s,
