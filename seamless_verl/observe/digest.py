@@ -22,14 +22,14 @@ from seamless_verl.observe.intervals import overlap, union
 from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.tallies import DecisionRow, Tallies
-from seamless_verl.observe.time_ledger import IDLE, Category, Ledger, SliceSeconds, Stretch
+from seamless_verl.observe.time_ledger import IDLE, AccountKey, Category, Ledger, SliceSeconds, Stretch
 
 Seconds = Mapping[Category, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One slice.
+    """One slice, as long as it had that size.
 
     Attributes:
         stretches: in order of time, disjoint; gaps are times in which the slice did not exist.
@@ -62,7 +62,7 @@ class RunDigest:
         running: its process lives.
         span_s: seconds from the first to the last event.
         start_up_s: seconds from the command to the recording, by part; empty where nobody wrote them down.
-        lanes, books: one entry per slice.
+        lanes, books: one entry per slice (two, if its size changed).
         memory: one entry per slice whose memory was counted.
         steps, validations: records of the run folder.
         guard: by step, how far rows computed with ``seamless.shared_prefix`` and without it were apart.
@@ -85,6 +85,12 @@ class RunDigest:
     @property
     def outcome(self) -> str | None:
         return self.tallies.end.outcome if self.tallies.end is not None else None
+
+    @property
+    def whole_steps(self) -> tuple[StepSpan, ...]:
+        """Steps that were recorded to their end; of one repeated after a resumption the last."""
+        spans = self.step_spans[:-1] if self.tallies.cut_off else self.step_spans
+        return tuple({span.step: span for span in spans}.values())
 
     def pools(self) -> dict[str, dict[Category, float]]:
         """Device-seconds of the whole recording by pool and category."""
@@ -111,7 +117,7 @@ class RunDigest:
 
     def device_s_per_token(self) -> float | None:
         """Device-seconds in steps per token that carried a gradient, over steps with both known; ``None``: none has."""
-        spans = {span.step: sum(sum(seconds.values()) for seconds in span.pools.values()) for span in self.step_spans}
+        spans = {span.step: sum(sum(seconds.values()) for seconds in span.pools.values()) for span in self.whole_steps}
         known = [record for record in self.steps if spans.get(record["step"])]
         tokens = sum(record["tokens_per_s"] * record["step_s"] for record in known)
         return sum(spans[record["step"]] for record in known) / tokens if tokens else None
@@ -147,8 +153,8 @@ def digest(
     running: whether the process of the run lives.
     guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
     """
-    stretches: defaultdict[str, list[Stretch]] = defaultdict(list)
-    ledger = Ledger(lambda stretch: stretches[stretch.slice].append(stretch))
+    stretches: defaultdict[AccountKey, list[Stretch]] = defaultdict(list)
+    ledger = Ledger(lambda stretch: stretches[stretch.account].append(stretch))
     tallies = Tallies()
     for event in with_first_tokens(recording.events):
         ledger.handle(event)
@@ -156,7 +162,8 @@ def digest(
     span_s = recording.events[-1].at if recording.events else 0.0
     tallies.finish(span_s)
     books = ledger.books(span_s)
-    lanes = tuple(_lane(entry, stretches[entry.slice], tallies.load[entry.slice]) for entry in books)
+    keys = [(entry.slice, entry.pool, entry.devices) for entry in books]
+    lanes = tuple(_lane(key, stretches[key], tallies.load[key]) for key in keys)
     return RunDigest(
         recording=recording,
         tallies=tallies,
@@ -174,8 +181,8 @@ def digest(
     )
 
 
-def _lane(entry: SliceSeconds, stretches: Sequence[Stretch], load: Sequence[tuple[float, int]]) -> Lane:
-    return Lane(slice=entry.slice, pool=entry.pool, devices=entry.devices, stretches=tuple(stretches), load=tuple(load))
+def _lane(key: AccountKey, stretches: Sequence[Stretch], load: Sequence[tuple[float, int]]) -> Lane:
+    return Lane(slice=key[0], pool=key[1], devices=key[2], stretches=tuple(stretches), load=tuple(load))
 
 
 def _by_step(spans: Sequence[tuple[int, float, float]], lanes: Sequence[Lane]) -> tuple[StepSpan, ...]:

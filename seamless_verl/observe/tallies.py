@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.memory import MemoryLevels
+from seamless_verl.observe.time_ledger import AccountKey
 
 _ENDED = ("completed", "stop", "length")
 INTERRUPTED = ("abort", "aborted")  # how requests end whose tokens are kept
@@ -28,8 +29,8 @@ class Requests:
     Attributes:
         interrupted: the replica stopped them and their tokens were kept.
         abandoned: whoever asked had gone, e.g. an agent at its deadline.
-        prefilled_again: prompt tokens of resumed requests that were not in the prefix cache; ``None`` if the engine
-            does not tell.
+        prefilled_again: prompt tokens of resumed requests that were not in the prefix cache, of those of which the
+            engine told (it tells nothing of what was cancelled, or died with it); ``None``: of none.
         moved: how often a session's interrupted request went on on another slice, by (from, to).
         seconds: duration of each that ended.
     """
@@ -40,7 +41,7 @@ class Requests:
     abandoned: int = 0
     failed: int = 0
     resumed: int = 0
-    prefilled_again: int | None = 0
+    prefilled_again: int | None = None
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
@@ -96,19 +97,20 @@ class Tallies:
         start: the last `RunStarted`; ``None`` without a recording.
         end: ``None`` while the run goes on, or when it was killed.
         phases: seconds of the trainer in each phase, without the phases inside of it.
-        load: by slice, ``(time, requests out on it from then on)``.
+        load: by slice, pool and devices, ``(time, requests out on it from then on)``.
         decisions, outcomes: with the number of their run in this folder.
         versions: ``(time, weight version)``.
         lost: events that the recorder dropped.
         weights_checked: loans whose weights were the published ones (True), and those whose were not.
         step_spans: ``(step, start, stop)``.
+        cut_off: the last of them had not ended with the recording.
     """
 
     def __init__(self) -> None:
         self.start: flight.RunStarted | None = None
         self.end: flight.RunEnded | None = None
         self.phases: defaultdict[flight.Phase, float] = defaultdict(float)
-        self.load: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        self.load: defaultdict[AccountKey, list[tuple[float, int]]] = defaultdict(list)
         self.decisions: list[tuple[int, flight.DecisionMade]] = []
         self.outcomes: dict[tuple[int, str], flight.DecisionRealised] = {}
         self.versions: list[tuple[float, int]] = []
@@ -120,11 +122,13 @@ class Tallies:
         self.memory = MemoryLevels()
         self.weights_checked: Counter[bool] = Counter()
         self.step_spans: list[tuple[int, float, float]] = []
+        self.cut_off = False
         self._run = 0
         self._open_step: tuple[int, float] | None = None
         self._names: dict[str, str] = {}
+        self._keys: dict[str, AccountKey] = {}
         self._out: dict[str, flight.RequestStarted] = {}
-        self._levels: Counter[str] = Counter()
+        self._levels: Counter[AccountKey] = Counter()
         self._nested: list[flight.Phase] = []
         self._phase_since = 0.0
         self._latest = 0.0
@@ -134,7 +138,7 @@ class Tallies:
         self._charge_phase(at)
         if self._open_step is not None:
             self.step_spans.append((*self._open_step, at))
-            self._open_step = None
+            self._open_step, self.cut_off = None, True
 
     def decided(self) -> tuple[DecisionRow, ...]:
         return tuple(
@@ -170,6 +174,7 @@ class Tallies:
                 self.versions.append((event.at, event.version))
             case flight.SliceAdded():
                 self._names[event.address or event.slice] = event.slice
+                self._keys[event.slice] = event.slice, event.pool, event.devices
             case flight.RunStarted():
                 self._run_started(event)
             case flight.RunEnded():
@@ -206,8 +211,8 @@ class Tallies:
 
     def _close_requests(self, at: float) -> None:
         self._out.clear()
-        for name in self._levels:
-            self.load[name].append((at, 0))
+        for key in self._levels:
+            self.load[key].append((at, 0))
         self._levels.clear()
 
     def _request_started(self, event: flight.RequestStarted) -> None:
@@ -233,19 +238,17 @@ class Tallies:
                 self._left[start.session] = self._name(event)
         requests.abandoned += event.finish in _ABANDONED
         requests.failed += event.finish not in {*INTERRUPTED, *_ABANDONED, *_ENDED}
-        if start.resumed and requests.prefilled_again is not None:
-            known = event.cached_tokens is not None
-            requests.prefilled_again = (
-                requests.prefilled_again + start.prompt_tokens - (event.cached_tokens or 0) if known else None
-            )
+        if start.resumed and event.cached_tokens is not None:
+            requests.prefilled_again = (requests.prefilled_again or 0) + start.prompt_tokens - event.cached_tokens
 
     def _name(self, event: flight.RequestStarted | flight.RequestEnded) -> str:
         return self._names.get(event.slice, event.slice)
 
     def _level(self, event: flight.RequestStarted | flight.RequestEnded, change: int) -> None:
         name = self._name(event)
-        self._levels[name] += change
-        self.load[name].append((event.at, self._levels[name]))
+        key = self._keys.get(name, (name, "", 0))
+        self._levels[key] += change
+        self.load[key].append((event.at, self._levels[key]))
 
     def _session_ended(self, event: flight.SessionEnded) -> None:
         self.sessions.ended += 1

@@ -56,11 +56,15 @@ _OF_STATE: Mapping[SliceState, Category] = {
 }
 
 
+AccountKey = tuple[str, str, int]
+"""Slice, pool and devices: a slice may come back with another size when a run is continued."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """A slice was in one state and one category from ``start`` to ``stop`` (seconds)."""
 
-    slice: str
+    account: AccountKey
     start: float
     stop: float
     state: SliceState
@@ -71,9 +75,7 @@ class _Account:
     """One slice: what it is doing, since when, and the seconds charged so far."""
 
     def __init__(self, added: flight.SliceAdded, at: float) -> None:
-        self.name = added.slice
-        self.pool = added.pool
-        self.devices = added.devices
+        self.key: AccountKey = added.slice, added.pool, added.devices
         self.state = added.state
         self.in_flight: dict[str, bool] = {}  # request -> whether it is prefilling again
         self.prefilling_again = 0
@@ -100,7 +102,7 @@ class _Account:
         """Book the time up to ``at`` on the current category."""
         if at <= self.since:
             return None
-        stretch = Stretch(slice=self.name, start=self.since, stop=at, state=self.state, category=self.category)
+        stretch = Stretch(account=self.key, start=self.since, stop=at, state=self.state, category=self.category)
         self.seconds[self.category] += at - self.since
         self.since = at
         return stretch
@@ -125,7 +127,7 @@ class Ledger:
     def __init__(self, sink: Callable[[Stretch], None] | None = None) -> None:
         self._sink = sink
         self._accounts: dict[str, _Account] = {}
-        self._closed: dict[tuple[str, str, int], SliceSeconds] = {}
+        self._closed: dict[AccountKey, SliceSeconds] = {}
         self._ended: dict[str, float] = {}  # slice -> when its last account was closed
         self._names: dict[str, str] = {}  # server address -> slice
         self._phases: list[Phase] = []
@@ -256,16 +258,16 @@ class Ledger:
             self._sink(stretch)
 
 
-def _add(books: dict[tuple[str, str, int], SliceSeconds], account: _Account) -> None:
-    key = (account.name, account.pool, account.devices)
-    before = books.get(key)
+def _add(books: dict[AccountKey, SliceSeconds], account: _Account) -> None:
+    before = books.get(account.key)
     seconds = {
         category: value + (before.seconds[category] if before else 0.0) for category, value in account.seconds.items()
     }
-    books[key] = SliceSeconds(
-        slice=account.name,
-        pool=account.pool,
-        devices=account.devices,
+    name, pool, devices = account.key
+    books[account.key] = SliceSeconds(
+        slice=name,
+        pool=pool,
+        devices=devices,
         wall_s=account.since - account.opened + (before.wall_s if before else 0.0),
         seconds=seconds,
     )

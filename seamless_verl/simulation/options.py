@@ -115,7 +115,7 @@ def _assign(base: Scenario, changes: dict[str, Any], key: str, text: str) -> Non
     if key == "scheduler.policy":
         changes["system"] = text
     elif key == "staleness.in_flight":
-        changes["in_flight"] = _read(key, text, float)
+        changes["in_flight"] = None if text == "null" else _read(key, text, float)
     elif key in _WHOLE:
         name, least, most = _WHOLE[key]
         changes[name] = _read(key, text, int)

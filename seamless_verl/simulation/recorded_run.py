@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from seamless_verl.checked import build
-from seamless_verl.config import RouterConfig, SchedulerConfig
+from seamless_verl.config import RouterConfig, SchedulerConfig, StalenessConfig, WeightsConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import Phase, SliceState
@@ -44,12 +45,27 @@ from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, Train
 _TO_ROLLOUT, _TO_TRAIN = 1.5, 1.0  # a switch that was never seen, in loads of weights; as `published.COSTS`
 _SWITCHING = (SliceState.WAKING, SliceState.DRAINING, SliceState.SYNCING)
 _UNLIMITED = 1024
+_STANDS_STILL = ("pause", "load", "resume")  # of the stages of a pull; in the others the replica generates
 
 _Event = TypeVar("_Event", bound=flight.FlightEvent)
 
 
 class NothingToReplay(SeamlessError):
     """The recording lacks what a scenario needs; the message names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Sections of the recorded run's configuration; the scheduler's policy and the bound are those of the recording.
+
+    Attributes:
+        router: None: as the recorded system does by itself.
+    """
+
+    router: RouterConfig | None = None
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +93,16 @@ def from_run(folder: Path) -> Recorded:
     file, recording = folder / CONFIG, load_recording(folder)
     if not file.exists():  # a simulated run
         return from_recording(recording)
-    rollout, router, scheduler = _settings(file)
+    rollout, settings = _settings(file)
     seats = rollout.get("max_num_seqs") or _UNLIMITED
     if isinstance(seats, bool) or not isinstance(seats, int) or seats < 1:
         raise ConfigError(f"{file}: actor_rollout_ref.rollout.max_num_seqs", seats, "is no count", "write e.g. 1024")
     saved = [record["sharing_saved_s"] for record in read_records(folder / STEPS) if record.get("sharing_saved_s")]
     saved_s = fmean(saved) if saved else 0.0
-    return from_recording(recording, max_running=seats, router=router, scheduler=scheduler, saved_s=saved_s)
+    return from_recording(recording, max_running=seats, settings=settings, saved_s=saved_s)
 
 
-def _settings(file: Path) -> tuple[dict[str, Any], RouterConfig, SchedulerConfig]:
+def _settings(file: Path) -> tuple[dict[str, Any], Settings]:
     """``actor_rollout_ref.rollout`` of a run's configuration, and what decides in it; of a run without us, verl's."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -95,11 +111,10 @@ def _settings(file: Path) -> tuple[dict[str, Any], RouterConfig, SchedulerConfig
     rollout, ours = _section(found, "actor_rollout_ref", "rollout"), _section(found, "seamless") or {}
     if rollout is None:
         raise NothingToReplay(f"{file} has no actor_rollout_ref.rollout; is it the configuration of this run?")
-    router: RouterConfig = build(RouterConfig, _section(ours, "router") or {}, f"{file}: seamless.router")
-    scheduler: SchedulerConfig = build(
-        SchedulerConfig, _section(ours, "scheduler") or {}, f"{file}: seamless.scheduler"
-    )
-    return rollout, replace(router, oldest_first=rollout.get("scheduling_policy") == "priority"), scheduler
+    sections = {known.name: _section(ours, known.name) or {} for known in fields(Settings)}
+    settings: Settings = build(Settings, sections, f"{file}: seamless")
+    router = replace(settings.router or RouterConfig(), oldest_first=rollout.get("scheduling_policy") == "priority")
+    return rollout, replace(settings, router=router)
 
 
 def _section(found: object, *path: str) -> dict[str, Any] | None:
@@ -112,52 +127,52 @@ def from_recording(
     recording: Recording,
     *,
     max_running: int = _UNLIMITED,
-    router: RouterConfig | None = None,
-    scheduler: SchedulerConfig | None = None,
+    settings: Settings | None = None,
     saved_s: float = 0.0,
 ) -> Recorded:
     """Args:
         max_running: requests that an engine decodes at once.
-        router: of the recorded run; None: as the recorded system does by itself.
-        scheduler: of the recorded run; its policy is that of the recording.
+        settings: None: a simulated run's, which its recording does not tell.
         saved_s: what a step would have trained longer, had rows not computed once what they share.
 
     Raises:
         NothingToReplay: no complete step or no request was recorded.
     """
+    asked, (recording, which) = settings or Settings(), _one_process(recording)
     apart = union(_phases(recording, Phase.VALIDATE, Phase.CHECKPOINT))
     requests = requests_of(recording, apart)
     steps = _steps(recording)
     work = work_of(recording, requests, apart)
-    groups = work.groups
-    started = _start(recording, steps, groups)
-    attempts = max(1, round(median(len(group) for group in groups)))
+    started = _start(recording, steps, work.groups)
+    attempts = max(1, round(median(len(group) for group in work.groups)))
     batch, mini = _batches(recording, attempts)
     step_s = tuple(ended - began - overlap(apart, began, ended) for began, ended in steps)
     warm = min(started.eta + 1, len(steps) - 1)  # their batches were begun while everything was being loaded
-    busy = _busy_seconds(recording, steps[warm:], apart)
     system = _system_of(started.policy)
-    lends = regime(system).lends
-    by_age, settled = regime(system).routed(router).oldest_first, _settled(requests, steps[0][1])
-    pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=lends)
-    costs, seen, awaits_load = _switch_costs(recording)
+    rules = regime(system)
+    by_age, settled = rules.routed(asked.router).oldest_first, _settled(requests, steps[0][1])
+    pools = _pools(recording, settled, max_running, oldest_first=by_age, lends=rules.lends)
+    costs, seen, awaits_load = _switch_costs(recording, rolling=asked.weights.sync == "rolling")
+    trained_s = fmean(_busy_seconds(recording, steps[warm:], apart))
     scenario = Scenario(
         system=system,
         pools=pools,
-        workload=Replay(groups),
-        train=_training(sum(busy) / len(busy), saved_s, groups, pools, batch=batch, awaits_load=awaits_load),
+        workload=Replay(work.groups),
+        train=_training(trained_s, saved_s, work.groups, pools, batch=batch, awaits_load=awaits_load),
         costs=costs,
         batch=batch,
         mini_batch=mini,
         attempts=attempts,
         eta=started.eta,
+        in_flight=asked.staleness.in_flight if rules.reserves else None,
         steps=len(steps),
         warm=warm,
-        router=router,
-        scheduler=scheduler or SchedulerConfig(),
+        router=asked.router,
+        scheduler=asked.scheduler,
+        weights=asked.weights if rules.rolls else WeightsConfig(),
     )
-    estimated = _notes(scenario, len(requests), exact=work.exact, seen=seen)
-    return Recorded(scenario=scenario, step_s=step_s, notes=(*estimated, *(() if lends else _never_lent(recording))))
+    notes = [*which, *_notes(scenario, len(requests), exact=work.exact, seen=seen), *_left_out(asked, scenario)]
+    return Recorded(scenario=scenario, step_s=step_s, notes=(*notes, *(() if rules.lends else _never_lent(recording))))
 
 
 def _training(
@@ -202,6 +217,16 @@ def _never_lent(recording: Recording) -> Iterator[str]:
         yield f"{pool} never rolled out in the recording; a policy that lends may lend it here"
 
 
+def _left_out(asked: Settings, scenario: Scenario) -> Iterator[str]:
+    """Settings that change how long steps take, and that no replay has."""
+    usual, keys = StalenessConfig(), ("policy", "redundancy", "group_redundancy", "stuck")
+    values = {key: getattr(asked.staleness, key) for key in keys}
+    told = [f"staleness.{key}={value}" for key, value in values.items() if value != getattr(usual, key)]
+    told += [f"weights.sync={asked.weights.sync}"] if asked.weights.sync != scenario.weights.sync else []
+    if told:
+        yield f"a replay cannot play {', '.join(told)}: it leaves that out"
+
+
 def _settled(requests: list[Request], since: float) -> list[Request]:
     """Those that ended after the first step, in which everything is still being loaded; all, if these tell nothing."""
     later = [request for request in requests if request.ended > since]
@@ -218,11 +243,16 @@ def _notes(scenario: Scenario, num_requests: int, *, exact: bool, seen: bool) ->
     told = "" if exact else " (estimated: no scheduler was told whose they are)"
     costs, factor = scenario.costs, scenario.train.shared_prefix
     shared = f"; what rows share is computed once, which leaves {factor:.2f} of it" if factor < 1 else ""
+    if scenario.rolling:
+        known = "as seen" if costs.pull is not None else "as long as a load, since no pull was recorded"
+        loaded = f"taken by one replica after the other, which stands still for {costs.pull_s:.2f} s ({known})"
+    else:
+        loaded = f"loaded in {costs.load:.2f} s"
     return (
         f"{num_requests} requests, groups of {scenario.attempts}{told}, {scenario.batch} groups per step",
         f"training takes {1e3 * scenario.train.gpu_s_per_token:.3g} ms of a device per trained token, all phases"
         f"{shared}",
-        f"weights are pushed in {costs.push:.2f} s and loaded in {costs.load:.2f} s",
+        f"weights are pushed in {costs.push:.2f} s and {loaded}",
         f"a switch costs {costs.wake:.2f} s to wake and {costs.drain:.2f} s to take back, "
         + ("as seen" if seen else "assumed from the load (--set costs.wake=… to say better)"),
         "prefill is part of what decoding takes: a replay books it there",
@@ -234,6 +264,20 @@ def _all(recording: Recording, kind: type[_Event]) -> list[_Event]:
 
 
 # ---------------------------------------------------------------- the trainer
+
+
+def _one_process(recording: Recording) -> tuple[Recording, tuple[str, ...]]:
+    """Of a run that was continued or restarted the process with the most complete steps, of equals the last, and a note
+    that says so: what lies between two processes is neither work nor waiting, and steps are done again."""
+    starts = [number for number, event in enumerate(recording.events) if isinstance(event, flight.RunStarted)]
+    parts = []
+    for begin, end in pairwise([0, *starts[1:], len(recording.events)]):
+        ended = (n + 1 for n in range(begin, end) if isinstance(recording.events[n], flight.RunEnded))
+        parts.append(replace(recording, events=recording.events[begin : next(ended, end)]))
+    lengths = [len(_steps(part)) for part in parts]
+    which = max(range(len(parts)), key=lambda number: (lengths[number], number))
+    told = f"{len(parts)} processes recorded; number {which + 1} is replayed, of {lengths[which]} complete steps"
+    return parts[which], (told,) if len(parts) > 1 else ()
 
 
 def _batches(recording: Recording, attempts: int) -> tuple[int, int]:
@@ -320,8 +364,12 @@ def _pools(
     return tuple(found)
 
 
-def _switch_costs(recording: Recording) -> tuple[SwitchCosts, bool, bool]:
-    """Medians of the times in each state, whether switches were seen, and whether the trainer awaits the loads."""
+def _switch_costs(recording: Recording, *, rolling: bool = False) -> tuple[SwitchCosts, bool, bool]:
+    """Medians of the times in each state, whether switches were seen, and whether the trainer awaits the loads.
+
+    Args:
+        rolling: replicas take weights in turn: slices are in the state of loading while the trainer hands them over.
+    """
     spans = {state: [span for own in spans_of(recording, state).values() for span in own] for state in _SWITCHING}
     wake, drain, load = ([end - begin for begin, end in spans[state]] for state in _SWITCHING)
     loading = union(spans[SliceState.SYNCING])
@@ -329,11 +377,15 @@ def _switch_costs(recording: Recording) -> tuple[SwitchCosts, bool, bool]:
     publish_s = median(end - begin for begin, end in publications)
     beside_s = median(overlap(loading, begin, end) for begin, end in publications)
     load_s = median(load) if load else publish_s
+    ended = [event.seconds for event in _all(recording, flight.PullEnded) if event.seconds]
+    pulls = [sum(seconds.get(stage, 0.0) for stage in _STANDS_STILL) for seconds in ended]
     costs = SwitchCosts(
         wake=median(wake) if wake else _TO_ROLLOUT * load_s,
         drain=median(drain) if drain else _TO_TRAIN * load_s,
         load=load_s,
-        push=publish_s - beside_s if load else 0.0,  # without states, the trainer's publication is all that is known
+        # Without states, the trainer's publication is all that is known.
+        push=publish_s - (0.0 if rolling else beside_s) if load else 0.0,
+        pull=median(pulls) if pulls else None,
     )
     return costs, bool(wake and drain), beside_s > 0.5 * load_s
 

@@ -294,16 +294,17 @@ def spans_of(recording: Recording, state: SliceState) -> dict[str, list[tuple[fl
     found: dict[str, list[tuple[float, float]]] = {}
 
     def leave(name: str, at: float) -> None:
-        before, began = since[name]
+        before, began = since.pop(name)
         if before is state and at > began:
             found.setdefault(name, []).append((began, at))
 
     for event in recording.events:
-        if isinstance(event, flight.SliceAdded):
+        if isinstance(event, flight.SliceAdded | flight.SliceMoved):
+            if event.slice in since:
+                leave(event.slice, event.at)
+            elif isinstance(event, flight.SliceMoved):
+                continue
             since[event.slice] = (event.state, event.at)
-        elif isinstance(event, flight.SliceMoved) and event.slice in since:
-            leave(event.slice, event.at)
-            since[event.slice] = (event.state, event.at)
-    for name in since:
+    for name in [*since]:
         leave(name, recording.events[-1].at)
     return found

@@ -135,7 +135,7 @@ class Scenario:
         check_bound(self.eta, self.in_flight)
         if self.in_flight is not None and not regime(self.system).reserves:
             problem = f"{self.system} admits by its own rule"
-            raise ConfigError("staleness.in_flight", self.in_flight, problem, "leave it out, or choose another policy")
+            raise ConfigError("staleness.in_flight", self.in_flight, problem, "write null, or choose another policy")
         if self.rolling and not regime(self.system).rolls:
             problem = f"{self.system} gives new weights to all replicas together, or reserves nothing by version"
             raise ConfigError("weights.sync", "rolling", problem, "write together, or choose another policy")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from seamless_verl.config import WeightsConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.options import alike, apply
 from seamless_verl.simulation.regimes import regime
@@ -56,16 +58,19 @@ def candidates(base: Scenario, systems: Sequence[str], gpus: int) -> Iterator[Ca
     train, rollout = alike(base, trains=True), alike(base, trains=False)
     for system in systems:
         rules = regime(system)
+        known: dict[str, Any] = {"system": system}  # what the base has of ours and this one has not, it does without
+        known |= {} if rules.reserves else {"in_flight": None}
+        known |= {} if rules.rolls else {"weights": WeightsConfig()}
         if rules.colocated or (rules.lends and not rules.needs_standing):
             together = (replace(train, name="all", slices=slices, trains=True, rolls_out=True),)
-            scenario = replace(base, system=system, pools=together)
+            scenario = replace(base, pools=together, **known)
             yield Candidate(scenario=scenario, label=f"{system}, {slices} slices")
         for trainers in () if rules.colocated else splits:
             pools = (
                 replace(train, name="trainers", slices=trainers, trains=True, rolls_out=True),
                 replace(rollout, name="rollouts", slices=slices - trainers, trains=False, rolls_out=True),
             )
-            scenario = replace(base, system=system, pools=pools)
+            scenario = replace(base, pools=pools, **known)
             yield Candidate(scenario=scenario, label=f"{system}, {trainers}+{slices - trainers} slices")
 
 

@@ -59,9 +59,10 @@ class AttemptTimes:
     """Of every attempt that the recording knows, those under way included."""
 
     def __init__(self, run: RunDigest) -> None:
-        self._requests, self._queued, self._held = _requests(run)
+        self._requests, self._queued, self._held, lost = _requests(run)
         self.tells_requests = bool(self._requests)
-        self._spans = {s: (min(spans)[0], run.span_s) for s, spans in self._queued.items()}  # not ended yet
+        # Not ended (yet).
+        self._spans = {s: (min(spans)[0], lost.get(s, run.span_s)) for s, spans in self._queued.items()}
         for event in run.recording.events:
             if isinstance(event, flight.SessionEnded | flight.SessionGivenUp):
                 self._spans[event.session] = max(0.0, event.at - event.seconds), event.at
@@ -137,15 +138,26 @@ class AttemptTimes:
 _Spans = defaultdict[str, list[tuple[float, float]]]
 
 
-def _requests(run: RunDigest) -> tuple[_Spans, _Spans, _Spans]:
-    """By session: when a replica generated for it, when a request of it waited for a replica or its first token, and
-    when an interrupted one waited to go on."""
+def _requests(run: RunDigest) -> tuple[_Spans, _Spans, _Spans, dict[str, float]]:
+    """By session: when a replica generated for it, when a request of it waited for a replica or its first token, when
+    an interrupted one waited to go on; and since when it is lost, if its worker died or the process of the run ended.
+    """
     out: dict[str, flight.RequestStarted] = {}
     had, queued, held = _Spans(list), _Spans(list), _Spans(list)
     since: dict[str, float] = {}  # session -> when its latest request was interrupted
+    lost: dict[str, float] = {}
+    latest = 0.0
     for event in run.recording.events:
-        if isinstance(event, flight.RequestStarted) and event.session:
+        if isinstance(event, flight.RunStarted | flight.RunEnded):
+            at = event.at if isinstance(event, flight.RunEnded) else latest  # killed after its last event
+            for cut in out.values():
+                had[cut.session].append((cut.at, at))
+            out.clear()
+            since.clear()
+            lost = dict.fromkeys(queued, at) | lost
+        elif isinstance(event, flight.RequestStarted) and event.session:
             out[event.request] = event
+            lost.pop(event.session, None)
             queued[event.session].append((event.at - event.waited_s, event.at))
             if event.resumed and event.session in since:
                 held[event.session].append((since.pop(event.session), event.at - event.waited_s))
@@ -155,9 +167,12 @@ def _requests(run: RunDigest) -> tuple[_Spans, _Spans, _Spans]:
             had[start.session].append((first, event.at))
             if event.finish in INTERRUPTED:
                 since[start.session] = event.at
+            elif event.finish == flight.WORKER_DIED:
+                lost[start.session] = event.at
+        latest = event.at
     for start in out.values():
         had[start.session].append((start.at, run.span_s))
-    return had, queued, held
+    return had, queued, held, lost
 
 
 def _without(intervals: Intervals, taken: Intervals) -> list[tuple[float, float]]:

@@ -37,7 +37,7 @@ def figures(run: RunDigest) -> dict[str, Any]:
 
 
 def _curves(run: RunDigest) -> Iterator[tuple[str, str, Points]]:
-    lengths = {span.step: span.stop - span.start for span in run.step_spans}
+    lengths = {span.step: span.stop - span.start for span in run.whole_steps}
     lengths |= {record["step"]: record["step_s"] for record in run.steps}
     yield "step time in seconds", "from one step's beginning to its end", sorted(lengths.items())
     for key, (name, about) in _CURVES.items():
@@ -50,9 +50,9 @@ def _curves(run: RunDigest) -> Iterator[tuple[str, str, Points]]:
 def _facts(run: RunDigest) -> Iterator[tuple[str, str, str]]:
     pools = run.pools_in_steps()
     total = sum(sum(seconds.values()) for seconds in pools.values())
-    if run.step_spans:
-        mean = sum(span.stop - span.start for span in run.step_spans) / len(run.step_spans)
-        yield "steps", str(len(run.step_spans)), "that were recorded to their end"
+    if steps := run.whole_steps:
+        mean = sum(span.stop - span.start for span in steps) / len(steps)
+        yield "steps", str(len(steps)), "that were recorded to their end"
         yield "mean step", duration(mean), "without what lies between steps"
     if total:
         idle = sum(seconds[category] for seconds in pools.values() for category in IDLE)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from seamless_verl.cli import main
-from seamless_verl.config import RouterConfig
+from seamless_verl.config import RouterConfig, WeightsConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.observe.run_folder import load_digest
 from seamless_verl.simulation.recorded_run import from_run
@@ -136,6 +136,10 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
     (run / "config.yaml").write_text(f"actor_rollout_ref: {{rollout: {{}}}}\nseamless: {{{shy}}}")
     assert from_run(run).scenario.scheduler.margin == 0.5
     assert from_run(run).scenario.scheduler.max_loans_per_step == 1
+    ours = "staleness: {eta: 1, in_flight: 1.5}, weights: {sync: rolling, at_once: 2}"
+    (run / "config.yaml").write_text(f"actor_rollout_ref: {{rollout: {{}}}}\nseamless: {{{ours}}}")
+    assert from_run(run).scenario.in_flight == 1.5
+    assert from_run(run).scenario.weights == WeightsConfig(sync="rolling", at_once=2)
     (run / "config.yaml").write_text("actor_rollout_ref: {rollout: {}}\nseamless: {router: {polcy: x}}")
     with pytest.raises(ConfigError, match=r"config\.yaml: seamless\.router\.polcy=x: .* did you mean .*\.policy"):
         from_run(run)

@@ -102,10 +102,10 @@ def _told(run: RunDigest) -> list[str]:
     start_up = f" after {duration(sum(run.start_up_s.values()))} of start-up" if run.start_up_s else ""
     told.append(duration(run.span_s) + start_up)
     if run.tallies.start is not None:
-        devices = sum({entry.slice: entry.devices for entry in run.books}.values())
+        devices = {entry.slice: entry.devices for entry in run.books}
         told += [
-            f"{len(run.step_spans)} of {run.tallies.start.total_steps} steps",
-            f"{devices} devices in {len(run.lanes)} slices",
+            f"{len(run.whole_steps)} of {run.tallies.start.total_steps} steps",
+            f"{sum(devices.values())} devices in {len(devices)} slices",
             f"policy {run.tallies.start.policy}",
             f"staleness bound {run.tallies.start.eta}",
         ]
@@ -122,7 +122,7 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         shares = {pool: sum(v[c] for c in IDLE) / sum(v.values()) for pool, v in pools.items()}
         others = " · ".join(f"{pool} {share(value)}" for pool, value in shares.items())
         yield "idle in steps", share(max(shares.values())), others
-    lengths = [record["step_s"] for record in run.steps] or [span.stop - span.start for span in run.step_spans]
+    lengths = [record["step_s"] for record in run.steps] or [span.stop - span.start for span in run.whole_steps]
     if lengths:
         tokens = [record["tokens_per_s"] for record in run.steps]
         speed = f" · {si(statistics.fmean(tokens))} trained tokens/s" if tokens else ""

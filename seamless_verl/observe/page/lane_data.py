@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from seamless_verl.observe.digest import Lane, RunDigest
@@ -125,11 +126,7 @@ def _flush(group: list[Stretch], joined: list[Stretch]) -> None:
     for stretch in group:
         weights[stretch.state, stretch.category] += stretch.stop - stretch.start
     winner = max(group, key=lambda stretch: weights[stretch.state, stretch.category])
-    joined.append(
-        Stretch(
-            slice=winner.slice, start=group[0].start, stop=group[-1].stop, state=winner.state, category=winner.category
-        )
-    )
+    joined.append(replace(winner, start=group[0].start, stop=group[-1].stop))
     group.clear()
 
 

@@ -1,11 +1,14 @@
 """Figures of the report, on recordings small enough to check by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.digest import digest
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.page.findings import Weight, findings
+from seamless_verl.observe.page.html import _requests, _told
 from seamless_verl.observe.page.words import DRIFT, REALIGNED
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import Category
@@ -62,6 +65,27 @@ def test_stretches_are_cut_at_the_bounds_of_steps():
     assert run.pools_in_steps()["trainer"][Category.TRAIN] == 6.0
 
 
+def test_a_slice_of_another_size_after_a_resumption_counts_each_second_once():
+    """Two devices for a step of 4 s, then four for one of 3 s; each time with a request."""
+    events = []
+    for at, devices, lasts_s in ((0.0, 2, 4.0), (10.0, 4, 3.0)):
+        events += [
+            start(at),
+            replace(rollout(at), devices=devices),
+            *(flight.StepBegan(at=at, step=1), request(at + 1, "a"), done(at + lasts_s, "a")),
+            *(flight.StepEnded(at=at + lasts_s, step=1), flight.RunEnded(at=at + lasts_s, outcome="finished")),
+        ]
+    run = run_of(events)
+    assert [sum(span.pools["rollout"].values()) for span in run.step_spans] == [2 * 4.0, 4 * 3.0]
+    assert run.pools_in_steps()["rollout"] == run.pools()["rollout"]
+    assert [(lane.devices, [(s.start, s.stop) for s in lane.stretches]) for lane in run.lanes] == [
+        (2, [(0.0, 1.0), (1.0, 4.0)]),
+        (4, [(10.0, 11.0), (11.0, 13.0)]),
+    ]
+    assert [{at for at, level in lane.load if level} for lane in run.lanes] == [{1.0}, {11.0}]
+    assert "4 devices in 1 slices" in _told(run)
+
+
 def test_steps_and_whole_agree_on_a_large_recording():
     run = run_of(made_up_run())
     for pool, seconds in run.pools().items():
@@ -112,6 +136,18 @@ def test_a_request_that_goes_on_elsewhere_has_moved():
 def test_an_engine_that_does_not_tell_what_was_cached_makes_prefill_unknown():
     run = run_of([start(), rollout(0.0), request(0.0, "a", resumed=True), done(1.0, "a")])
     assert run.tallies.requests.prefilled_again is None
+
+
+def test_what_was_prefilled_again_is_told_of_those_that_the_engine_told_of():
+    def resumed(at: float, name: str, finish: str, cached: int | None) -> list:
+        return [request(at, name, resumed=True), done(at + 1, name, finish=finish, cached=cached, tokens=0)]
+
+    cut_short = [*resumed(1.0, "b", "CancelledError", None), *resumed(3.0, "c", flight.WORKER_DIED, None)]
+    told = [*resumed(0.0, "a", "completed", 8), *cut_short, *resumed(5.0, "d", "aborted", 3)]
+    for events, known, said in ((told, 2 + 7, "9 tokens"), (cut_short, None, "not told by the engine")):
+        run = run_of([start(), rollout(0.0), *events])
+        assert run.tallies.requests.prefilled_again == known
+        assert dict(_requests(run))["prefilled again"] == said
 
 
 def test_decisions_of_a_continued_run_are_not_mixed_up():

@@ -18,7 +18,7 @@ def lane_of(lengths, name: str = "s") -> Lane:
     for length, category, gap in lengths:
         at += 1.0 if gap else 0.0
         state = SliceState.ROLLOUT
-        stretches.append(Stretch(slice=name, start=at, stop=at + length, state=state, category=category))
+        stretches.append(Stretch(account=(name, "p", 1), start=at, stop=at + length, state=state, category=category))
         at += length
     load = tuple((stretch.start, number % 5) for number, stretch in enumerate(stretches))
     return Lane(slice=name, pool="p", devices=1, stretches=tuple(stretches), load=load)

@@ -226,9 +226,9 @@ def test_the_books_add_up_and_no_second_is_counted_twice(events):
     drawn: dict[str, float] = defaultdict(float)
     reached: dict[str, float] = {}
     for stretch in stretches:
-        assert reached.get(stretch.slice, 0.0) <= stretch.start < stretch.stop
-        reached[stretch.slice] = stretch.stop
-        drawn[stretch.slice] += stretch.stop - stretch.start
+        assert reached.get(stretch.account[0], 0.0) <= stretch.start < stretch.stop
+        reached[stretch.account[0]] = stretch.stop
+        drawn[stretch.account[0]] += stretch.stop - stretch.start
     assert {name: seconds for name, seconds in wall.items() if seconds} == pytest.approx(drawn)
 
 
@@ -271,7 +271,7 @@ def test_each_moment_has_the_category_that_a_look_at_all_events_before_it_gives(
         moment = tick / 4 + 0.125
         past = [event for event in events if event.at <= moment]
         for name in NAMES:
-            (found,) = {s.category for s in stretches if s.slice == name and s.start <= moment < s.stop}
+            (found,) = {s.category for s in stretches if s.account[0] == name and s.start <= moment < s.stop}
             assert found is looked_up(past, name), (moment, name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import MEASURED
-from seamless_verl.config import RouterConfig
+from seamless_verl.config import RouterConfig, WeightsConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.simulation.agents import Agentic, Bimodal, Constant, LogNormal
 from seamless_verl.simulation.fluid import best_limit
@@ -228,6 +228,23 @@ def test_every_candidate_uses_the_whole_budget_and_can_be_run(system: str) -> No
 def test_a_budget_that_cannot_be_split_is_refused(gpus: int) -> None:
     with pytest.raises(ConfigError, match="does not split into slices of 4"):
         splits("greedy", gpus)
+
+
+def test_what_a_system_has_not_is_left_out_where_it_is_tried() -> None:
+    """As after a recorded run of ours."""
+    base = scenario("predictive", eta=2, in_flight=2, weights=WeightsConfig(sync="rolling"))
+    tried = {}
+    for candidate in candidates(base, ["predictive", "colocated", "areal"], 16):
+        tried[candidate.scenario.system] = candidate.scenario
+    asked = {name: (found.in_flight, found.weights.sync) for name, found in tried.items()}
+    assert asked == {"predictive": (2, "rolling"), "colocated": (2, "together"), "areal": (None, "together")}
+
+
+def test_as_many_batches_as_the_bound_allows_are_asked_for_by_null() -> None:
+    base = scenario("predictive", eta=2, in_flight=2)
+    with pytest.raises(ConfigError, match="write null"):
+        apply(base, ["scheduler.policy=areal"])
+    assert apply(base, ["scheduler.policy=areal", "staleness.in_flight=null"]).in_flight is None
 
 
 def test_the_fastest_comes_first_by_the_mean_of_its_seeds() -> None:

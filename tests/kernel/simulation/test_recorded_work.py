@@ -94,6 +94,13 @@ def test_states_of_a_slice_as_spans() -> None:
     assert spans_of(found, SliceState.TRAINING) == {}
 
 
+def test_a_slice_that_is_declared_anew_has_been_in_its_state_until_then() -> None:
+    trains = SliceState.TRAINING
+    found = recording(slice_added(state=trains), slice_added(at=4.0), moved(6.0, trains), moved(7.0, SliceState.IDLE))
+    assert spans_of(found, trains) == {"r/0": [(0.0, 4.0), (6.0, 7.0)]}
+    assert spans_of(recording(slice_added(), moved(1.0, trains, "nobody")), trains) == {}
+
+
 def test_a_server_serves_while_its_slice_does() -> None:
     found = recording(slice_added(address="10.0.0.1:1"), moved(4.0, SliceState.DRAINING), moved(9.0, SliceState.IDLE))
     assert serving_of(found) == {"10.0.0.1:1": [(0.0, 4.0)]}
@@ -291,6 +298,23 @@ def test_switches_cost_what_they_took_and_unseen_ones_a_share_of_the_load() -> N
     costs, switched, awaits = recorded_run._switch_costs(loads)
     assert (costs.load, costs.push, switched, awaits) == (2.0, 1.0, False, True)
     assert (costs.wake, costs.drain) == (3.0, 2.0)  # one and a half loads, and one
+
+
+def test_a_replica_stands_still_in_three_stages_of_its_pull_and_the_trainer_hands_over_for_the_whole_phase() -> None:
+    def pull(at: float, load_s: float, **changes: object) -> flight.PullEnded:
+        stages = {"prefetch": 9.0, "gate": 9.0, "pause": 0.1, "load": load_s, "resume": 0.2}
+        return replace(flight.PullEnded(at=at, slice="r/0", before=0, version=1, seconds=stages), **changes)  # type: ignore[arg-type]
+
+    rolled = recording(
+        slice_added(),
+        *phase(Phase.SYNC_WEIGHTS, 4.0, 7.0),
+        *(moved(5.0, SliceState.SYNCING), moved(7.0, SliceState.ROLLOUT)),  # it was handed them, and pulls later
+        *(pull(8.0, 0.3), pull(9.0, 0.5), pull(10.0, 7.0)),
+        pull(11.0, 0.0, seconds={}, failure="died"),
+    )
+    costs, _, _ = recorded_run._switch_costs(rolled, rolling=True)
+    assert (costs.pull, costs.push) == (pytest.approx(0.8), 3.0)
+    assert recorded_run._switch_costs(recording(slice_added(), *phase(Phase.SYNC_WEIGHTS, 4.0, 7.0)))[0].pull is None
 
 
 def test_a_recorded_policy_names_a_system() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import pytest
 
-from seamless_verl.config import RouterConfig
+from seamless_verl.config import RouterConfig, StalenessConfig, WeightsConfig
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import FlightEvent, SliceState
 from seamless_verl.observe.recording import Recording
 from seamless_verl.simulation.agents import Agentic, Constant, Turn
 from seamless_verl.simulation.options import apply
-from seamless_verl.simulation.recorded_run import NothingToReplay, Recorded, from_recording
+from seamless_verl.simulation.recorded_run import NothingToReplay, Recorded, Settings, from_recording
 from seamless_verl.simulation.recorded_work import requests_of, served, serving_of, work_of
 from seamless_verl.simulation.replica import EnginePhysics
 from seamless_verl.simulation.run import Simulation, simulate
@@ -24,12 +25,12 @@ AS_THEY_COME = RouterConfig(oldest_first=False)
 FEW_AT_ONCE = EnginePhysics(decode=COST, prefill_s_per_token=0.0, kv_tokens=400_000, max_running=4)
 
 
-def recorded(base: Scenario, *, router: RouterConfig | None = None) -> tuple[Recorded, float]:
+def recorded(base: Scenario, **asked: Any) -> tuple[Recorded, float]:
     """The scenario that its recording gives, and the mean step of those that the replay counts."""
     events: list[FlightEvent] = []
     result = Simulation(replace(base, warm=0), record=events.append).run()
     running = base.pools[0].engine.max_running
-    found = from_recording(Recording(events=tuple(events)), max_running=running, router=router)
+    found = from_recording(Recording(events=tuple(events)), max_running=running, settings=Settings(**asked))
     return found, mean(step.ended - step.began for step in result.steps[found.scenario.warm :])
 
 
@@ -69,6 +70,47 @@ def test_a_queue_is_replayed_in_the_order_that_it_was_recorded_in() -> None:
     assert mean(oldest_first) < 0.95 * mean(were)
 
 
+def test_as_many_batches_are_under_way_as_when_it_was_recorded() -> None:
+    """One of four: the trainer waits for each batch from its beginning."""
+    base = scenario("disaggregated", eta=3, in_flight=1, steps=12)
+    found, step_s = recorded(base, staleness=StalenessConfig(eta=3, in_flight=1))
+    assert found.scenario.in_flight == 1
+    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.10)
+    assert simulate(replace(found.scenario, in_flight=None)).step_s < 0.7 * step_s
+
+
+def test_weights_that_were_taken_in_turn_are_again() -> None:
+    weights = WeightsConfig(sync="rolling", cache="keep")
+    found, step_s = recorded(scenario("disaggregated", steps=12, weights=weights), weights=weights)
+    assert found.scenario.weights == weights
+    assert found.scenario.costs.push == pytest.approx(0.5)
+    assert any("one replica after the other" in note for note in found.notes)
+    assert simulate(found.scenario).step_s == pytest.approx(step_s, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("system", "asked", "told"),
+    [
+        ("predictive", Settings(staleness=StalenessConfig(eta=3, mask_older_than=1)), ""),
+        ("predictive", Settings(staleness=StalenessConfig(policy="verl")), "cannot play staleness.policy=verl:"),
+        (
+            "predictive",
+            Settings(staleness=StalenessConfig(redundancy=1.5, group_redundancy=1.25)),
+            "cannot play staleness.redundancy=1.5, staleness.group_redundancy=1.25:",
+        ),
+        ("colocated", Settings(weights=WeightsConfig(sync="rolling")), "cannot play weights.sync=rolling:"),
+        ("areal", Settings(staleness=StalenessConfig(stuck="retry", in_flight=1.5)), "cannot play staleness.stuck="),
+    ],
+)
+def test_a_setting_that_cannot_be_played_is_told(system: str, asked: Settings, told: str) -> None:
+    events: list[FlightEvent] = []
+    Simulation(scenario(system, steps=3, warm=0), record=events.append).run()
+    found = from_recording(Recording(events=tuple(events)), settings=asked)
+    notes = [note for note in found.notes if "cannot play" in note]
+    assert len(notes) == bool(told)
+    assert told in "".join(notes)
+
+
 def test_sessions_come_back_turn_by_turn() -> None:
     agents = Agentic(turns=4, max_turns=8, answer=60, observation=30, tool_s=0.5, prompt=100, max_answer=200)
     base = scenario("predictive", workload=agents, steps=8)
@@ -89,6 +131,50 @@ def test_a_trainer_that_awaits_loads_pays_for_them_where_it_holds_everybody_up()
     base = replace(base, costs=replace(base.costs, load=3.0))
     waits = simulate(replace(base, train=replace(train, awaits_load=True)))
     assert waits.step_s - simulate(base).step_s == pytest.approx(3.0, abs=0.1)
+
+
+def run_of(steps: int) -> list[FlightEvent]:
+    events: list[FlightEvent] = []
+    Simulation(scenario("disaggregated", steps=steps, warm=0), record=events.append).run()
+    return events
+
+
+def _cut(events: list[FlightEvent], step: int) -> list[FlightEvent]:
+    """Killed in this step."""
+    began = next(e.at for e in events if isinstance(e, flight.StepBegan) and e.step == step)
+    return [event for event in events if event.at <= began + 1.0]
+
+
+def _later(events: list[FlightEvent], by_s: float = 3600.0, steps: int = 0) -> list[FlightEvent]:
+    numbered = (flight.StepBegan, flight.StepEnded, flight.PhaseBegan, flight.PhaseEnded, flight.RowsTrained)
+    moved = [replace(event, at=event.at + by_s) for event in events]
+    return [replace(event, step=event.step + steps) if isinstance(event, numbered) else event for event in moved]
+
+
+@pytest.mark.parametrize("first_is_longer", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_of_a_run_that_was_continued_one_process_is_replayed(first_is_longer: bool, killed: bool) -> None:
+    """Killed in its last step or ended, and an hour later begun again where it was: the longer one tells as much as it
+    would by itself."""
+    long, short = run_of(7), run_of(4)
+    first, second = (long, short) if first_is_longer else (short, long)
+    steps = 6 if first_is_longer else 3
+    first, second = (_cut(first, steps + 1) if killed else first), _later(second, steps=steps)
+    found = from_recording(Recording(events=(*first, *second)))
+    alone = from_recording(Recording(events=tuple(first if first_is_longer else second)))
+    assert found.step_s == pytest.approx(alone.step_s)
+    assert found.scenario.train.gpu_s_per_token == pytest.approx(alone.scenario.train.gpu_s_per_token)
+    number = 1 if first_is_longer else 2
+    assert f"2 processes recorded; number {number} is replayed, of {len(alone.step_s)} complete steps" in found.notes
+    assert not any("processes" in note for note in alone.notes)
+
+
+def test_of_two_processes_of_equally_many_steps_the_last_is_replayed() -> None:
+    events = (*run_of(3), *_later(run_of(3)))
+    assert (
+        "2 processes recorded; number 2 is replayed, of 3 complete steps"
+        in from_recording(Recording(events=events)).notes
+    )
 
 
 def _live(*events: FlightEvent) -> Recording:

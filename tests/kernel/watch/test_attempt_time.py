@@ -111,6 +111,49 @@ def test_an_attempt_that_was_given_up_is_not_under_way_any_more() -> None:
     assert told["idle"] == {"rollouts": pytest.approx(2 * 4 / 2)}
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_attempts_of_a_process_that_is_gone_have_no_share_of_what_idles_later(killed: bool) -> None:
+    """At 8 the run ends, or is killed; it goes on at 12, and idles from 15 to 20 while b is under way alone. Of a's two
+    requests one had not ended."""
+    gone = (
+        flight.RunEnded(at=8.0, outcome="KeyError") if not killed else flight.BatchProgress(at=8.0, ready=0, needed=2)
+    )
+    again = [
+        flight.RunStarted(at=12.0, name="a run", policy="", eta=1, total_steps=1),
+        flight.SliceAdded(
+            at=12.0, slice="r", pool="rollouts", devices=2, capabilities=("rollout",), state=SliceState.ROLLOUT
+        ),
+        flight.StepBegan(at=12.0, step=1),
+    ]
+    first = [*_request("one", "a", 0, 2), _request("two", "a", 5, 99)[0], gone]
+    times = _run(*first, *again, *_request("three", "b", 12, 15))
+    told = times.attempt("a")
+    assert told is not None
+    assert (told["seconds"], told["idle"]) == (8.0, {"rollouts": pytest.approx(2 * 3)})
+    assert _parts(times, "a") == {"model": 2.0 + 3.0, "agent": 3.0}
+    step = times.step(1)
+    assert step is not None
+    assert step["blamed"] == [("b", pytest.approx(10.0))]
+
+
+def test_an_attempt_whose_worker_died_is_over_unless_it_goes_on() -> None:
+    """Both were in the dead worker; b goes on elsewhere."""
+    died = [
+        *_request("one", "a", 0, 6, finish=flight.WORKER_DIED),
+        *_request("two", "b", 0, 6, finish=flight.WORKER_DIED),
+    ]
+    times = _run(*died, *_request("again", "b", 8, 9))
+    lengths = {session: (times.attempt(session) or {})["seconds"] for session in "ab"}
+    assert lengths == {"a": 6.0, "b": 20.0}
+
+
+def test_an_attempt_that_goes_on_in_the_next_process_is_under_way() -> None:
+    again = flight.RunStarted(at=8.0, name="a run", policy="", eta=1, total_steps=1)
+    told = _run(*_request("one", "a", 0, 6), again, *_request("two", "a", 10, 12)).attempt("a")
+    assert told is not None
+    assert told["seconds"] == 20.0
+
+
 def test_idle_devices_are_shared_by_the_attempts_under_way() -> None:
     """Busy from 0 to 6; then both wait for 4 s, then the straggler alone for 10 s."""
     times = _run(*_request("one", "a", 0, 6), *_request("two", "b", 0, 6), _ended("a", 0, 10), _ended("b", 0, 20))
