@@ -233,6 +233,50 @@ for name in ("own", "/dev/null", "/etc/passwd"):
     assert done.stdout.split("\n")[:-1] == ["denied own", "denied /dev/null", "denied /etc/passwd"]
 
 
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_no_file_of_others_can_be_emptied_under_any_landlock(version: int, tmp_path: Path) -> None:
+    """Those where the user may write but the code may not, and the installed Python's, which the code may read."""
+    if confinement.landlock_version() < version:
+        pytest.skip(f"this kernel's Landlock is older than version {version}")
+    folder, library = tmp_path / "own", tmp_path / "library"
+    victims = [tmp_path / "victim", library / "module.py"]
+    folder.mkdir()
+    library.mkdir()
+    for victim in victims:
+        victim.write_text("whole")
+    script = f"""
+import ctypes, os, struct
+from seamless_verl.recipes.swe.tiny import confinement
+confinement.landlock_version = lambda: {version}
+confinement._READABLE.append({str(library)!r})
+libc = ctypes.CDLL(None, use_errno=True)
+confinement.confine({str(folder)!r}, cpu_s=5, memory_bytes=1 << 30, file_bytes=1 << 20)
+for path in {[str(victim) for victim in victims]}:
+    try:
+        os.truncate(path, 0)
+    except PermissionError:
+        pass
+    for access in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, 3):
+        try:
+            os.open(path, access | os.O_TRUNC)
+        except PermissionError:
+            pass
+        how = struct.pack("QQQ", access | os.O_TRUNC, 0, 0)
+        if os.uname().machine == "x86_64":
+            libc.syscall(2, path.encode(), access | os.O_TRUNC)
+        libc.syscall(437, -100, path.encode(), how, len(how))
+open("own", "w").write("long")
+open("own", "w").write("new")
+with open("own", "r+") as own:
+    own.truncate(2)
+print(open("own").read(), open({str(victims[1])!r}).read())
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    assert [victim.read_text() for victim in victims] == ["whole", "whole"]
+    assert done.stdout == "ne whole\n"
+
+
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_filter_is_short_enough_for_the_kernel_and_ends_in_allow(machine: str) -> None:
     program = confinement.filter_program(files=False, machine=machine)
