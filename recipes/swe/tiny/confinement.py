@@ -71,10 +71,13 @@ _OPENING: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 _CLONE3 = (435, 435)
 
-_CLONE_THREAD, _ACCESS_MODE = 0x00010000, 3
+_EVERY_BIT, _CLONE_THREAD, _ACCESS_MODE = 0xFFFFFFFF, 0x00010000, 3
 # Denied by an argument: call, which argument, which bits of it, and the values of these that are denied.
 _DENIED_VALUES: dict[str, tuple[tuple[int | None, int | None], int, int, tuple[int, ...]]] = {
     "clone": ((56, 220), 0, _CLONE_THREAD, (0,)),
+    # Whom the kernel signals for a ready file, and with what: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+    "fcntl": ((72, 25), 1, _EVERY_BIT, (8, 10, 15)),
+    "ioctl": ((16, 29), 1, _EVERY_BIT, (0x8901, 0x8902)),
     # Emptied without being opened for writing, again what Landlock does not cover before version 3.
     "open": ((2, None), 1, os.O_TRUNC | _ACCESS_MODE, (os.O_TRUNC, os.O_TRUNC | _ACCESS_MODE)),
     "openat": ((257, 56), 2, os.O_TRUNC | _ACCESS_MODE, (os.O_TRUNC, os.O_TRUNC | _ACCESS_MODE)),

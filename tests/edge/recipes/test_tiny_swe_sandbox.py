@@ -158,6 +158,27 @@ def test_no_other_process(box: Sandbox, call: str) -> None:
     assert errors(run(box, body("import os", call))) == ["PermissionError"] * 2
 
 
+ASK = {
+    "F_SETOWN": "fcntl.fcntl(read, 8, victim)",
+    "F_SETOWN_EX": "fcntl.fcntl(read, 15, struct.pack('ii', 1, victim))",
+    "F_SETSIG": "fcntl.fcntl(read, 10, 9)",
+    "FIOSETOWN": "fcntl.ioctl(read, 0x8901, struct.pack('i', victim))",
+    "SIOCSPGRP": "fcntl.ioctl(read, 0x8902, struct.pack('i', victim))",
+}
+
+
+@pytest.mark.parametrize("name", ASK)
+def test_no_other_process_is_signalled_by_the_kernel_for_it(box: Sandbox, name: str) -> None:
+    """A pipe that is ready would signal its owner, as which anybody of the same user may be named."""
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        lines = ["import fcntl, os, struct", f"victim = {victim.pid}", "read, write = os.pipe()", ASK[name]]
+        lines += ["fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)"]
+        result = run(box, body(*lines, "os.write(write, b'x')"))
+        ended = victim.poll()
+        victim.kill()
+    assert (errors(result), ended) == (["PermissionError"] * 2, None)
+
+
 def test_fork_bomb_makes_no_process(box: Sandbox) -> None:
     bomb = body("import os", "for _ in range(2000):", "    try: os.fork()", "    except OSError: pass")
     before = len(psutil.pids())
