@@ -60,9 +60,9 @@ def run_trainer(
 ) -> int:
     """Run `seamless_verl.verl_adapter.job` on a run folder that holds ``config.yaml``; return its exit code.
 
-    A first Ctrl-C (or SIGTERM, SIGHUP) lets the trainer clean up, a second one ends it at once; what is left after the
-    trainer is swept up in any case. An interrupt during the sweep turns to force; one more, or the first if the trainer
-    was interrupted before, leaves at once.
+    A first Ctrl-C (or SIGTERM; or SIGHUP, but not under nohup) lets the trainer clean up, a second one ends it at once;
+    what is left after it is swept up in any case. An interrupt during the sweep turns to force; one more, or the first
+    if the trainer was interrupted before, leaves at once.
 
     Args:
         run_dir: folder of the run.
@@ -84,7 +84,7 @@ def run_trainer(
             trainer.send_signal(signal.SIGINT if len(interrupts) == 1 else signal.SIGKILL)
 
     spared = frozenset(psutil.Process().children())
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, forward) for number in _interrupts()}
     ray_dir = _short_folder()
     started = time.time()
     try:
@@ -105,6 +105,12 @@ def run_trainer(
             signal.signal(number, handler)
     ended = 128 + interrupts[0] if interrupts and code else code  # else a dead trainer would start again
     return _LEFT_BEHIND if swept.survivors else ended
+
+
+def _interrupts() -> tuple[signal.Signals, ...]:
+    asked = (signal.SIGINT, signal.SIGTERM)
+    # Ignored from the start: nohup, so that a run outlives its terminal.
+    return asked if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*asked, signal.SIGHUP)
 
 
 def _environment(added: Mapping[str, str | None], run_id: str, ray_dir: Path) -> dict[str, str]:
@@ -364,12 +370,9 @@ def _mapped_files(pid: int) -> dict[str, int]:
 
 
 def _reap_orphans() -> None:
-    while True:
-        try:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                return
-        except ChildProcessError:  # no child is left
-            return
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _collect_logs(ray_dir: Path, target: Path) -> None:

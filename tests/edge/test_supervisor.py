@@ -239,7 +239,7 @@ def test_ctrl_c_while_a_dead_trainer_is_swept_up_after_starts_nothing_again(tmp_
     assert done.returncode == code
 
 
-KILLED = """
+WAITING = """
 import sys
 from pathlib import Path
 from seamless_verl.run import supervisor
@@ -248,20 +248,37 @@ trainer = Path(sys.argv[1]) / "trainer"
 trainer.write_text(f"#!/bin/sh\\ntrap 'echo asked; exit' TERM\\necho begun\\nread waits < {sys.argv[2]}\\n")
 trainer.chmod(0o755)
 supervisor.sys.executable = str(trainer)
-supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}, (), [])
+sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}, (), []))
 """
 
 
 def test_a_killed_supervisor_takes_its_trainer_along(tmp_path):
     never = tmp_path / "never"
     os.mkfifo(never)
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(never)]
+    command = [sys.executable, "-c", WAITING, str(tmp_path), str(never)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
     ) as run:
         assert run.stdout.readline() == "begun\n"
         run.kill()
         assert run.stdout.read() == "asked\n", "to the end of what both of them held open"
+
+
+@pytest.mark.parametrize(("action", "code"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 128 + signal.SIGHUP)])
+def test_a_closed_terminal_ends_a_run_but_not_under_nohup(tmp_path, action, code):
+    ends = tmp_path / "ends"
+    os.mkfifo(ends)
+    command = [sys.executable, "-c", WAITING, str(tmp_path), str(ends)]
+    nohup = partial(signal.signal, signal.SIGHUP, action)
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=nohup) as run,
+        ends.open("r+b", 0) as end,
+    ):
+        assert run.stdout.readline() == "begun\n"
+        run.send_signal(signal.SIGHUP)
+        if action is signal.SIG_IGN:
+            end.write(b"the trainer has done its work\n")
+        assert run.wait(60) == code
 
 
 EARLY = """

@@ -10,11 +10,11 @@ import dataclasses
 import shlex
 
 from seamless_verl.recipes.swe.real import protocol
-from seamless_verl.recipes.swe.real.patches import touched_paths, without_paths
+from seamless_verl.recipes.swe.real.patches import matching, touched_paths, without_paths
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
 from seamless_verl.recipes.swe.real.results import Outcome, ReportError, Score, parse_junit, parse_log, score
 from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
-from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, prepare_workspace
+from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, changed_paths, prepare_workspace, restore
 
 
 async def main(raw: bytes) -> GradeResult:
@@ -34,13 +34,20 @@ async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
     task = request.task
     protected = (*request.settings.protected_paths, *sorted(touched_paths(task.test_patch)))
     patch, dropped = without_paths(request.patch, protected)
-    notes = [f"left out of the patch: {', '.join(dropped[:5])}"] if dropped else []
+    notes = []
     if patch.strip():
+        before = await changed_paths(sandbox)
         if problem := await apply_patch(sandbox, patch, name="agent"):
             num_tests = len(task.expected) or 1
             return GradeResult(num_passed=0, num_tests=num_tests, detail=f"the patch does not apply: {problem}")
+        # git finds sections that we do not: a plain header after the hunks of a section of its own kind.
+        hidden = matching(await changed_paths(sandbox) - before, protected)
+        await restore(sandbox, hidden)
+        dropped += tuple(hidden)
     else:
         notes.append("the patch is empty")
+    if dropped:
+        notes.insert(0, f"left out of the patch: {', '.join(dropped[:5])}")
     await apply_tests(sandbox, task.test_patch)
     result, outcomes = await run_tests(sandbox, task.test_command, limit_s=request.limit_s)
     graded = score(task.expected, outcomes, exit_code=None if result.timed_out else result.exit_code)

@@ -59,12 +59,17 @@ def without_paths(patch: str, patterns: Iterable[str]) -> tuple[str, tuple[str, 
     kept: list[str] = []
     dropped: list[str] = []
     for section in split_patch(patch):
-        hit = sorted(path for path in section.paths if any(_matches(path, pattern) for pattern in wanted))
-        if hit:
+        if hit := matching(section.paths, wanted):
             dropped.extend(hit)
         else:
             kept.append(section.text)
     return "".join(kept), tuple(dropped)
+
+
+def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The paths that match one of ``patterns`` (as in `without_paths`), in order."""
+    wanted = tuple(patterns)
+    return sorted(path for path in paths if any(_matches(path, pattern) for pattern in wanted))
 
 
 def looks_like_patch(text: str) -> bool:

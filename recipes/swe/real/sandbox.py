@@ -24,6 +24,14 @@ INSTALL = "pip install -e '/path/to/clone[swe]'"
 # One shell line around every command: a limit that ends the whole process group, and a cap on what is kept of the
 # output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted.
 _WRAPPER = 'set -o pipefail; timeout -k 5 "$1" bash -c "$2" 2>&1 </dev/null | head -c "$3"'
+# The same around a long one, which may leave a process behind that holds the output open: what collects the output is
+# waited for, but not for long. cat under a limit and not head, which keeps its last 4 KiB to itself until the end.
+_LONG = (
+    "mkfifo {folder}/pipe; (ulimit -c 0 -f {limit_kib}; exec cat {folder}/pipe > {folder}/out) &"
+    " timeout -k 10 {seconds:.1f} bash {folder}/command.sh > {folder}/pipe 2>&1 </dev/null"
+    "; code=$?; for _ in {{1..20}}; do kill -0 $! || break; sleep 0.1; done"
+    "; echo $code > {folder}/code.part; mv {folder}/code.part {folder}/code"
+)
 _TIMED_OUT = 124
 _POLL_S = (0.2, 5.0)
 
@@ -143,11 +151,8 @@ class Sandbox:
         folder = f"{self.scratch}/long"
         await self.check(f"rm -rf {folder} && mkdir -p {folder}")
         await self.write(f"{folder}/command.sh", command)
-        line = (
-            f"timeout -k 10 {timeout_s:.1f} bash {folder}/command.sh 2>&1 </dev/null"
-            f" | head -c {self._settings.output_limit_bytes * 10} > {folder}/out;"
-            f" echo ${{PIPESTATUS[0]}} > {folder}/code.part; mv {folder}/code.part {folder}/code"
-        )
+        limit_kib = max(1, self._settings.output_limit_bytes * 10 // 1024)
+        line = _LONG.format(folder=folder, seconds=timeout_s, limit_kib=limit_kib)
         await self.check(f"setsid nohup bash -c {shlex.quote(line)} >/dev/null 2>&1 </dev/null &")
         waited, pause = 0.0, _POLL_S[0]
         while waited < timeout_s + 30:

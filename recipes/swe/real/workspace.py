@@ -6,6 +6,7 @@ Both the agent and the grader start from `prepare_workspace`, so that a diff mad
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 
 from seamless_verl.recipes.swe.real.patches import touched_paths
 from seamless_verl.recipes.swe.real.sandbox import Sandbox, SandboxError
@@ -106,6 +107,20 @@ async def apply_patch(sandbox: Sandbox, patch: str, *, name: str) -> str:
     return first.output.strip()[-500:] or "git apply failed"
 
 
+async def changed_paths(sandbox: Sandbox) -> frozenset[str]:
+    """Files that are not what the base commit holds, ignored ones too: a patch may bring a ``.gitignore``."""
+    path = f"{sandbox.scratch}/changed"
+    await sandbox.check(f"git status --porcelain -z --untracked-files=all --ignored --no-renames > {path}")
+    return frozenset(entry[3:] for entry in (await sandbox.read(path)).split("\0") if entry)
+
+
+async def restore(sandbox: Sandbox, paths: Iterable[str]) -> None:
+    """Put files back to the base commit; those that it does not hold are removed."""
+    for path in paths:
+        quoted = shlex.quote(path)
+        await sandbox.check(f"git checkout -q HEAD -- {quoted} 2>/dev/null || rm -rf -- {quoted}")
+
+
 async def apply_tests(sandbox: Sandbox, test_patch: str) -> None:
     """Put the tests' files back to the base commit, then bring the new tests.
 
@@ -114,8 +129,6 @@ async def apply_tests(sandbox: Sandbox, test_patch: str) -> None:
     """
     if not test_patch.strip():
         return
-    for path in sorted(touched_paths(test_patch)):
-        quoted = shlex.quote(path)
-        await sandbox.check(f"git checkout -q HEAD -- {quoted} 2>/dev/null || rm -rf {quoted}")
+    await restore(sandbox, sorted(touched_paths(test_patch)))
     if problem := await apply_patch(sandbox, test_patch, name="tests"):
         raise SandboxError(f"the task's test_patch does not apply to its base commit: {problem}")

@@ -2,7 +2,8 @@
 
 Works without privileges on Linux (x86_64 and aarch64) through ``prctl`` and ``syscall`` of the C library: a seccomp
 filter decides which system calls fail with EPERM, Landlock which files may be opened. Where the kernel has no
-Landlock, the filter denies opening files altogether, so the lack makes the sandbox narrower and not wider.
+Landlock, the filter denies opening files altogether, so the lack makes the sandbox narrower and not wider; what the
+first versions of Landlock do not cover (Linux 5.13 to 6.1: emptying files) it denies everywhere.
 
 Limits of this: a bug in the kernel, and side channels (time, load, the sizes of files), are not covered; file metadata
 (``stat``) stays visible; many small files can be written, each bounded, until the CPU limit.
@@ -25,8 +26,7 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _SECCOMP_MODE_FILTER = 2
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_CLONE_THREAD = 0x00010000
-_LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
@@ -60,14 +60,28 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "mq_open": (240, 180), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "kexec_load": (246, 104), "reboot": (169, 142), "settimeofday": (164, 170), "clock_settime": (227, 112),
     "sethostname": (170, 161),
+    # emptying files by name, which Landlock covers from version 3 on only; and openat2, whose flags a filter cannot see
+    "truncate": (76, 45), "openat2": (437, 437),
 }  # fmt: skip
 _OPENING: dict[str, tuple[int | None, int | None]] = {
-    "open": (2, None), "creat": (85, None), "openat": (257, 56), "openat2": (437, 437), "unlink": (87, None),
-    "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None),
+    "open": (2, None), "creat": (85, None), "openat": (257, 56), "unlink": (87, None), "unlinkat": (263, 35),
+    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None),
     "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "mkdir": (83, None), "mkdirat": (258, 34),
-    "rmdir": (84, None), "mknod": (133, None), "mknodat": (259, 33), "truncate": (76, 45),
+    "rmdir": (84, None), "mknod": (133, None), "mknodat": (259, 33),
 }  # fmt: skip
-_CLONE, _CLONE3 = (56, 220), (435, 435)
+_CLONE3 = (435, 435)
+
+_EVERY_BIT, _CLONE_THREAD, _ACCESS_MODE = 0xFFFFFFFF, 0x00010000, 3
+# Denied by an argument: call, which argument, which bits of it, and the values of these that are denied.
+_DENIED_VALUES: dict[str, tuple[tuple[int | None, int | None], int, int, tuple[int, ...]]] = {
+    "clone": ((56, 220), 0, _CLONE_THREAD, (0,)),
+    # Whom the kernel signals for a ready file, and with what: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+    "fcntl": ((72, 25), 1, _EVERY_BIT, (8, 10, 15)),
+    "ioctl": ((16, 29), 1, _EVERY_BIT, (0x8901, 0x8902)),
+    # Emptied without being opened for writing, again what Landlock does not cover before version 3.
+    "open": ((2, None), 1, os.O_TRUNC | _ACCESS_MODE, (os.O_TRUNC, os.O_TRUNC | _ACCESS_MODE)),
+    "openat": ((257, 56), 2, os.O_TRUNC | _ACCESS_MODE, (os.O_TRUNC, os.O_TRUNC | _ACCESS_MODE)),
+}
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights by ABI version; 16 from version 5 on
@@ -151,13 +165,18 @@ def filter_program(*, files: bool, machine: str | None = None) -> bytes:
             program += [instruction(_JUMP_EQUAL, number, 0, 1), instruction(_RETURN, _ERRNO | _EPERM)]
     # The flags of clone3 lie in memory, where a filter cannot look; ENOSYS makes the C library use clone.
     program += [instruction(_JUMP_EQUAL, _CLONE3[column], 0, 1), instruction(_RETURN, _ERRNO | _ENOSYS)]
-    program += [
-        instruction(_JUMP_EQUAL, _CLONE[column], 0, 3),
-        instruction(_LOAD, _FIRST_ARGUMENT),
-        instruction(_JUMP_SET, _CLONE_THREAD, 1, 0),
-        instruction(_RETURN, _ERRNO | _EPERM),
-        instruction(_RETURN, _ALLOW),
-    ]
+    for numbers, argument, mask, values in _DENIED_VALUES.values():
+        number, last = numbers[column], len(values) - 1
+        if number is not None:
+            program += [
+                instruction(_JUMP_EQUAL, number, 0, len(values) + 4),
+                instruction(_LOAD, _FIRST_ARGUMENT + 8 * argument),
+                instruction(_AND, mask),
+                *(instruction(_JUMP_EQUAL, value, last - at, int(at == last)) for at, value in enumerate(values)),
+                instruction(_RETURN, _ERRNO | _EPERM),
+                instruction(_LOAD, _NUMBER),  # for the comparisons that follow
+            ]
+    program += [instruction(_RETURN, _ALLOW)]
     return b"".join(program)
 
 

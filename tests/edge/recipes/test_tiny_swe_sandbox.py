@@ -158,6 +158,27 @@ def test_no_other_process(box: Sandbox, call: str) -> None:
     assert errors(run(box, body("import os", call))) == ["PermissionError"] * 2
 
 
+ASK = {
+    "F_SETOWN": "fcntl.fcntl(read, 8, victim)",
+    "F_SETOWN_EX": "fcntl.fcntl(read, 15, struct.pack('ii', 1, victim))",
+    "F_SETSIG": "fcntl.fcntl(read, 10, 9)",
+    "FIOSETOWN": "fcntl.ioctl(read, 0x8901, struct.pack('i', victim))",
+    "SIOCSPGRP": "fcntl.ioctl(read, 0x8902, struct.pack('i', victim))",
+}
+
+
+@pytest.mark.parametrize("name", ASK)
+def test_no_other_process_is_signalled_by_the_kernel_for_it(box: Sandbox, name: str) -> None:
+    """A pipe that is ready would signal its owner, as which anybody of the same user may be named."""
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        lines = ["import fcntl, os, struct", f"victim = {victim.pid}", "read, write = os.pipe()", ASK[name]]
+        lines += ["fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)"]
+        result = run(box, body(*lines, "os.write(write, b'x')"))
+        ended = victim.poll()
+        victim.kill()
+    assert (errors(result), ended) == (["PermissionError"] * 2, None)
+
+
 def test_fork_bomb_makes_no_process(box: Sandbox) -> None:
     bomb = body("import os", "for _ in range(2000):", "    try: os.fork()", "    except OSError: pass")
     before = len(psutil.pids())
@@ -231,6 +252,50 @@ for name in ("own", "/dev/null", "/etc/passwd"):
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split("\n")[:-1] == ["denied own", "denied /dev/null", "denied /etc/passwd"]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_no_file_of_others_can_be_emptied_under_any_landlock(version: int, tmp_path: Path) -> None:
+    """Those where the user may write but the code may not, and the installed Python's, which the code may read."""
+    if confinement.landlock_version() < version:
+        pytest.skip(f"this kernel's Landlock is older than version {version}")
+    folder, library = tmp_path / "own", tmp_path / "library"
+    victims = [tmp_path / "victim", library / "module.py"]
+    folder.mkdir()
+    library.mkdir()
+    for victim in victims:
+        victim.write_text("whole")
+    script = f"""
+import ctypes, os, struct
+from seamless_verl.recipes.swe.tiny import confinement
+confinement.landlock_version = lambda: {version}
+confinement._READABLE.append({str(library)!r})
+libc = ctypes.CDLL(None, use_errno=True)
+confinement.confine({str(folder)!r}, cpu_s=5, memory_bytes=1 << 30, file_bytes=1 << 20)
+for path in {[str(victim) for victim in victims]}:
+    try:
+        os.truncate(path, 0)
+    except PermissionError:
+        pass
+    for access in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, 3):
+        try:
+            os.open(path, access | os.O_TRUNC)
+        except PermissionError:
+            pass
+        how = struct.pack("QQQ", access | os.O_TRUNC, 0, 0)
+        if os.uname().machine == "x86_64":
+            libc.syscall(2, path.encode(), access | os.O_TRUNC)
+        libc.syscall(437, -100, path.encode(), how, len(how))
+open("own", "w").write("long")
+open("own", "w").write("new")
+with open("own", "r+") as own:
+    own.truncate(2)
+print(open("own").read(), open({str(victims[1])!r}).read())
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    assert [victim.read_text() for victim in victims] == ["whole", "whole"]
+    assert done.stdout == "ne whole\n"
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -1,0 +1,116 @@
+"""What a patch may change before it is graded, and what a command may leave, with real git and bash but no swe-rex."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from seamless_verl.recipes.swe.real import grade
+from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
+from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
+from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
+from seamless_verl.recipes.swe.real.task import AgentView, SweTask
+from seamless_verl.recipes.swe.real.workspace import prepare_workspace
+from tests.edge.recipes.test_swe_real_support import TEST_PATCH, make_repository
+
+SETTINGS = RunnerSettings(sandbox=SandboxSettings(kind="local", allow_unsandboxed=True))
+EDIT = """\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -5,2 +5,3 @@ def add(a, b):
+ def double(a):
+     return add(a, a)
++# changed
+"""
+NEW = "--- /dev/null\n+++ b/{}\n@@ -0,0 +1 @@\n+{}\n"
+REPAIRS = "import calc; calc.add = lambda a, b: a + b"
+
+
+class ShellSandbox(Sandbox):
+    """A folder on this machine, without swe-rex."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(SETTINGS.sandbox, image="", token="t")
+        self.scratch = str(folder)
+
+    async def run(self, command: str, *, timeout_s: float) -> CommandResult:
+        pipe, stdout = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+        ran = await asyncio.create_subprocess_exec("bash", "-c", command, cwd=self.cwd, stdout=pipe, stderr=stdout)
+        output, _ = await asyncio.wait_for(ran.communicate(), timeout_s)
+        return CommandResult(output=output.decode(), exit_code=ran.returncode or 0)
+
+    async def write(self, path: str, content: str) -> None:
+        await asyncio.to_thread(Path(path).write_text, content)
+
+    async def read(self, path: str) -> str:
+        return await asyncio.to_thread(Path(path).read_text)
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> ShellSandbox:
+    (scratch := tmp_path / "scratch").mkdir()
+    return ShellSandbox(scratch)
+
+
+async def graded(sandbox: Sandbox, tmp_path: Path, patch: str) -> GradeResult:
+    folder, base = make_repository(tmp_path / "origin")
+    view = AgentView(instance_id="i", repo=str(folder), base_commit=base, problem_statement="p")
+    tests = ("test_calc.py::test_add", "test_calc.py::test_double")
+    command = f"{sys.executable} -m pytest -q test_calc.py"
+    task = SweTask(view=view, test_command=command, fail_to_pass=tests, test_patch=TEST_PATCH)
+    await prepare_workspace(sandbox, view, SETTINGS.sandbox)
+    request = GradeRequest(token="t", task=task, patch=patch, limit_s=60, settings=SETTINGS)
+    return await grade._grade(sandbox, request)
+
+
+async def test_a_patch_that_repairs_is_graded_so(sandbox: Sandbox, tmp_path: Path) -> None:
+    repair = EDIT.replace("+# changed", f"+{REPAIRS.partition('; calc.')[2]}")
+    assert (await graded(sandbox, tmp_path, repair)).num_passed == 2
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        NEW.format("conftest.py", REPAIRS),
+        NEW.format(".gitignore", "conftest.py") + NEW.format("conftest.py", REPAIRS),
+    ],
+    ids=["plain", "ignored"],
+)
+async def test_a_protected_file_that_hides_behind_another_section_is_taken_out_again(
+    sandbox: Sandbox, tmp_path: Path, hidden: str
+) -> None:
+    result = await graded(sandbox, tmp_path, EDIT + hidden)
+
+    assert (result.num_passed, result.num_tests) == (0, 2)
+    assert result.detail.startswith("left out of the patch: conftest.py; 0 of 2 tests passed")
+    repository = tmp_path / "scratch" / "repo"
+    assert "# changed" in (repository / "calc.py").read_text()
+    assert not (repository / "conftest.py").exists()
+
+
+async def test_a_long_command_that_leaves_a_process_behind_ends_with_its_code_and_output(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+
+    result = await sandbox.run_long("sleep 60 & echo $!; echo problem >&2; seq 9999; exit 3", timeout_s=50)
+
+    left, problem, *numbers = result.output.splitlines()
+    os.kill(int(left), signal.SIGKILL)
+    assert (result.exit_code, result.timed_out) == (3, False)
+    assert (problem, numbers) == ("problem", [str(number) for number in range(1, 10_000)])
+    assert time.monotonic() - started < 30
+
+
+async def test_the_output_of_a_long_command_is_cut_and_its_time_limited(sandbox: Sandbox) -> None:
+    flood = await sandbox.run_long("yes", timeout_s=60)
+    hung = await sandbox.run_long("echo begun; sleep 60", timeout_s=1)
+
+    assert 0 <= SETTINGS.sandbox.output_limit_bytes * 10 - len(flood.output) < 1024
+    assert not flood.timed_out
+    assert (hung.output, hung.exit_code, hung.timed_out) == ("begun\n", 124, True)
