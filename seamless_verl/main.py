@@ -154,7 +154,7 @@ def _run_with_restarts(
         has_checkpoint = checkpoints.have_one(Path(trainer.default_local_dir))
         hindered = obstacle(resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint)
         steps = read_records(run_dir / STEPS)
-        step = steps[-1]["step"] if steps else 0
+        step = steps[-1]["step"] if steps else (0 if trainer.v1.trainer_mode == "seamless" else None)
         verdict = restarts.after(End(code=code, at=time.monotonic(), step=step, obstacle=hindered))
         if not verdict.restart:
             if verdict.reason:

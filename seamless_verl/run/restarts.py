@@ -1,6 +1,6 @@
 """Which ends of the trainer's process are worth another start from the last checkpoint. Pure: ends in, verdicts out.
 
-    process of the run died ────────► restart, at most so often within an hour
+    process of the run died ────────► restart, at most so often within an hour, and so often without a new step
     out of memory ──────────────────► restart, unless it ran out at the same step before
     interrupt, error, finished ─────► the end: another start would end the same way, or nobody wants it
 
@@ -18,7 +18,6 @@ from enum import IntEnum
 from seamless_verl.errors import SeamlessError
 
 WITHIN_S = 3600.0
-_BY_USER = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # By name: this process must not import Ray, torch or vLLM, which is what these are from. `GangRefused` is ours: all
 # replicas died, and none came back.
 _DEATHS = frozenset(
@@ -48,11 +47,10 @@ def exit_of(error: BaseException) -> Exit:
     return Exit.DIED if names & _DEATHS or isinstance(error, RunBroken) else Exit.FAILED
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def visible(code: int) -> int:
@@ -67,13 +65,14 @@ class End:
     Attributes:
         code: its exit code.
         at: seconds of any clock.
-        step: the last one that was trained to its end, in this life or an earlier one; 0: none.
+        step: the last one that was trained to its end, in this life or an earlier one; 0: none; ``None``: verl's own
+            trainer, which does not say.
         obstacle: why another start would not continue this run; empty: it would.
     """
 
     code: int
     at: float
-    step: int
+    step: int | None
     obstacle: str = ""
 
 
@@ -89,13 +88,14 @@ class Restarts:
     """The ends of one run, in order.
 
     Args:
-        most: restarts within `WITHIN_S`; 0: never.
+        most: restarts within `WITHIN_S`, and in a row without a step that is new; 0: never.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._begun: list[float] = []
         self._ran_out_at: int | None = None  # the step, if that is what the last life ended with
+        self._furthest, self._in_vain = -1, 0  # the last step that was new, and restarts since
 
     def after(self, end: End) -> Verdict:
         """What follows from this end."""
@@ -103,15 +103,18 @@ class Restarts:
         ran_out_before, self._ran_out_at = self._ran_out_at, end.step if end.code == Exit.OUT_OF_MEMORY else None
         if cause is None or not self._most:
             return Verdict(restart=False)
-        if end.obstacle:
-            return Verdict(restart=False, reason=f"{cause}; not restarted: {end.obstacle}")
-        if self._ran_out_at is not None and self._ran_out_at == ran_out_before:
-            return Verdict(restart=False, reason=f"{cause}; not restarted: the second time after step {end.step}")
-        recent = [at for at in self._begun if end.at - at < WITHIN_S]
-        if len(recent) >= self._most:
-            limit = f"{self._most} restarts within an hour are what seamless.supervise.restarts allows"
-            return Verdict(restart=False, reason=f"{cause}; not restarted: {limit}")
+        if end.step is not None and end.step > self._furthest:
+            self._furthest, self._in_vain = end.step, 0
+        recent, hindered = [at for at in self._begun if end.at - at < WITHIN_S], end.obstacle
+        if not hindered and self._ran_out_at is not None and self._ran_out_at == ran_out_before:
+            hindered = f"the second time after step {end.step}"
+        elif not hindered and self._most in (len(recent), self._in_vain):
+            period = "within an hour" if len(recent) == self._most else f"that bring no step after {self._furthest}"
+            hindered = f"{self._most} restarts {period} are what seamless.supervise.restarts allows"
+        if hindered:
+            return Verdict(restart=False, reason=f"{cause}; not restarted: {hindered}")
         self._begun = [*recent, end.at]
+        self._in_vain += end.step is not None
         return Verdict(restart=True, reason=f"{cause}; restart {len(self._begun)} of {self._most} within an hour")
 
 
@@ -121,7 +124,7 @@ def _cause_of(code: int) -> str | None:
         return "a process of the run died"
     if code == Exit.OUT_OF_MEMORY:
         return "memory ran out"
-    if code - 128 in signal.valid_signals() and code - 128 not in _BY_USER:
+    if code - 128 in signal.valid_signals() - {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}:  # these the user sends
         return f"the trainer's process was ended by {signal.Signals(code - 128).name}"
     return None
 

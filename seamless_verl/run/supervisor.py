@@ -279,8 +279,7 @@ def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequ
 
 
 def _left(run_id: str, spared: frozenset[psutil.Process] | None) -> list[psutil.Process]:
-    marked = list(processes_of(run_id))
-    return marked if spared is None else list({*marked, *_children_but(spared)})
+    return list({*processes_of(run_id), *(() if spared is None else _children_but(spared))})
 
 
 def _send(process: psutil.Process, number: int) -> None:
@@ -315,8 +314,7 @@ def _named(processes: Sequence[psutil.Process]) -> str:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # the terminal is gone
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        sys.stderr.write(line + "\n")  # which is line-buffered
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:

@@ -63,7 +63,24 @@ def test_the_reason_names_the_cause_and_the_count():
     third = restarts.after(died(2.0))
     assert not third.restart
     assert "seamless.supervise.restarts" in third.reason
-    assert restarts.after(died(WITHIN_S)).restart, "the first was an hour ago"
+    assert restarts.after(died(WITHIN_S, step=2)).restart, "the first was an hour ago"
+
+
+def test_a_run_that_dies_again_and_again_without_a_new_step_is_given_up_however_slowly():
+    restarts, day = Restarts(2), 24 * 3600.0
+    assert restarts.after(died(0, step=4)).restart
+    assert restarts.after(died(day, step=5)).restart, "it came further"
+    assert restarts.after(died(2 * day, step=3)).restart, "and fell back to its checkpoint"
+    again = restarts.after(died(3 * day, step=5, code=Exit.OUT_OF_MEMORY))
+    limit = "2 restarts that bring no step after 5 are what seamless.supervise.restarts allows"
+    assert (again.restart, again.reason) == (False, f"memory ran out; not restarted: {limit}")
+
+
+def test_where_the_step_is_not_known_only_the_hour_counts():
+    restarts = Restarts(1)
+    for hour, code in enumerate([Exit.DIED, Exit.DIED, Exit.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY]):
+        assert restarts.after(died(hour * WITHIN_S, step=None, code=code)).restart
+    assert not restarts.after(died(3.5 * WITHIN_S, step=None)).restart
 
 
 def test_memory_that_runs_out_twice_at_a_step_will_do_so_again():
@@ -95,24 +112,30 @@ def test_users_do_not_see_the_codes_that_are_for_the_supervisor():
 @given(
     most=st.integers(0, 4),
     ends=st.lists(
-        st.tuples(st.sampled_from([*DEATHS, *ENDS, Exit.OUT_OF_MEMORY]), st.floats(0, 2000), st.integers(0, 3)),
+        st.tuples(
+            st.sampled_from([*DEATHS, *ENDS, Exit.OUT_OF_MEMORY]), st.floats(0, 9000), st.none() | st.integers(0, 9)
+        ),
         max_size=40,
     ),
 )
 def test_never_too_often_never_against_the_user_and_always_while_there_is_room(most, ends):
-    restarts, at, begun = Restarts(most), 0.0, []
+    restarts, at, begun, furthest, in_vain = Restarts(most), 0.0, [], -1, 0
     for code, later, step in ends:
         at += later
+        if code not in ENDS and step is not None and step > furthest:
+            furthest, in_vain = step, 0
         within = [one for one in begun if at - one < WITHIN_S]
         verdict = restarts.after(End(code=code, at=at, step=step))
         if code in ENDS:
             assert not verdict.restart
             assert verdict.reason == ""
         if code in DEATHS:
-            assert verdict.restart is (len(within) < most)
+            assert verdict.restart is (len(within) < most and in_vain < most)
         if verdict.restart:
             begun.append(at)
+            in_vain += step is not None
             assert len(within) < most
+            assert in_vain <= most
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
