@@ -297,8 +297,9 @@ class SuperviseConfig:
     """What the command does when a process of its run dies (docs/running.md).
 
     Attributes:
-        restarts: how often within an hour a run that lost a process which cannot be replaced is started again from its
-            last checkpoint. 0: it ends. Errors, refused settings and Ctrl-C end it in any case.
+        restarts: how often within an hour, and in a row without a new step, a run that lost a process which cannot be
+            replaced is started again from its last checkpoint. 0: it ends. Errors, refused settings and Ctrl-C end it
+            in any case.
         tokens_at_risk: an answer under way leaves its replica after every so many tokens, and is written to the
             proxy's journal: that many are generated again at most when the replica or the proxy dies. 0: only where
             weights change or its slice goes. vLLM only.

@@ -108,8 +108,8 @@ class Restarts:
         recent, hindered = [at for at in self._begun if end.at - at < WITHIN_S], end.obstacle
         if not hindered and self._ran_out_at is not None and self._ran_out_at == ran_out_before:
             hindered = f"the second time after step {end.step}"
-        elif not hindered and self._most in (len(recent), self._in_vain):
-            period = "within an hour" if len(recent) == self._most else f"that bring no step after {self._furthest}"
+        elif not hindered and max(len(recent), self._in_vain) >= self._most:
+            period = "within an hour" if len(recent) >= self._most else f"that bring no step after {self._furthest}"
             hindered = f"{self._most} restarts {period} are what seamless.supervise.restarts allows"
         if hindered:
             return Verdict(restart=False, reason=f"{cause}; not restarted: {hindered}")
