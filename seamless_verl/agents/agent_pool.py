@@ -35,7 +35,7 @@ _START_ATTEMPTS = 3
 _WHERE_S = 1.0  # for a worker to say where a job stands
 _FORGET_S = 10.0  # for a job to end that nobody waits for any more
 _LAST_WORDS_S = 1.0  # for what a worker wrote before it ended to be read
-_OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
+OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
 
 # What a worker's script gives to `serve`: the job's payload and an event that is set when nobody waits any more.
 Handler = Callable[[dict[str, Any], threading.Event], Any]
@@ -203,7 +203,7 @@ class AgentPool:
 
     async def _start(self, slot: int) -> _Worker:
         pipe = asyncio.subprocess.PIPE
-        environment = {**self._environment, _OWNER: str(os.getpid())}
+        environment = {**self._environment, OWNER: str(os.getpid())}
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, limit=_MAX_LINE_BYTES
         )
@@ -303,7 +303,7 @@ def serve(handler: Handler) -> None:
     ``handler`` runs in a thread per job; what it returns must be JSON-compatible, what it raises fails the job. What
     is printed goes to standard error, whose last lines the owner quotes when the worker dies.
     """
-    die_with_owner(_OWNER)
+    die_with_owner(OWNER)
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     writing = threading.Lock()

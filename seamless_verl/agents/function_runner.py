@@ -25,8 +25,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from seamless_verl.agents.agent_pool import AgentPool, JobTimedOut, WorkerDied, serve
+from seamless_verl.agents.agent_pool import OWNER, AgentPool, JobTimedOut, WorkerDied, serve
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused, checked_reward
+from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import ConfigError, meant
 from seamless_verl.places import error_in_words, places_of
 
@@ -164,6 +165,7 @@ def graded(agent: Callable[..., Any], reward: Callable[..., Any], payload: Mappi
 
 def main() -> None:
     """The worker: ``python -m seamless_verl.agents.function_runner AGENT REWARD``."""
+    die_with_owner(OWNER)  # before the imports: what they start is of its group, and ends with it
     with contextlib.redirect_stdout(sys.stderr):  # the owner reads the other one, which `serve` keeps to itself
         agent, reward = (_function(key, name) for key, name in zip(_ARGUMENTS, sys.argv[1:3], strict=True))
 

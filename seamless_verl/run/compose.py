@@ -143,7 +143,7 @@ def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now:
     name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{pid}"
     ours = []
     if not _sets(arguments, "hydra.run.dir"):
-        resumed = _folder_to_resume(arguments, chosen["recipe"], runs)
+        resumed = _folder_to_resume(arguments, recipe if chosen["recipe"] else None, runs)
         ours.append(f"hydra.run.dir={quoted(resumed or runs / name)}")
     if not _sets(arguments, "hydra.sweep.dir"):
         ours.append(f"hydra.sweep.dir={quoted(runs / name)}")
@@ -287,8 +287,9 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
     """
     if "trainer.resume_mode=auto" not in arguments or recipe is None or not runs.is_dir():
         return None
-    candidates = sorted(runs.glob(f"{recipe}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for folder in candidates:
+    started = re.compile(re.escape(recipe) + r"(-\d+){3}")  # `my-*` would also be the runs of a recipe `my-task`
+    candidates = [folder for folder in runs.iterdir() if started.fullmatch(folder.name)]
+    for folder in sorted(candidates, key=lambda path: path.stat().st_mtime, reverse=True):
         if (folder / "summary.json").exists() or not (folder / "config.yaml").exists():
             continue
         if not run_is_alive(folder):

@@ -167,12 +167,14 @@ def _short_folder() -> Path:
 
 
 def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported: Sequence[str]) -> str:
-    """Start the nursery; return the path of an executable that behaves like this interpreter, only faster."""
+    """Start the nursery; return an executable that behaves like this interpreter, only faster where it can be."""
     address, executable = folder / "nursery", folder / "python"
     standin = Path(nursery.__path__[0]) / "standin.py"
     words = (sys.executable, "-I", "-S", str(standin), str(address), sys.executable)
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     executable.chmod(0o755)
+    if not os.access(executable, os.X_OK):
+        return sys.executable  # the folder for temporary files is mounted noexec
     (run_dir / "logs").mkdir(exist_ok=True)
     with (run_dir / "logs" / "nursery.log").open("ab") as log:
         subprocess.Popen(

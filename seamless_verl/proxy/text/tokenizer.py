@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seamless_verl.errors import ConfigError
+from seamless_verl.places import error_in_words
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -139,9 +140,9 @@ def open_tokenizer(source: str) -> FolderTokenizer:
         try:
             folder = Path(snapshot_download(source, allow_patterns=list(_FILES)))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            story = str(error).strip().splitlines()[0]
             fix = "--tokenizer FOLDER with the model's tokenizer.json and chat template"
-            raise ConfigError("--tokenizer", source, f"no such folder, and not on the Hub: {story}", fix) from error
+            problem = f"no such folder, and not on the Hub ({error_in_words(error)})"
+            raise ConfigError("--tokenizer", source, problem, fix) from error
     return FolderTokenizer(folder)
 
 

@@ -24,6 +24,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import index_select_tensor_dict
 
+from seamless_verl.places import error_in_words
 from seamless_verl.run.restarts import RunBroken
 from seamless_verl.staleness.groups import MOST_LOSSES, SUCCESSOR, IssuedGroups
 from seamless_verl.verl_adapter.rollout.attempt_watch import attended
@@ -84,7 +85,7 @@ class ReplacingManager(AgentLoopManagerTQ):
         under_way = _under_way(listed)
         loss = self._issued.lost(name, under_way)
         self._settle(under_way)
-        story = f"rollout worker {rank} died ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        story = f"rollout worker {rank} died ({error_in_words(error)})"
         if loss.hopeless:
             raise RunBroken(f"{story}, the last of {MOST_LOSSES} workers that lost prompt group {loss.hopeless[0]}")
         for partition, keys in listed.items():

@@ -27,6 +27,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.device import get_device_name, get_torch_device
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
+from seamless_verl.places import error_in_words
 from seamless_verl.run.restarts import RunBroken
 from seamless_verl.scheduling.issuing import Patience
 from seamless_verl.verl_adapter.vllm.engine_death import engine_died
@@ -84,7 +85,7 @@ class Liveness(Generic[Key]):
             try:
                 answer = ray.get(call)
             except RayError as error:
-                found[key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                found[key] = error_in_words(error)
                 continue
             if key in self._servers and answer:
                 found[key] = f"its engine process ended ({answer})"

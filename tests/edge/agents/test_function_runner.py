@@ -14,8 +14,8 @@ from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, Re
 from seamless_verl.agents.function_runner import FunctionRunner
 
 TASK = """
-import asyncio, os, sys, threading
-print("imported: a line for people, not for the owner", flush=True)
+import asyncio, os, subprocess, sys, threading
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]); print("for people", flush=True)
 def attempt(task, base_url, api_key, model):
     if task["way"] == "returns":
         return [base_url, api_key, model]
@@ -46,8 +46,11 @@ async def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     runner = FunctionRunner(agent="their_task.attempt", reward="their_task.score", threads=1)
     yield runner
     pids = runner._pool.pids
+    theirs = [child for pid in pids for child in psutil.Process(pid).children()]  # what the module started
+    assert len(theirs) == len(pids)
     await runner.close()
     assert not any(map(psutil.pid_exists, pids))
+    assert psutil.wait_procs(theirs, timeout=10)[1] == []
 
 
 async def run(runner: FunctionRunner, way: str, deadline_s: float = 60.0) -> AgentReport:

@@ -74,6 +74,10 @@ def test_resolve_needs_something_to_print():
     assert "--resolve" in arguments("--cfg", "job", "--resolve")
 
 
+_RUNS = [f"swe-2026010{day}-000000-1" for day in range(1, 5)]
+_RUNS.append("swe-mine-20260105-000000-1")  # of another recipe
+
+
 def test_resume_mode_without_a_recipe_is_verls_own_and_adopts_no_folder(tmp_path):
     (tmp_path / "run-old").mkdir()
     (tmp_path / "run-old" / "config.yaml").write_text("{}")
@@ -81,33 +85,33 @@ def test_resume_mode_without_a_recipe_is_verls_own_and_adopts_no_folder(tmp_path
 
 
 def test_resuming_picks_the_newest_unfinished_run_of_the_recipe_that_nobody_runs(tmp_path):
-    for number, name in enumerate(["swe-old", "swe-new", "swe-done", "swe-alive", "arithmetic-new"]):
+    for number, name in enumerate(_RUNS):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.yaml").write_text("{}")
         os.utime(folder, (number, number))
-    (tmp_path / "swe-done" / "summary.json").write_text("{}")
-    (tmp_path / "swe-alive" / "pid").write_text(identity(os.getpid()))
-    (tmp_path / "swe-new" / "pid").write_text(f"{os.getpid()} 1.0 another-host")  # the number came again
-    os.utime(tmp_path / "swe-new" / "pid", (1, 1))
-    for number, name in enumerate(["swe-old", "swe-new", "swe-done", "swe-alive", "arithmetic-new"]):
+    (tmp_path / _RUNS[2] / "summary.json").write_text("{}")
+    (tmp_path / _RUNS[3] / "pid").write_text(identity(os.getpid()))
+    (tmp_path / _RUNS[1] / "pid").write_text(f"{os.getpid()} 1.0 another-host")  # the number came again
+    os.utime(tmp_path / _RUNS[1] / "pid", (1, 1))
+    for number, name in enumerate(_RUNS):
         os.utime(tmp_path / name, (number, number))
     made = arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
-    assert f"hydra.run.dir={tmp_path / 'swe-new'}" in made
+    assert f"hydra.run.dir={tmp_path / _RUNS[1]}" in made
 
 
 def test_resuming_passes_over_no_run_that_may_still_go_on_elsewhere(tmp_path):
-    for number, name in enumerate(["swe-old", "swe-new"]):
+    for number, name in enumerate(_RUNS[:2]):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.yaml").write_text("{}")
         (folder / "pid").write_text("7 123 a-boot another-host")
         os.utime(folder, (number, number))
-    with pytest.raises(ConfigError, match=r"swe-new may still go on .*wait 5 minutes; or remove .*swe-new/pid"):
+    with pytest.raises(ConfigError, match=rf"{_RUNS[1]} may still go on .*wait 5 minutes; or remove .*{_RUNS[1]}/pid"):
         arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
-    os.utime(tmp_path / "swe-new" / "pid", (1, 1))
+    os.utime(tmp_path / _RUNS[1] / "pid", (1, 1))
     made = arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
-    assert f"hydra.run.dir={tmp_path / 'swe-new'}" in made
+    assert f"hydra.run.dir={tmp_path / _RUNS[1]}" in made
 
 
 def test_a_run_on_another_machine_is_alive_while_its_supervisor_touches_its_file(tmp_path):
@@ -136,9 +140,9 @@ def test_any_path_is_a_value_of_hydras(path):
 
 
 def test_without_resume_mode_on_the_command_line_a_run_starts_afresh(tmp_path):
-    (tmp_path / "swe-old").mkdir()
-    (tmp_path / "swe-old" / "config.yaml").write_text("{}")
-    assert f"hydra.run.dir={tmp_path / 'swe-old'}" not in arguments("+recipe=swe", runs=tmp_path)
+    (tmp_path / _RUNS[0]).mkdir()
+    (tmp_path / _RUNS[0] / "config.yaml").write_text("{}")
+    assert f"hydra.run.dir={tmp_path / _RUNS[0]}" not in arguments("+recipe=swe", runs=tmp_path)
 
 
 def test_a_typo_is_explained_with_the_nearest_key():
