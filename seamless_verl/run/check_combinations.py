@@ -137,6 +137,17 @@ def check_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
         key = f"{_ROLLOUT}.tensor_model_parallel_size"
         problem = f"a replica takes {replica} devices and {devices} are not a multiple of that"
         raise ConfigError(key, value_of(config, key), problem, f"use a replica size that divides {devices}")
+    if hybrid:
+        _check_nodes(config, replica)
+
+
+def _check_nodes(config: Mapping[str, Any], replica: int) -> None:
+    """verl 0.9.1 lays out replicas on the trainer's GPUs as on nodes of rollout's (llm_server.py: `gpus_per_node`)."""
+    key = f"{_ROLLOUT}.n_gpus_per_node"
+    train, apart = whole_number(config, "trainer.n_gpus_per_node"), whole_number(config, key)
+    if min(train, replica) != min(apart, replica):
+        problem = f"a replica of {replica} GPUs would be cut so on the trainer's nodes, too, which have {train} each"
+        raise ConfigError(key, apart, problem, f"write {train}, or replicas of at most {min(train, apart)} GPUs")
 
 
 def check_shared_prefix(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
@@ -193,66 +204,6 @@ def uses_critic(config: Mapping[str, Any]) -> bool:
     """As verl's `need_critic`."""
     enabled = value_of(config, "critic.enable", None)
     return value_of(config, "algorithm.adv_estimator", None) == "gae" if enabled is None else bool(enabled)
-
-
-def check_batches(config: Mapping[str, Any]) -> None:
-    key = f"{_ACTOR}.ppo_mini_batch_size"
-    batch, mini = whole_number(config, "data.train_batch_size"), whole_number(config, key)
-    if batch % mini:
-        near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
-        raise ConfigError(key, mini, f"does not divide data.train_batch_size={batch}", f"write {near}")
-    group, ranks = whole_number(config, f"{_ROLLOUT}.n"), _ranks(config, _ACTOR, "", "fsdp_config.")
-    updates = [(key, mini, ranks)]
-    if uses_critic(config):
-        critics = whole_number(config, "critic.ppo_mini_batch_size", default=mini)
-        if mini % critics:
-            problem = f"does not divide {key}={mini}, so verl would fill up each update with rows that train nothing"
-            raise ConfigError("critic.ppo_mini_batch_size", critics, problem, f"write {mini}")
-        # verl 0.9.1 does not hand critic.ulysses_sequence_parallel_size on.
-        updates.append(("critic.ppo_mini_batch_size", critics, _ranks(config, "critic", "fsdp.")))
-    for name, size, among in updates:  # verl asserts in the first step (workers/engine_workers.py: train_mini_batch)
-        if among is not None and size * group % among:
-            problem = f"{size} prompts x {group} rollouts do not divide evenly over {among} data-parallel ranks"
-            raise ConfigError(name, size, problem, f"make ppo_mini_batch_size x rollout.n a multiple of {among}")
-    if ranks is not None:
-        _check_micro_batches(config, batch * group // ranks, mini * group // ranks)
-
-
-def _ranks(config: Mapping[str, Any], section: str, *engines: str) -> int | None:
-    """Data-parallel ranks of the trainer; None without FSDP: it hangs on more keys than are worth repeating here."""
-    if not str(value_of(config, f"{section}.strategy", "fsdp")).startswith("fsdp"):
-        return None
-    keys = [f"{section}.{engine}ulysses_sequence_parallel_size" for engine in engines]
-    sequence = next((size for key in keys if (size := whole_number(config, key, default=1)) > 1), 1)
-    devices = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
-    return max(1, devices // sequence)
-
-
-def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int) -> None:
-    """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches)."""
-    checked = (
-        (_ACTOR, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
-        # verl infers over a whole batch or over a mini-batch: what divides neither cannot work.
-        (_ROLLOUT, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", (mini, batch)),
-    )
-    for section, name, dynamic, shares in checked:
-        key = f"{section}.{name}"
-        if value_of(config, f"{section}.{dynamic}", False) or value_of(config, key, None) is None:
-            continue
-        micro = whole_number(config, key)
-        if any(share % micro == 0 for share in shares):
-            continue
-        near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
-        problem = f"does not divide the {mini} rows of a mini-batch that one data-parallel rank of the trainer gets"
-        raise ConfigError(key, micro, problem, f"write {near}, or {section}.{dynamic}=true")
-
-
-def check_lengths(config: Mapping[str, Any]) -> None:
-    needed = whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
-    key = "actor_rollout_ref.rollout.max_model_len"
-    if value_of(config, key, None) is not None and whole_number(config, key) < needed:
-        problem = f"is less than data.max_prompt_length + data.max_response_length = {needed}"
-        raise ConfigError(key, whole_number(config, key), problem, f"write {needed}")
 
 
 def check_entry(config: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 _STRATEGY = "actor_rollout_ref.actor.strategy"
+_SEQUENCE = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 _MODULES = {
     "nccl": ("cupy",),
     "nixl": ("cupy", "nixl"),
@@ -314,6 +315,8 @@ def _check_attention(config: Mapping[str, Any]) -> None:
     # transformers takes the hub's kernels instead, where the package `kernels` is installed.
     if not is_installed("flash_attn") and not is_installed("kernels"):
         instead = f"write ++{_ATTENTION}=sdpa with actor_rollout_ref.model.use_remove_padding=false"
+        if value_of(config, _SEQUENCE, 1) != 1:
+            instead += f" {_SEQUENCE}=1"
         fix = f"{HOW_TO_INSTALL['flash_attn']}, or {instead}"
         raise ConfigError(_ATTENTION, attention, "needs flash_attn, which is not installed", fix)
 

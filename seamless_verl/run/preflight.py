@@ -1,8 +1,8 @@
 """The checks before anything heavy starts, in their order. Each refusal names the key, the value and what to write.
 
-A value by itself is checked by `seamless_verl.config`, keys that do not go together by `check_combinations`, the
-machine and the cluster that it joins by `check_machine` and `check_gpu_memory`, what keys name by `check_references`.
-None of them imports torch, verl or Ray.
+A value by itself is checked by `seamless_verl.config`, keys that do not go together by `check_combinations` and
+`check_batches`, the machine and the cluster that it joins by `check_machine` and `check_gpu_memory`, what keys name by
+`check_references`. None of them imports torch, verl or Ray.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from seamless_verl.checked import value_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
-from seamless_verl.run import check_combinations, check_gpu_memory, check_machine, check_references
+from seamless_verl.run import check_batches, check_combinations, check_gpu_memory, check_machine, check_references
 from seamless_verl.run.check_weights import check_weights
 
 
@@ -39,14 +39,15 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     warnings = check_references.check_estimator(config, seamless)
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         check_combinations.check_layout(config, seamless)
-        check_combinations.check_batches(config)
+        check_batches.check_batches(config)
         check_combinations.check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)
+    check_batches.check_sequences(config)
     check_combinations.check_shared_prefix(config, seamless)
     check_machine.check_packages(config, seamless, machine)
     check_machine.check_tracker(config)
-    check_combinations.check_lengths(config)
+    check_batches.check_lengths(config)
     warnings += check_machine.check_room(config, machine)
     check_machine.check_ports(config, seamless)
     warnings += check_gpu_memory.check_memory(config, machine)

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
-from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_batches, check_engine
+from seamless_verl.run.check_batches import check_batches, check_lengths, check_sequences
+from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
 from seamless_verl.run.check_references import check_estimator
@@ -82,7 +83,9 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
         ConfigError: key, value and fix, before a worker has been started.
     """
     settings, machine = plain(config), survey(Path.cwd())
+    check_sequences(settings)
     check_batches(settings)
+    check_lengths(settings)
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, seamless, machine)

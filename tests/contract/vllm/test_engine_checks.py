@@ -67,13 +67,13 @@ def test_what_it_can_do_is_not(overrides: list[str]) -> None:
 
 
 def test_the_command_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seamless_verl.run import check_combinations, check_machine, preflight
+    from seamless_verl.run import check_batches, check_combinations, check_machine, preflight
 
     plain: Any = {"trainer": {"v1": {"trainer_mode": "seamless"}}, "actor_rollout_ref": {"rollout": {"name": "sglang"}}}
     for module, other in (
         (check_machine, "check_devices"),
         (check_combinations, "check_layout"),
-        (check_combinations, "check_batches"),
+        (check_batches, "check_batches"),
     ):
         monkeypatch.setattr(module, other, lambda *_: None)
     seamless = SeamlessConfig.from_mapping({"scheduler": {"policy": "greedy"}})

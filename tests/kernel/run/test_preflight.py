@@ -13,6 +13,10 @@ from seamless_verl.run import check_machine, check_references, preflight
 GIB = 1 << 30
 RUNNER = "tests.kernel.run.test_check_references.Runner"
 CRITICS = "critic.ppo_mini_batch_size"
+TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+SEQUENCE = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+DYNAMIC = {"ppo_mini_batch_size": 8, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 511}
+SHARED = {"ppo_mini_batch_size": 8, "ulysses_sequence_parallel_size": 2}
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 MACHINE = Machine(
     accelerators=0,
@@ -124,6 +128,54 @@ def test_a_sound_configuration_passes():
             "divides 1",
         ),
         (dict(actor_rollout_ref__rollout__max_model_len=512), "actor_rollout_ref.rollout.max_model_len", "write 1024"),
+        (dict(actor_rollout_ref__actor={**DYNAMIC, "ppo_max_token_len_per_gpu": 1000}), TOKENS, "write 1024"),
+        (
+            dict(trainer__n_gpus_per_node=2, actor_rollout_ref__actor={**SHARED, **DYNAMIC}),
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "write 512",
+        ),
+        (
+            dict(
+                actor_rollout_ref__rollout__log_prob_use_dynamic_bsz=True,
+                actor_rollout_ref__rollout__log_prob_max_token_len_per_gpu=1000,
+            ),
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+            "write 1024",
+        ),
+        (
+            dict(algorithm__adv_estimator="gae", critic__use_dynamic_bsz=True, critic__ppo_max_token_len_per_gpu=1023),
+            "critic.ppo_max_token_len_per_gpu",
+            "write 1024",
+        ),
+        (dict(trainer__n_gpus_per_node=3, actor_rollout_ref__actor=SHARED), SEQUENCE, "write 1, or train on a multi"),
+        (
+            dict(
+                trainer__n_gpus_per_node=2,
+                actor_rollout_ref__actor=SHARED,
+                actor_rollout_ref__model__override_config={"attn_implementation": "sdpa"},
+            ),
+            SEQUENCE,
+            "install flash-attn",
+        ),
+        (
+            dict(
+                trainer__n_gpus_per_node=2,
+                actor_rollout_ref__actor=SHARED,
+                actor_rollout_ref__model__use_remove_padding=False,
+            ),
+            SEQUENCE,
+            "write true there",
+        ),
+        (
+            dict(
+                trainer__n_gpus_per_node=8,
+                actor_rollout_ref__rollout__nnodes=2,
+                actor_rollout_ref__rollout__n_gpus_per_node=2,
+                actor_rollout_ref__rollout__tensor_model_parallel_size=4,
+            ),
+            "actor_rollout_ref.rollout.n_gpus_per_node",
+            "write 8, or replicas of at most 2",
+        ),
         (dict(actor_rollout_ref__model__path="/no/such/model"), "actor_rollout_ref.model.path", "hub name"),
         (dict(data__train_files="/no/such/file.parquet"), "data.train_files", "parquet"),
     ],
@@ -172,11 +224,21 @@ def test_batches_that_verl_divides_without_padding_are_not_refused(changes):
             actor_rollout_ref__actor__ulysses_sequence_parallel_size=2,
             actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=32,
         ),
+        # A row of 1024 tokens on two GPUs.
+        dict(trainer__n_gpus_per_node=2, actor_rollout_ref__actor={**SHARED, **DYNAMIC, TOKENS.split(".")[-1]: 512}),
+        dict(actor_rollout_ref__actor={**DYNAMIC, "strategy": "megatron"}),
+        # Replicas of one GPU, or of four on nodes of four and of eight.
+        dict(trainer__n_gpus_per_node=8, actor_rollout_ref__rollout__n_gpus_per_node=2),
+        dict(
+            trainer__n_gpus_per_node=8,
+            actor_rollout_ref__rollout__n_gpus_per_node=4,
+            actor_rollout_ref__rollout__tensor_model_parallel_size=4,
+        ),
         # Whole batches of 128 rows, mini-batches of 64.
         dict(actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128),
     ],
 )
-def test_micro_batches_that_work_in_verl_are_not_refused(changes):
+def test_what_works_in_verl_is_not_refused(changes):
     check(config(**changes))
 
 

@@ -121,6 +121,8 @@ def test_flash_attention_is_missed_where_the_workers_are(installed, monkeypatch)
     installed.discard("flash_attn")
     with pytest.raises(ConfigError, match=r"flash_attention_2: needs flash_attn.*attn_implementation=sdpa"):
         check({})
+    with pytest.raises(ConfigError, match=r"use_remove_padding=false actor_.*ulysses_sequence_parallel_size=1"):
+        check({"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 4})
     check({f"{MODEL}.override_config.attn_implementation": "sdpa"})
     joins = {"ray_kwargs.ray_init.address": "10.0.0.1:6379"}
     check(joins, here=machine(0))  # the workers are elsewhere

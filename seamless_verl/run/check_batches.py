@@ -1,0 +1,126 @@
+"""Refuses sizes of batches and rows that verl 0.9.1 asserts on only in the first step, after a whole rollout, or never.
+
+Only the composed configuration is looked at. `run.preflight` calls all of it for our command, and the trainer again
+for those who start verl's own entry point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from seamless_verl.checked import value_of, whole_number
+from seamless_verl.errors import ConfigError
+from seamless_verl.run.check_combinations import uses_critic
+
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SEQUENCE = "ulysses_sequence_parallel_size"
+# Sections of engines, and where else than in the section itself verl reads how many GPUs share a sequence. It does not
+# hand critic.ulysses_sequence_parallel_size on.
+_ENGINES: Mapping[str, tuple[str, ...]] = {_ACTOR: ("", "fsdp_config."), "critic": ("fsdp.",)}
+
+
+def check_sequences(config: Mapping[str, Any]) -> None:
+    """Sequences that several GPUs share (Ulysses).
+
+    Raises:
+        ConfigError: verl would not start with it, or would train on wrong log-probs without a word.
+    """
+    shared = _gpus_per_sequence(config, _ACTOR)
+    if shared is None or shared == 1:
+        return
+    key, kind = f"{_ACTOR}.{_SEQUENCE}", f"{_MODEL}.override_config.attn_implementation"
+    attention = str(value_of(config, kind, "flash_attention_2"))  # verl's default
+    if "flash" not in attention:  # verl patches that one only (models/transformers/monkey_patch.py)
+        problem = f"is for flash attention only: with {kind}={attention} each GPU would attend to its own part alone"
+        raise ConfigError(key, shared, problem, f"write {key}=1, or leave {kind} out and install flash-attn")
+    if not value_of(config, f"{_MODEL}.use_remove_padding", True):
+        raise ConfigError(key, shared, f"needs {_MODEL}.use_remove_padding", f"write true there, or {key}=1")
+    devices = _devices(config)
+    if devices % shared:
+        fix = f"write {math.gcd(shared, devices)}, or train on a multiple of {shared} GPUs"
+        raise ConfigError(key, shared, f"does not divide the {devices} GPUs that train", fix)
+
+
+def check_batches(config: Mapping[str, Any]) -> None:
+    key = f"{_ACTOR}.ppo_mini_batch_size"
+    batch, mini = whole_number(config, "data.train_batch_size"), whole_number(config, key)
+    if batch % mini:
+        near = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
+        raise ConfigError(key, mini, f"does not divide data.train_batch_size={batch}", f"write {near}")
+    group, ranks = whole_number(config, f"{_ROLLOUT}.n"), _ranks(config, _ACTOR)
+    updates = [(key, mini, ranks)]
+    if uses_critic(config):
+        critics = whole_number(config, "critic.ppo_mini_batch_size", default=mini)
+        if mini % critics:
+            problem = f"does not divide {key}={mini}, so verl would fill up each update with rows that train nothing"
+            raise ConfigError("critic.ppo_mini_batch_size", critics, problem, f"write {mini}")
+        updates.append(("critic.ppo_mini_batch_size", critics, _ranks(config, "critic")))
+    for name, size, among in updates:  # verl asserts in the first step (workers/engine_workers.py: train_mini_batch)
+        if among is not None and size * group % among:
+            problem = f"{size} prompts x {group} rollouts do not divide evenly over {among} data-parallel ranks"
+            raise ConfigError(name, size, problem, f"make ppo_mini_batch_size x rollout.n a multiple of {among}")
+    if ranks is not None:
+        _check_micro_batches(config, batch * group // ranks, mini * group // ranks)
+
+
+def _gpus_per_sequence(config: Mapping[str, Any], section: str) -> int | None:
+    """None without FSDP: it hangs on more keys than are worth repeating here."""
+    if not str(value_of(config, f"{section}.strategy", "fsdp")).startswith("fsdp"):
+        return None
+    sizes = (whole_number(config, f"{section}.{engine}{_SEQUENCE}", default=1) for engine in _ENGINES[section])
+    return next((size for size in sizes if size > 1), 1)
+
+
+def _devices(config: Mapping[str, Any]) -> int:
+    return whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+
+
+def _ranks(config: Mapping[str, Any], section: str) -> int | None:
+    """Data-parallel ranks of the trainer; None as above."""
+    shared = _gpus_per_sequence(config, section)
+    return None if shared is None else max(1, _devices(config) // shared)
+
+
+def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int) -> None:
+    """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches)."""
+    checked = (
+        (_ACTOR, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
+        # verl infers over a whole batch or over a mini-batch: what divides neither cannot work.
+        (_ROLLOUT, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", (mini, batch)),
+    )
+    for section, name, dynamic, shares in checked:
+        key = f"{section}.{name}"
+        if value_of(config, f"{section}.{dynamic}", False) or value_of(config, key, None) is None:
+            continue
+        micro = whole_number(config, key)
+        if any(share % micro == 0 for share in shares):
+            continue
+        near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
+        problem = f"does not divide the {mini} rows of a mini-batch that one data-parallel rank of the trainer gets"
+        raise ConfigError(key, micro, problem, f"write {near}, or {section}.{dynamic}=true")
+
+
+def check_lengths(config: Mapping[str, Any]) -> None:
+    needed = whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
+    key = "actor_rollout_ref.rollout.max_model_len"
+    if value_of(config, key, None) is not None and whole_number(config, key) < needed:
+        problem = f"is less than data.max_prompt_length + data.max_response_length = {needed}"
+        raise ConfigError(key, whole_number(config, key), problem, f"write {needed}")
+    sections = [
+        (_ACTOR, "ppo_", "use_dynamic_bsz", _ACTOR),
+        (_ROLLOUT, "log_prob_", "log_prob_use_dynamic_bsz", _ACTOR),
+    ]
+    if uses_critic(config):
+        sections.append(("critic", "ppo_", "use_dynamic_bsz", "critic"))
+    for section, of, dynamic, engine in sections:  # verl asserts when such a row is there (utils/seqlen_balancing.py)
+        key, shared = f"{section}.{of}max_token_len_per_gpu", _gpus_per_sequence(config, engine)
+        if shared is None or not value_of(config, f"{section}.{dynamic}", False) or value_of(config, key, None) is None:
+            continue
+        if (tokens := whole_number(config, key)) * shared < needed:
+            among = f" on {shared} GPUs" if shared > 1 else ""
+            problem = f"{tokens} tokens per GPU{among} are less than the longest row, which has {needed}"
+            raise ConfigError(key, tokens, problem, f"write {-(-needed // shared)}, or shorten rows")
