@@ -201,7 +201,8 @@ class RequestFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFinished(Event):
-    """A session has its reward or failed; no request of it follows. ``cut``: it was given up before its end."""
+    """A session has its reward or failed; no request of it follows. ``cut``: its length tells nothing of others, since
+    it was given up before its end, or validates."""
 
     session: str
     group: str

@@ -187,11 +187,8 @@ class Scheduler:
         self._preempt_if_complete()
         self._keep_generating()
         self._report_stalls()
-        stalls = [
-            pending.due_since + self._patience.stall_s
-            for pending in self.cluster.pending.values()
-            if pending.due_since is not None and not pending.stall_reported
-        ]
+        kept = map(self._kept_since, self.cluster.pending.values())
+        stalls = [since + self._patience.stall_s for since in kept if since is not None]
         soon = math.nextafter(self.cluster.now, math.inf)  # for what has expired already: see `_expire`
         deadlines = [max(status.deadline, soon) for status in self.cluster if status.deadline is not None]
         self._issuer.set_timer([*deadlines, *stalls, *looks])
@@ -347,11 +344,20 @@ class Scheduler:
             if number is not None:
                 self._loans.open(number, ids(idle), self.cluster)
 
+    def _kept_since(self, pending: Pending) -> float | None:
+        """Since when a request waits for its slices; None where it does not, or the policy has lent ones work on."""
+        if pending.due_since is None or pending.stall_reported:
+            return None
+        if pending.event.tag is Tag.TRAIN and self.cluster.shortfall(pending):
+            return None
+        return max(pending.due_since, pending.called_at or 0.0)
+
     def _report_stalls(self) -> None:
         for request, pending in self.cluster.pending.items():
-            if pending.due_since is None or pending.stall_reported:
+            since = self._kept_since(pending)
+            if since is None:
                 continue
-            waited = self.cluster.now - pending.due_since
+            waited = self.cluster.now - since
             if waited >= self._patience.stall_s:
                 pending.stall_reported = True
                 tag = pending.event.tag

@@ -105,7 +105,8 @@ class Driver:
 
     def register(self, names: Iterable[str]) -> None:
         """Slices that will be lent next get their share of what new weights interrupt now, and keep it waiting."""
-        self._fleet.spread([*self._syncing(), *names], self._cluster.published or 0)
+        lendable = [name for name in names if self._cluster[SliceId(name)].slice.lendable]
+        self._fleet.spread([*self._syncing(), *lendable], self._cluster.published or 0)
 
     def release(self, request: str) -> None:
         """The trainer gives its gang back."""

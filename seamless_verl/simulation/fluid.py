@@ -196,15 +196,17 @@ def _smallest(fits: Callable[[float], bool], low: float) -> float:
 
 def best_limit(scenario: Scenario) -> float | None:
     """Seconds per step with costs paid on the scenario's slices, with the tags that they have, by whoever shares them
-    best: lent, apart or all in turn. None where the scenario's system has no bound on staleness: there is no limit; and
-    where fewer batches are in flight than the bound allows: then it is not known."""
+    best: lent, apart or all in turn, with an update per mini-batch or per batch. None where the scenario's system has
+    no bound on staleness: there is no limit; and where fewer batches are in flight than the bound allows: then it is
+    not known."""
     bound = regime(scenario.system).bound(scenario.eta)
     if bound is None or scenario.in_flight is not None:
         return None
     found = []
     for system in ("predictive", "disaggregated", "colocated"):
-        with suppress(ConfigError):  # these slices do not suit it
-            found.append(fluid_limit(replace(scenario, system=system, eta=bound)).paid_s)
+        for mini in {scenario.mini_batch, scenario.batch}:
+            with suppress(ConfigError):  # these slices do not suit it
+                found.append(fluid_limit(replace(scenario, system=system, eta=bound, mini_batch=mini)).paid_s)
     return min(found)
 
 

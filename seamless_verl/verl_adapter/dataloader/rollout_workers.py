@@ -273,7 +273,7 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
         task, validation = asyncio.current_task(), bool(kwargs["trajectory"]["validate"])
         assert task is not None
         attempt = attempt_log.attempt(task_name(kwargs), validation=validation, where=partial(places_of_task, task))
-        with request_log.session(uid, session_id), attempt:
+        with request_log.session(uid, session_id, trained=not validation), attempt:
             return await super()._run_agent_loop(*args, session_id=session_id, uid=uid, **kwargs)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:

@@ -60,13 +60,17 @@ class RequestLog:
         self._made_by: dict[str, tuple[int, int]] = {}  # session -> oldest and newest version of its tokens
 
     @contextmanager
-    def session(self, group: str, index: int) -> Iterator[None]:
-        """Requests made within (and in tasks started within) belong to this attempt at a prompt."""
+    def session(self, group: str, index: int, *, trained: bool = True) -> Iterator[None]:
+        """Requests made within (and in tasks started within) belong to this attempt at a prompt.
+
+        Args:
+            trained: whether its rows are for the trainer; what validation generates may be of another length.
+        """
         key = (group, f"{group}_{index}")
         token = _session.set(key)
         began_ms = self._began[key[1]] = _now_ms()
         self._made_by.pop(key[1], None)
-        cut = False
+        cut = not trained
         try:
             yield
         except asyncio.CancelledError:

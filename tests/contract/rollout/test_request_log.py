@@ -9,7 +9,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.recording import FLIGHT, FlightRecorder, read_recording
+from seamless_verl.scheduling.cluster import Roofline
 from seamless_verl.scheduling.events import Ending, RequestFinished, RequestStarted, SessionFinished, SliceFailed
+from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.verl_adapter.rollout.request_log import FIRST_TOKEN, ReplicaCall, RequestLog
 
 
@@ -55,6 +57,12 @@ def test_sessions_end_also_when_they_fail_and_nothing_is_kept_before_somebody_as
     with pytest.raises(asyncio.CancelledError), log.session("g", 1):
         raise asyncio.CancelledError
     assert [(event.session, event.cut) for event in log.take()] == [("g_1", True)]
+    with log.session("of validation", 0, trained=False):
+        pass
+    (ended,) = log.take()
+    book = SessionBook()
+    book.observe(ended, Roofline())
+    assert len(book.lengths) == 0, "what validation generates says nothing of how long training's answers are"
 
 
 def test_it_rings_for_dead_servers_only():

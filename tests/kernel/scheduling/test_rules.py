@@ -10,7 +10,7 @@ from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
 from seamless_verl.scheduling.commands import Decision, Horizon, LookAgain, Proposal, Verb
-from seamless_verl.scheduling.policies import Greedy, SeamlessFlow
+from seamless_verl.scheduling.policies import Colocated, Greedy, SeamlessFlow
 from seamless_verl.scheduling.slices import FAILED_WAKES, InvalidTransition, Repair, SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, TRAIN, World, make_slice
 
@@ -448,6 +448,19 @@ def test_a_gang_that_is_kept_waiting_is_reported_once_with_what_it_waits_for() -
     (stall,) = world.given(cm.ReportStall)
     assert (stall.request, stall.waited_s) == ("step-1", 60.0)
     assert stall.waiting_for == ("a (draining for 60 s)", "b (draining for 60 s)")
+
+
+def test_slices_that_the_policy_lets_work_on_keep_nobody_waiting_before_they_are_called() -> None:
+    world = World(Colocated(), a=BOTH, b=BOTH)
+    world.answer()
+    world.do(groups(2.0, 4, 12))
+    world.do(acquire(2.0, count=2, batch=16))
+    world.do(ev.Tick(at=302.0))
+    assert not world.given(cm.ReportStall)
+    world.do(groups(303.0, 16, 0))
+    assert world.state("a") is SliceState.DRAINING
+    world.do(ev.Tick(at=363.0))
+    assert [stall.waited_s for stall in world.given(cm.ReportStall)] == [60.0]
 
 
 def test_waiting_for_data_is_no_stall() -> None:

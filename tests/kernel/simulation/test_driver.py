@@ -31,7 +31,8 @@ class Cluster:
     """States that a test sets, as the driver reads them."""
 
     def __init__(self) -> None:
-        self.states = {name: SimpleNamespace(slice=SimpleNamespace(id=name), state=SliceState.IDLE) for name in (A, B)}
+        slices = (SimpleNamespace(id=name, lendable=True) for name in (A, B))
+        self.states = {slice_.id: SimpleNamespace(slice=slice_, state=SliceState.IDLE) for slice_ in slices}
         self.published = 0
 
     def __getitem__(self, name: SliceId) -> Any:

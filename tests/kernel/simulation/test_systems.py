@@ -182,7 +182,7 @@ def test_tags_decide_what_may_be_lent_and_what_the_limit_is() -> None:
 def test_a_loan_that_must_save_more_is_made_less_often_and_so_it_is_where_few_are_allowed() -> None:
     """The settings of the policy are those of a live run. With a margin that nothing reaches only the loan is left
     without which nobody would generate, before the first step."""
-    base = scenario("predictive", steps=12, warm=0)
+    base = scenario("predictive", steps=12, warm=0, mini_batch=4)
 
     def lends(**asked: float) -> int:
         return simulate(replace(base, scheduler=SchedulerConfig(**asked))).lends
@@ -205,6 +205,23 @@ def test_the_best_limit_is_that_of_the_slices_whoever_shares_them() -> None:
     assert best_limit(scenario("verl_separate_async")) is None
     assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=0))
     assert best_limit(scenario("verl_sync")) == best_limit(scenario("verl_sync", eta=5))
+
+
+def test_no_limit_rises_because_others_would_train_in_smaller_pieces() -> None:
+    dear = TrainPhysics(gpu_s_per_token=2e-3, update_s=5.0)
+    whole, pieces = (best_limit(scenario("roll", train=dear, mini_batch=size)) for size in (8, 1))
+    assert whole is not None
+    assert pieces is not None
+    assert pieces <= whole
+
+
+@pytest.mark.parametrize("system", ["verl_enable_switch", "verl_enable_switch_wait"])
+def test_verls_switch_lends_what_can_generate_where_other_slices_only_train(system: str) -> None:
+    base = scenario(system, warm=0)
+    trainers, rollouts = (next(pool for pool in base.pools if pool.trains is trains) for trains in (True, False))
+    result = simulate(replace(base, pools=(trainers, replace(trainers, name="third", rolls_out=False), rollouts)))
+    assert result.lends > 0
+    assert len(result.steps) == base.steps
 
 
 def test_verl_interrupts_requests_for_new_weights_and_for_the_trainer_only() -> None:
