@@ -144,16 +144,24 @@ class AgentPool:
         running = asyncio.ensure_future(self._run(payload, sent))
         try:
             await asyncio.wait([running], timeout=timeout)
-            stands = "; it was not begun, all workers are busy"
             if sent and not running.done():
                 worker, job = sent[0]
                 stands = await worker.where(job)
+            else:
+                stands = f"; it was not begun: {self._holdup()}"
             if running.done():
                 return running.result()
         finally:
             running.cancel()
             await asyncio.wait([running])
         raise JobTimedOut(f"no result after {timeout:.1f} s{stands}")
+
+    def _holdup(self) -> str:
+        for worker in self._workers:
+            if worker is not None and not worker.ready.done():
+                pid = worker.process.pid
+                return f"process {pid} is not ready yet; look at what its modules do when they are imported"
+        return "all workers are busy"
 
     async def _run(self, payload: Mapping[str, Any], sent: list[tuple[_Worker, int]]) -> Any:
         async with self._room:

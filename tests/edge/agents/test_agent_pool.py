@@ -133,9 +133,18 @@ async def test_a_job_that_no_worker_had_time_for_says_so(command: tuple[str, ...
     try:
         first = asyncio.ensure_future(pool.run({"kind": "wait", "started": str(tmp_path / "started")}, 30))
         await appears(tmp_path / "started")
-        with pytest.raises(JobTimedOut, match="it was not begun, all workers are busy"):
+        with pytest.raises(JobTimedOut, match="it was not begun: all workers are busy"):
             await pool.run({"kind": "echo", "text": ""}, 0.05)
         first.cancel()
+    finally:
+        await pool.close()
+
+
+async def test_a_job_that_was_not_begun_since_its_worker_is_not_ready_says_so() -> None:
+    pool = AgentPool((sys.executable, "-c", "import time; time.sleep(1000)"), processes=1)
+    try:
+        with pytest.raises(JobTimedOut, match=r"it was not begun: process \d+ is not ready .* when they are imported"):
+            await pool.run({}, 0.5)
     finally:
         await pool.close()
 
