@@ -105,6 +105,8 @@ class HandOver:
         Raises:
             ApiError: there never was such a session.
         """
+        if session_id in self._closing:  # that reads the tree, which is taken apart here
+            await asyncio.wait([self._closing[session_id]])
         self._results.pop(session_id, None)
         try:
             session = self._sessions.by_id(session_id)
