@@ -121,6 +121,7 @@ class AgentPool:
         inherited = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         self._environment = {**inherited, **(environment or {})}
         self._workers: list[_Worker | None] = [None] * processes
+        self._reading: set[asyncio.Task[None]] = set()  # also of workers that have ended and have left their slot
         self._starting = [asyncio.Lock() for _ in range(processes)]
         self._room = asyncio.Semaphore(processes * threads)
         self._load = [0] * processes
@@ -143,16 +144,24 @@ class AgentPool:
         running = asyncio.ensure_future(self._run(payload, sent))
         try:
             await asyncio.wait([running], timeout=timeout)
-            stands = "; it was not begun, all workers are busy"
             if sent and not running.done():
                 worker, job = sent[0]
                 stands = await worker.where(job)
+            else:
+                stands = f"; it was not begun: {self._holdup()}"
             if running.done():
                 return running.result()
         finally:
             running.cancel()
             await asyncio.wait([running])
         raise JobTimedOut(f"no result after {timeout:.1f} s{stands}")
+
+    def _holdup(self) -> str:
+        for worker in self._workers:
+            if worker is not None and not worker.ready.done():
+                pid = worker.process.pid
+                return f"process {pid} is not ready yet; look at what its modules do when they are imported"
+        return "all workers are busy"
 
     async def _run(self, payload: Mapping[str, Any], sent: list[tuple[_Worker, int]]) -> Any:
         async with self._room:
@@ -198,6 +207,7 @@ class AgentPool:
                 ready = await asyncio.shield(worker.ready)
                 if ready and self._workers[slot] is worker:  # else it ended since, and nobody would fail a new job
                     return worker
+                await asyncio.wait([worker.readers[0]])  # then its story is whole
                 story, worker = worker.story(), None
             raise PoolBroken(f"{' '.join(self._command)}: {_START_ATTEMPTS} workers ended at their start; {story}")
 
@@ -211,6 +221,8 @@ class AgentPool:
         worker.send({"threads": self._threads})
         tasks = self._read(slot, worker), _keep_stderr(worker), _let_go_of_pipes(process)
         worker.readers = [asyncio.ensure_future(task) for task in tasks]
+        self._reading.add(worker.readers[0])
+        worker.readers[0].add_done_callback(self._reading.discard)
         self._workers[slot] = worker
         if self._closed:  # meanwhile: `close` has not seen it
             kill_group(worker.process.pid)
@@ -228,12 +240,11 @@ class AgentPool:
         except Exception as error:  # noqa: BLE001 - told by `story`, to every job that it fails
             worker.unreadable = f"{type(error).__name__}: {error}"
         finally:
+            self._workers[slot] = None  # first: a job that comes while its last words are awaited needs another one
             kill_group(worker.process.pid)
             await worker.process.wait()
             await worker.readers[1]
             worker.readers[2].cancel()
-            if self._workers[slot] is worker:
-                self._workers[slot] = None
             if not worker.ready.done():
                 worker.ready.set_result(False)
             for future in worker.jobs.values():
@@ -243,10 +254,10 @@ class AgentPool:
     async def close(self) -> None:
         """End every worker and what it started; jobs in progress fail with ``WorkerDied``. Idempotent."""
         self._closed = True
-        workers = [worker for worker in self._workers if worker is not None]
-        for worker in workers:
-            kill_group(worker.process.pid)
-        await asyncio.gather(*(worker.readers[0] for worker in workers))
+        for worker in self._workers:
+            if worker is not None:
+                kill_group(worker.process.pid)
+        await asyncio.gather(*self._reading)
 
 
 def _take(worker: _Worker, message: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ class FunctionRunner:
         Raises:
             RewardRefused: the reward is no finite number.
             JobFailed: the reward's function raised; the message names its lines.
+            JobTimedOut: the reward's function did not return, or was not begun.
         """
         task = dict(job.task)
         payload = {"task": task, "base_url": job.base_url, "api_key": job.api_key, "model": job.model}
@@ -78,7 +79,11 @@ class FunctionRunner:
             told = await self._pool.run(payload, timeout=job.deadline_s)
         except (JobTimedOut, WorkerDied) as error:
             status = AgentStatus.TIMED_OUT if isinstance(error, JobTimedOut) else AgentStatus.FAILED
-            detail, told = str(error), await self._graded(task)
+            detail = str(error)
+            try:
+                told = await self._graded(task)
+            except JobTimedOut as late:
+                raise JobTimedOut(f"{detail}; nor came its reward: {late}") from late
         if "refused" in told:
             raise RewardRefused(told["refused"])
         if "failed" in told:

@@ -100,10 +100,13 @@ class _KeptFile:
             raise
 
     def take(self, session_id: str) -> None:
-        """Copy a session out of the journal, whose own thread may write meanwhile."""
+        """Copy a session out of the journal, whose own thread may write meanwhile; one that is not there stays as it
+        is here."""
         num_bytes = self._num_bytes
         with self._db:
             self._db.execute("BEGIN")
+            if self._db.execute("SELECT 1 FROM journal.sessions WHERE id = ?", (session_id,)).fetchone() is None:
+                return
             num_bytes -= self._leave(session_id)  # there already if a process died before it was forgotten
             for sql in _COPIED:
                 self._db.execute(sql, (session_id,))

@@ -105,6 +105,8 @@ class HandOver:
         Raises:
             ApiError: there never was such a session.
         """
+        if session_id in self._closing:  # that reads the tree, which is taken apart here
+            await asyncio.wait([self._closing[session_id]])
         self._results.pop(session_id, None)
         try:
             session = self._sessions.by_id(session_id)
@@ -118,9 +120,10 @@ class HandOver:
         """Forget sessions whose deadline passed long ago and whose rows nobody took."""
         now = time.time()
         for session in self._sessions:
-            if now > session.deadline + self._limits.expired_grace_s:
+            # Several look at a time, and one may have forgotten it while another one waited.
+            if not session.is_gone and now > session.deadline + self._limits.expired_grace_s:
                 _log.warning("session %s: nobody took its rows; forgetting it", session.id)
-                await self._forget(session)
+                await self.acknowledge(session.id)
 
     async def resume(self) -> None:
         """Finish what an earlier process began: sessions that it closed and whose rows it may not have written."""

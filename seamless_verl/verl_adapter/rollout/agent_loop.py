@@ -95,11 +95,11 @@ class ProxyAgentLoop(AgentLoopBase):
                     deadline_s=shard.seamless.agent.deadline_s,
                 )
                 report = checked_report(await _returned(shard.runner, job))
+            result = await shard.admin.close_session(session.id, report.reward, report.rewards)
         except BaseException as error:
             recorder.record(_session_given_up(recorder.now(), began, session.id, spec, error))
-            await shard.admin.delete_session(session.id)
+            await shard.delete_session(session.id)
             raise
-        result = await shard.admin.close_session(session.id, report.reward, report.rewards)
         recorder.record(_session_ended(recorder.now(), result, report, timing["generate_sequences"]))
         return result, report
 

@@ -121,8 +121,8 @@ class HoldingBalancer(MeteredLoadBalancer):
     def wanted(self) -> int | None:
         return self._versions.wanted(self._inflight_requests, (held.floor for held in self._held.values()))
 
-    async def _ask(self, asked: Mapping[str, Any]) -> None:
-        await super()._ask(asked)
+    async def _ask(self, name: str, method: Any) -> None:
+        await super()._ask(name, method)
         self._route()
         if any(not held.place.done() for held in self._held.values()):
             self._look_later()

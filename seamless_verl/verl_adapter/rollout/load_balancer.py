@@ -87,7 +87,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._paces: dict[str, EnginePace] = {}
         self._said: dict[str, tuple[EngineLoad, Reckoned]] = {}
         self._asked_at: dict[str, float] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._asking: dict[tuple[str, str], asyncio.Task[None]] = {}  # (replica, what)
 
     async def someone_serves(self, floor: int = 0) -> None:
         """Returns when there is a replica to ask: all may be with the trainer, dead, older than ``floor``, or of that
@@ -224,18 +224,22 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         for method, every_s in _ASKED.items():
             if time.monotonic() > self._asked_at.get(method, -math.inf) + every_s:
                 self._asked_at[method] = time.monotonic()
-                asked = {name: getattr(each, method) for name, each in self._servers.items() if hasattr(each, method)}
-                if asked:
-                    self._asking[method] = asyncio.get_running_loop().create_task(self._ask(asked))
+                for name, each in self._servers.items():
+                    owed = self._asking.get((name, method))  # by one whose engine takes weights, or hangs
+                    if hasattr(each, method) and (owed is None or owed.done()):
+                        asking = self._ask(name, getattr(each, method))
+                        self._asking[name, method] = asyncio.get_running_loop().create_task(asking)
 
-    async def _ask(self, asked: Mapping[str, Any]) -> None:
-        then = {name: Reckoned(self._inflight_requests[name], self._kv[name]) for name in asked}
-        told = await asyncio.gather(*(method.remote() for method in asked.values()), return_exceptions=True)
-        for name, answer in zip(asked, told, strict=True):  # one that is dying tells nothing
-            if isinstance(answer, EnginePace):
-                self._paces[name] = answer
-            elif isinstance(answer, EngineLoad):
-                self._said[name] = (answer, then[name])
+    async def _ask(self, name: str, method: Any) -> None:
+        then = Reckoned(self._inflight_requests[name], self._kv[name])
+        try:
+            answer = await method.remote()
+        except Exception:  # noqa: BLE001 - one that is dying tells nothing
+            return
+        if isinstance(answer, EnginePace):
+            self._paces[name] = answer
+        elif isinstance(answer, EngineLoad):
+            self._said[name] = (answer, then)
 
     def _pace(self, server_id: str) -> EnginePace | None:
         """One that has not been measured yet is like another that was: they run the same model."""
@@ -345,6 +349,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         for server_id in server_ids:
             self._kv.pop(server_id, None)
             self._said.pop(server_id, None)
+        for key in [key for key in self._asking if key[0] in server_ids]:
+            self._asking.pop(key).cancel()
         self._running = {key: attempts for key, attempts in self._running.items() if key[0] in self._kv}
         self._newcomers.left(server_ids)
         self._lent.difference_update(server_ids)

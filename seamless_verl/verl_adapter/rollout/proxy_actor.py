@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from seamless_verl.errors import SeamlessError
@@ -43,6 +45,7 @@ from seamless_verl.verl_adapter.vllm.vllm_parsers import make_parser
 
 _log = logging.getLogger(__name__)
 _CALLS_PER_ATTEMPT = 4
+_GONE_S = 10.0  # for a proxy that was killed
 _JOURNAL = "journal.sqlite"
 
 
@@ -207,18 +210,31 @@ class ActorProxy:
         """Returns once it answers requests.
 
         Raises:
-            SeamlessError: it does not start.
+            SeamlessError: it does not start; nothing of it is left.
         """
-        self._engine.start()
-        await asyncio.to_thread(make_way, self._folder / _JOURNAL, is_successor=self._is_successor)
-        self._serving = asyncio.ensure_future(_served(self._actor))
-        self._serving.add_done_callback(self._gave_up)
-        answering = asyncio.ensure_future(admin.stats())
-        await asyncio.wait({self._serving, answering}, return_when=asyncio.FIRST_COMPLETED)
-        if self._serving.done():
-            answering.cancel()
+        try:
+            self._engine.start()
+            await asyncio.to_thread(make_way, self._folder / _JOURNAL, is_successor=self._is_successor)
+            self._serving = asyncio.ensure_future(_served(self._actor))
+            self._serving.add_done_callback(self._gave_up)
+            while not await self._answers(admin, self._serving):
+                _log.warning("the proxy on %s is still starting", self.base_url)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _answers(self, admin: ProxyAdmin, serving: asyncio.Future[Any]) -> bool:
+        """False: not yet; what it imports may take minutes to read from a file system that others use, too."""
+        answering: asyncio.Future[Any] = asyncio.ensure_future(admin.stats())
+        try:
+            await asyncio.wait({serving, answering}, return_when=asyncio.FIRST_COMPLETED)
             self.check()
-        await answering
+            await answering
+        except httpx.TimeoutException:
+            return False
+        finally:
+            answering.cancel()
+        return True
 
     def _gave_up(self, serving: asyncio.Future[None]) -> None:
         """Ray does not start it again, for example because its disk is full: waiting connections are refused now."""
@@ -236,6 +252,8 @@ class ActorProxy:
         if self._serving is not None:
             self._serving.remove_done_callback(self._gave_up)
         ray.kill(self._actor)
+        with contextlib.suppress(RayError, asyncio.TimeoutError):  # until it is gone it has the listening socket, too
+            await asyncio.wait_for(_ready(self._actor), _GONE_S)
         await self._engine.close()
         self._listener.close()
         if self._folder.parent.name.startswith(APART):
@@ -246,3 +264,7 @@ class ActorProxy:
 
 async def _served(actor: ActorHandle[ProxyActor]) -> None:
     await actor.serve.remote()
+
+
+async def _ready(actor: Any) -> None:
+    await actor.__ray_ready__.remote()

@@ -54,7 +54,7 @@ class ProxyShard:
         self.admin = admin
         self.runner: AgentRunner = runner
         self._places = asyncio.Semaphore(places_of(self.runner, seamless.agent.max_concurrent))
-        self._attempts: set[asyncio.Task[Any]] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()  # attempts, and deletions of their sessions
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -62,16 +62,25 @@ class ProxyShard:
         async with self._places:
             attempt = asyncio.current_task()
             assert attempt is not None
-            self._attempts.add(attempt)
-            attempt.add_done_callback(self._attempts.discard)
+            self._note(attempt)
             yield
+
+    def _note(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def delete_session(self, session_id: str) -> None:
+        """Also if the attempt is cancelled meanwhile: the agent of a session that stays open uses the engine."""
+        deleting = asyncio.ensure_future(self.admin.delete_session(session_id))
+        self._note(deleting)
+        await asyncio.shield(deleting)
 
     async def close(self) -> None:
         """End the agents, then the proxy. Attempts need it until they have ended: they delete their sessions."""
         try:
             await self.runner.close()
-            if self._attempts:
-                await asyncio.wait(self._attempts)
+            while self._under_way:
+                await asyncio.wait(self._under_way)
         finally:
             await self.admin.close()
             await (self._proxy.close() if isinstance(self._proxy, ActorProxy) else self._proxy.stop())

@@ -14,8 +14,9 @@ else to do meanwhile, its gang is released, or it waits for it.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -69,7 +70,6 @@ class ReplicaSlices:
         self._published_weights = published_weights
         self._checks = checks
         self._store = store
-        self._restarts = ThreadPoolExecutor(len(self._replicas) or 1, thread_name_prefix="restart")
         self._given_up: dict[SliceId, str] = {}  # until they are back: why, as it was known first
         self.sync_metrics: dict[str, Any] = {}
 
@@ -223,14 +223,21 @@ class ReplicaSlices:
 
         All restarts go on side by side: the scheduler's patience begins when it orders one.
         """
-        return self._restarts.submit(self._restart, slice_id)
+        restarted: Future[None] = Future()
+        # No pool: the interpreter joins the threads of one, and a run that has ended is not to wait for a replica.
+        threading.Thread(target=self._restart, args=(slice_id, restarted), name="restart", daemon=True).start()
+        return restarted
 
-    def _restart(self, slice_id: SliceId) -> None:
+    def _restart(self, slice_id: SliceId, restarted: Future[None]) -> None:
         replica = self._replicas[slice_id]
-        restart_replica(replica)
-        self._given_up.pop(slice_id, None)
-        self.addresses[slice_id] = replica.server_address
-        tell_cache_sizes(self._router, {replica.server_address: replica.server_handle})
+        try:
+            restart_replica(replica)
+            self._given_up.pop(slice_id, None)
+            self.addresses[slice_id] = replica.server_address
+            tell_cache_sizes(self._router, {replica.server_address: replica.server_handle})
+            restarted.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - told to whoever asked for the restart
+            restarted.set_exception(error)
 
 
 async def _hand_back(replica: RolloutReplica) -> None:

@@ -195,6 +195,54 @@ async def test_an_attempt_that_is_given_up_is_recorded_with_the_reason(
     assert (event.group, event.index, event.status, event.detail) == ("g0", 0, status, detail)
 
 
+class SlowAdmin(Admin):
+    """Its calls wait for the test; closing fails then, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_close, self.may_delete = asyncio.Event(), asyncio.Event()
+
+    async def close_session(self, session_id: str, reward: float, rewards: Any) -> SessionResult:
+        await self.may_close.wait()
+        raise ValueError("the proxy is gone")
+
+    async def delete_session(self, session_id: str) -> None:
+        await self.may_delete.wait()
+        await super().delete_session(session_id)
+
+
+@pytest.mark.parametrize(
+    ("where", "status"), [("run", "surplus"), ("close", "surplus"), ("close fails", "failed")], ids=str
+)
+async def test_an_attempt_that_is_cancelled_twice_leaves_one_event_and_no_session(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, status: str
+) -> None:
+    recorder = FlightRecorder(tmp_path, "worker")
+    monkeypatch.setattr(agent_loop, "recorder_of_worker", lambda run_dir: recorder)
+    runner = Runner()
+    shard = shard_of(runner)
+    shard.admin = admin = SlowAdmin()
+    monkeypatch.setattr(ProxyShard, "_current", asyncio.ensure_future(asyncio.sleep(0, shard)))
+    attempt = start("g0")
+    if where != "run":
+        runner.may_end.set()
+    await settle()
+    admin.may_close.set() if where == "close fails" else attempt.cancel(flight.SURPLUS)
+    await settle()
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    closing = asyncio.ensure_future(shard.close())
+    await settle()
+    admin.may_delete.set()
+    await closing
+    assert admin.open == []
+    recorder.close()
+    (event,) = read_recording(tmp_path / FLIGHT).events
+    assert isinstance(event, flight.SessionGivenUp)
+    assert event.status == status
+
+
 class RecordingAdmin(Admin):
     """Each session has three rows: a conversation, and two agents beside it."""
 

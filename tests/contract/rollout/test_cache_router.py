@@ -183,6 +183,36 @@ async def test_a_replica_whose_engine_has_a_queue_gets_nobody_until_that_is_gone
     assert await seated(waits) == ["a"], "while somebody waits engines are asked every second, whoever ends"
 
 
+async def test_a_replica_that_does_not_answer_keeps_nobody_from_hearing_the_others():
+    """Its engine takes new weights, or hangs."""
+    calls = []
+
+    async def silent() -> EngineLoad:
+        calls.append(asyncio.current_task())
+        await asyncio.Event().wait()
+
+    server, busy = Server(EnginePace(decode=DEAR.decode, prefill_s_per_token=0.0)), Server()
+    busy.engine_load = SimpleNamespace(remote=silent)
+    made = await learned(cache=100_000, a=server, b=busy)
+    made.set_cache_tokens({"b": 15})
+    assert await seated(*(ask(made, name, 10) for name in ("old", "older", "oldest"))) == ["a", "b", "a"]
+    server.load = EngineLoad(running=1, waiting=1, kv_tokens=20)
+    made._asked_at.clear()
+    made._learn()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert made._said["a"][0] == server.load
+    waits = ask(made, "new", 10)
+    await asyncio.sleep(0.01)
+    assert not waits.done()
+    server.load = EngineLoad(running=2, waiting=0, kv_tokens=20)
+    assert await seated(waits) == ["a"]
+    assert len(calls) == 1, "nobody asks again who owes an answer"
+    made.remove_servers(["b"])
+    await asyncio.wait(calls, timeout=20)
+    assert calls[0].cancelled()
+
+
 async def test_what_an_engine_said_ends_with_its_requests_and_with_its_leaving():
     server = Server()
     made = await learned(a=server)

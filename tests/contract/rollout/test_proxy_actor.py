@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,25 @@ async def test_a_proxy_that_cannot_start_says_why(cluster: None, engine: Scripte
         await proxy.start(admin)
     assert "proxy.journal" in str(caught.value.__cause__)
     await admin.close()
+
+
+async def test_a_proxy_that_cannot_start_leaves_its_port_to_the_next(
+    cluster: None, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    class Unreadable(ShardSettings):  # defined here, Ray sends it by value
+        def text_side(self) -> Any:  # when the proxy has the socket already
+            raise SeamlessError("no such parser")
+
+    settings: Any = _settings(engine.tokenizer)
+    unreadable = Unreadable(**{field.name: getattr(settings, field.name) for field in fields(settings)})
+    port = 0
+    for given in (unreadable, settings):
+        proxy = ActorProxy(given, engine, "127.0.0.1", port, tmp_path / "worker_0")
+        port = int(proxy.base_url.rpartition(":")[2])
+        admin = ProxyAdmin(proxy.base_url, "admin", timeout_s=0.2)  # far less than a start takes
+        with pytest.raises(SeamlessError) if given is unreadable else contextlib.nullcontext():
+            await proxy.start(admin)
+        await admin.close()
     await proxy.close()
 
 

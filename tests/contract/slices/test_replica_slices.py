@@ -1,6 +1,8 @@
 """What our slices tell verl's replicas, router and checkpoint engine, and that one loan stays within its files."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from unittest import mock
 
@@ -200,6 +202,20 @@ def test_replicas_are_restarted_side_by_side(edge, monkeypatch):
     monkeypatch.setattr(replica_slices, "restart_replica", lambda replica: both.wait())
     for restart in (slices.restart("t/0"), slices.restart("r/0")):
         restart.result(timeout=20)
+
+
+_ENDS_DURING_A_RESTART = """
+import threading
+from seamless_verl.verl_adapter.slices import replica_slices
+from tests.replicas import fake_slices
+
+replica_slices.restart_replica = lambda replica: threading.Event().wait()
+fake_slices([], ["r/0"])[0].restart("r/0")
+"""
+
+
+def test_a_run_that_ends_does_not_wait_for_a_replica_on_its_way_back():
+    subprocess.run([sys.executable, "-c", _ENDS_DURING_A_RESTART], check=True, timeout=120)
 
 
 def test_a_loan_passes_few_of_our_files():

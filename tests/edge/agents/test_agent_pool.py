@@ -133,9 +133,18 @@ async def test_a_job_that_no_worker_had_time_for_says_so(command: tuple[str, ...
     try:
         first = asyncio.ensure_future(pool.run({"kind": "wait", "started": str(tmp_path / "started")}, 30))
         await appears(tmp_path / "started")
-        with pytest.raises(JobTimedOut, match="it was not begun, all workers are busy"):
+        with pytest.raises(JobTimedOut, match="it was not begun: all workers are busy"):
             await pool.run({"kind": "echo", "text": ""}, 0.05)
         first.cancel()
+    finally:
+        await pool.close()
+
+
+async def test_a_job_that_was_not_begun_since_its_worker_is_not_ready_says_so() -> None:
+    pool = AgentPool((sys.executable, "-c", "import time; time.sleep(1000)"), processes=1)
+    try:
+        with pytest.raises(JobTimedOut, match=r"it was not begun: process \d+ is not ready .* when they are imported"):
+            await pool.run({}, 0.5)
     finally:
         await pool.close()
 
@@ -185,13 +194,37 @@ def test_a_child_that_outlives_its_worker_holds_nothing_up(
             await pool.run({"kind": "leave a child"}, 30)
             await asyncio.wait_for(pool.close(), 20)
         finally:
-            processes = psutil.process_iter(["cmdline"])
-            left = [process for process in processes if (process.info["cmdline"] or [])[-2:] == ["child", command[1]]]
-            for process in left:
-                process.kill()
-        assert len(left) == (3 if held == "stderr" else 6)
+            left = end_children(command)
+        assert left == (3 if held == "stderr" else 6)
 
     pytest.importorskip(loop, reason="comes with vLLM").run(work())
+
+
+def end_children(command: tuple[str, ...]) -> int:
+    """Those that outlived their workers; how many there were."""
+    processes = psutil.process_iter(["cmdline"])
+    left = [process for process in processes if (process.info["cmdline"] or [])[-2:] == ["child", command[1]]]
+    for process in left:
+        process.kill()
+    return len(left)
+
+
+async def test_a_job_that_comes_when_a_worker_has_just_ended_is_given_to_the_next(command: tuple[str, ...]) -> None:
+    """Its last words take a while: a child of its own holds its standard error."""
+    pool = AgentPool(command, processes=1, threads=1)
+    try:
+        await pool.run({"kind": "leave a child"}, 30)
+        (ended,) = pool._workers
+        assert ended is not None
+        assert ended.process.stdout is not None
+        os.kill(ended.process.pid, signal.SIGKILL)
+        while not ended.process.stdout.at_eof():  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0.01)
+        assert (await pool.run({"kind": "echo", "text": "next"}, 30))["echo"] == "next"
+    finally:
+        await pool.close()
+        assert end_children(command) == 1
+    assert ended.readers[0].done(), "the pool is closed when this one's last words are read, too"
 
 
 async def test_worker_that_cannot_start_is_a_clear_error(tmp_path: Path) -> None:

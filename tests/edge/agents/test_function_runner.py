@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from seamless_verl.agents import agent_pool
-from seamless_verl.agents.agent_pool import JobFailed
+from seamless_verl.agents import agent_pool, function_runner
+from seamless_verl.agents.agent_pool import JobFailed, JobTimedOut
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused
 from seamless_verl.agents.function_runner import FunctionRunner
 
@@ -21,7 +21,7 @@ def attempt(task, base_url, api_key, model):
         return [base_url, api_key, model]
     if task["way"] == "raises":
         raise LookupError("no such thing")
-    if task["way"] == "blocks":
+    if task["way"] in ("blocks", "both block"):
         threading.Event().wait()
     if task["way"] == "is cancelled":
         raise asyncio.CancelledError
@@ -31,6 +31,8 @@ def attempt(task, base_url, api_key, model):
 def score(task, outcome):
     if task["way"] == "no reward":
         return float("nan")
+    if task["way"] == "both block":
+        threading.Event().wait()
     if task["way"] == "grade exits":
         sys.exit(3)
     if task["way"] == "no grade":
@@ -75,6 +77,11 @@ async def test_every_end_of_an_attempt_is_graded_or_refused(
     blocked = await run(runner, "blocks", deadline_s=1.0)
     assert (blocked.status, blocked.reward) == (AgentStatus.TIMED_OUT, 0.0)
     assert "their_task.py:10 in attempt: threading.Event().wait()" in blocked.detail
+    with monkeypatch.context() as quickly:
+        quickly.setattr(function_runner, "_GRADE_S", 1.5)
+        story = r"1\.0 s; it stands in .* in attempt: .*; nor came its reward: no result after 1\.5 s; it"
+        with pytest.raises(JobTimedOut, match=story):
+            await run(runner, "both block", deadline_s=1.0)
     with pytest.raises(RewardRefused, match="the reward is nan"):
         await run(runner, "no reward")
     with pytest.raises(JobFailed, match=r"TypeError: .*their_task.py:\d+ in score"):

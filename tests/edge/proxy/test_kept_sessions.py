@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from seamless_verl.proxy.client import ProxyAdmin
 from seamless_verl.proxy.journal.kept_sessions import KEPT, KeepingJournal
 from seamless_verl.proxy.journal.sqlite_journal import read_sessions, read_turns, restore
+from seamless_verl.proxy.session import handover
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.trajectory.rows import Row, build_rows
 from tests.fakes import Served, serving
@@ -76,6 +81,42 @@ async def test_the_oldest_leave_when_the_file_is_full(tmp_path: Path) -> None:
         ids = [(await _attempt(proxy, str(number)))[0] for number in range(3)]
     await journal.close()
     assert _names(tmp_path) == ids[1:]
+
+
+async def test_sessions_that_expired_are_kept_whole_however_many_look_for_them_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, forgotten = _journal(tmp_path), list[str]()
+    forget = journal.forgotten
+
+    async def told(session_id: str, summary: bytes) -> None:
+        forgotten.append(session_id)
+        await forget(session_id, summary)
+
+    monkeypatch.setattr(journal, "forgotten", told)
+    async with serving(journal=journal) as proxy:
+        opened = [await proxy.open() for _ in range(40)]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        for session in opened:
+            assert (await proxy.post(session, body)).status_code == 200
+        monkeypatch.setattr(handover, "time", SimpleNamespace(time=lambda: math.inf))
+        ends = proxy.server._app.state.handover  # type: ignore[attr-defined]
+        await asyncio.gather(*(ends.reap() for _ in range(8)))
+    await journal.close()
+    assert sorted(forgotten) == sorted(session.id for session in opened)
+    with contextlib.closing(sqlite3.connect(tmp_path / KEPT)) as db:
+        assert db.execute("SELECT count(*) FROM sessions").fetchone() == (40,)
+        assert db.execute("SELECT count(*) FROM turns").fetchone() == (40,)
+
+
+async def test_what_is_kept_stays_when_a_session_is_forgotten_twice(tmp_path: Path) -> None:
+    journal = _journal(tmp_path)
+    async with serving(journal=journal) as proxy:
+        session_id, _ = await _attempt(proxy, "task")
+        await journal.forgotten(session_id, b"")
+    await journal.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / KEPT)) as db:
+        assert db.execute("SELECT count(*) FROM turns").fetchone() == (2,)
 
 
 async def test_a_file_that_cannot_be_used_costs_a_line_and_nothing_else(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from seamless_verl.proxy.http import requests
 from seamless_verl.proxy.http.requests import read_body
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.session import handover
 from seamless_verl.proxy.session.handover import FolderSink
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TextCache, TokenizerRenderer
@@ -239,6 +241,35 @@ async def test_a_session_that_is_deleted_under_a_request_does_not_come_back() ->
         await proxy.admin.delete_session(handle.id)
         assert (await waiting).status_code == 409
         assert proxy.deps.counters.resident_bytes == 0
+
+
+async def test_a_session_that_is_deleted_while_it_is_closed_is_read_whole_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, go_on, harvest = threading.Event(), threading.Event(), handover._harvest
+
+    def slow(session: Any) -> Any:
+        reading.set()
+        assert go_on.wait(60)
+        return harvest(session)
+
+    monkeypatch.setattr(handover, "_harvest", slow)
+    async with serving() as proxy:
+        handle = await proxy.open()
+        said = HI
+        for _ in range(2):
+            answer = (await proxy.post(handle, {"model": "m", "messages": said})).json()["choices"][0]["message"]
+            said = [*said, answer, *HI]
+        ends = proxy.server._app.state.handover  # type: ignore[attr-defined]
+        closing = asyncio.ensure_future(ends.close(handle.id))
+        assert await asyncio.to_thread(reading.wait, 60)
+        deleting = asyncio.ensure_future(ends.acknowledge(handle.id))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(closing, deleting)
+        counters = proxy.deps.counters
+        assert (counters.rows_audited, counters.violations, counters.num_sessions) == (1, 0, 0)
 
 
 async def test_whoever_keeps_something_of_a_session_is_told_when_it_has_ended() -> None:
