@@ -22,6 +22,7 @@ MANAGER = "seamless_verl.verl_adapter.dataloader.rollout_workers.NotifyingManage
 """Rollout workers of ours: they say when a group has ended."""
 _VERLS_MODES = ("sync", "colocate_async", "separate_async")
 _MODE = "trainer.v1.trainer_mode"
+_SAMPLER = "trainer.v1.sampler.custom_sampler"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -241,6 +242,22 @@ def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
         _check_lending(config, seamless)
     if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
         check_routing_replay(config)
+
+
+def has_own_sampler(config: Mapping[str, Any]) -> bool:
+    """As verl's `_build_replay_buffer`: a class of the user's own keeps the rows."""
+    return bool(value_of(config, f"{_SAMPLER}.path", None) and value_of(config, f"{_SAMPLER}.name", None))
+
+
+def told_of_sampler(config: Mapping[str, Any], staleness: StalenessConfig) -> list[str]:
+    """A warning, where a sampler of the user's own does not do what is asked of ours."""
+    plain = StalenessConfig()
+    keys = ("eta", "in_flight", "redundancy", "stuck", "stuck_patience_s")
+    asked = [f"seamless.staleness.{key}" for key in keys if getattr(staleness, key) != getattr(plain, key)]
+    if not asked or not has_own_sampler(config):
+        return []
+    told = f"{_SAMPLER} decides instead of our buffer what is under way and taken"
+    return [f"{', '.join(asked)}: not kept, since {told}, from trainer.v1.separate_async.num_warmup_batches on"]
 
 
 def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:

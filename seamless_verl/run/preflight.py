@@ -27,7 +27,8 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         machine: where the run would start.
 
     Returns:
-        Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows.
+        Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows;
+        a sampler of the user's own that keeps no bound of ours.
 
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
@@ -43,6 +44,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         check_combinations.check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)
+        warnings += check_combinations.told_of_sampler(config, seamless.staleness)
     check_batches.check_sequences(config)
     check_combinations.check_shared_prefix(config, seamless)
     check_machine.check_packages(config, seamless, machine)

@@ -12,7 +12,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
 from seamless_verl.run.check_batches import check_batches, check_lengths, check_sequences
-from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
+from seamless_verl.run.check_combinations import (
+    MANAGER,
+    check_adapter,
+    check_engine,
+    has_own_sampler,
+    told_of_sampler,
+)
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
 from seamless_verl.run.check_references import check_estimator
@@ -31,7 +37,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     """Translate the ``seamless`` section into what ``separate_async`` reads; changes ``config`` in place.
 
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
-    * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
+    * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself; a sampler of the user's
+      own does not.
     * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
     * `with_policy`: GPUs that do both, where rollout is given none of its own.
     * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
@@ -49,7 +56,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
         modes[TRAINER_MODE].parameter_sync_step = sync_step
         modes.separate_async.parameter_sync_step = sync_step
-        if seamless.staleness.policy == "reserve":
+        if seamless.staleness.policy == "reserve" and not has_own_sampler(config):
             modes.separate_async.num_warmup_batches = 0
         agent = config.actor_rollout_ref.rollout.get("agent")
         if agent is not None and agent.get("agent_loop_manager_class") is None:
@@ -89,7 +96,8 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, seamless, machine)
-    for warning in (*check_estimator(settings, seamless), *check_memory(settings, machine)):
+    warnings = check_estimator(settings, seamless) + told_of_sampler(settings, seamless.staleness)
+    for warning in warnings + check_memory(settings, machine):
         _log.warning("%s", warning)
 
 
