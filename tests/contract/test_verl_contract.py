@@ -1020,7 +1020,11 @@ async def test_a_replica_is_told_how_old_the_session_is_and_told_the_same_after_
     with request_log.session("g", 0):
         began_ms = request_log.began_ms("r")
         await client.generate("r", prompt_ids=[1], sampling_params={})
-    assert [options["priority"] for options in asked] == [began_ms, began_ms]
+        await client.generate("r", prompt_ids=[1], sampling_params={}, priority=0)  # as verl's single_turn_agent
+        await client.generate("r", prompt_ids=[1], sampling_params={}, priority=5)  # somebody's own
+        client.config = OmegaConf.merge(client.config, {"seamless": {"router": {"oldest_first": False}}})
+        await client.generate("r", prompt_ids=[1], sampling_params={}, priority=0)
+    assert [options.get("priority") for options in asked] == [began_ms, began_ms, began_ms, 5, None]
     inspect.signature(vLLMHttpServer.generate).bind(None, **asked[1])
 
 

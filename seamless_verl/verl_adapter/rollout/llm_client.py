@@ -99,8 +99,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         prompt_ids = normalize_token_ids(prompt_ids)
         partial = PartialGeneration(self._with_budget(sampling_params), decode, moves_grammars=self._is_vllm)
         group = request_log.group_of(request_id)
-        if self._oldest_first:
-            kwargs.setdefault("priority", request_log.began_ms(request_id))
+        if self._oldest_first and not kwargs.get("priority"):  # verl's single_turn_agent says 0, which is none
+            kwargs["priority"] = request_log.began_ms(request_id)
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0, stop_reason="aborted")
         is_complete = begun is not None and partial.begin(begun)
         if not is_complete and cut_groups.is_cut(group):
@@ -244,7 +244,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     @property
     def _oldest_first(self) -> bool:
         """The engine's queue is ordered by when sessions began, also after an interruption and from turn to turn."""
-        return self._rollout("scheduling_policy") == "priority"
+        is_off = OmegaConf.select(self.config, "seamless.router.oldest_first") is False
+        return self._rollout("scheduling_policy") == "priority" and not is_off
 
     @property
     def _outlives_replicas(self) -> bool:
