@@ -344,7 +344,7 @@ def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
 
 
 def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
-    """What needs our own rollout workers, and what needs the engine's log-probs."""
+    """What needs our own rollout workers, what needs the engine's log-probs, and what a3po would set aside."""
     key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
     manager = value_of(config, key, None)
     if staleness.manages_groups and manager not in (None, MANAGER):
@@ -355,3 +355,14 @@ def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> N
     is_corrected = value_of(config, "algorithm.rollout_correction", None) is not None
     if staleness.correction == "a3po" and not (recorded and is_corrected):
         raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")
+    replaced = (
+        (f"{_ACTOR}.policy_loss.loss_mode", ("vanilla", "a3po")),
+        ("algorithm.rollout_correction.rollout_is", (None,)),
+        ("algorithm.rollout_correction.rollout_rs", (None,)),
+    )
+    for key, fitting in replaced:
+        value = value_of(config, key, fitting[0])
+        if staleness.correction == "a3po" and value not in fitting:
+            problem = "would do nothing: seamless.staleness.correction=a3po brings its own loss and its own weights"
+            fix = f"write {fitting[0] or 'null'}, or seamless.staleness.correction=verl"
+            raise ConfigError(key, value, problem, fix)

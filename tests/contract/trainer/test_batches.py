@@ -55,6 +55,13 @@ def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "a3po"
     with pytest.raises(ConfigError, match=r"calculate_log_probs=False"):
         adopted(FORGOTTEN, "seamless.staleness.correction=a3po")
+    for key, value, fix in (
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", "vanilla"),
+        ("algorithm.rollout_correction.rollout_is", "sequence", "null"),
+        ("algorithm.rollout_correction.rollout_rs", "token_k1", "null"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{key}={value}: .*a3po.*write {fix}"):
+            adopted(f"{key}={value}", "seamless.staleness.correction=a3po")
 
 
 def tensors(seed=0):
