@@ -57,6 +57,8 @@ NAMES = [
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._wait_for_next_poll",
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._dapo_filtered_keys",
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._clear_groups",
+    "verl.trainer.ppo.v1.replay_buffer:DAPO_FILTERED_REWARD_COUNTS_KEY",
+    "verl.trainer.ppo.v1.replay_buffer:_accumulate_eviction_metrics",
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._materialize_batch",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._run_prompt",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._run_agent_loop",
