@@ -104,12 +104,25 @@ def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int) -> No
         raise ConfigError(key, micro, problem, f"write {near}, or {section}.{dynamic}=true")
 
 
-def check_lengths(config: Mapping[str, Any]) -> None:
-    needed = whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
-    key = "actor_rollout_ref.rollout.max_model_len"
-    if value_of(config, key, None) is not None and whole_number(config, key) < needed:
-        problem = f"is less than data.max_prompt_length + data.max_response_length = {needed}"
-        raise ConfigError(key, whole_number(config, key), problem, f"write {needed}")
+def check_lengths(config: Mapping[str, Any]) -> list[str]:
+    """Rows against the engine and against micro-batches.
+
+    Returns:
+        A warning, where the engine ends answers early.
+
+    Raises:
+        ConfigError: a prompt fills the engine, or the longest row fits into no micro-batch.
+    """
+    prompt, warnings = whole_number(config, "data.max_prompt_length"), []
+    needed = prompt + whole_number(config, "data.max_response_length")
+    key = f"{_ROLLOUT}.max_model_len"
+    if value_of(config, key, None) is not None and (room := whole_number(config, key)) < needed:
+        if room <= prompt:
+            problem = f"leaves no room for an answer to a prompt of data.max_prompt_length={prompt}"
+            raise ConfigError(key, room, problem, f"write {needed}, or at least {prompt + 1}")
+        told = f"answers to the longest prompts end {needed - room} tokens early"
+        warnings.append(f"{key}={room}: {told}, and rollouts of verl's tool_agent whose tools fill it fail")
+        needed = room
     sections = [
         (_ACTOR, "ppo_", "use_dynamic_bsz", _ACTOR),
         (_ROLLOUT, "log_prob_", "log_prob_use_dynamic_bsz", _ACTOR),
@@ -124,3 +137,4 @@ def check_lengths(config: Mapping[str, Any]) -> None:
             among = f" on {shared} GPUs" if shared > 1 else ""
             problem = f"{tokens} tokens per GPU{among} are less than the longest row, which has {needed}"
             raise ConfigError(key, tokens, problem, f"write {-(-needed // shared)}, or shorten rows")
+    return warnings

@@ -28,7 +28,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
 
     Returns:
         Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows;
-        a sampler of the user's own that keeps no bound of ours.
+        a sampler of the user's own that keeps no bound of ours; answers that end early.
 
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
@@ -49,7 +49,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     check_combinations.check_shared_prefix(config, seamless)
     check_machine.check_packages(config, seamless, machine)
     check_machine.check_tracker(config)
-    check_batches.check_lengths(config)
+    warnings += check_batches.check_lengths(config)
     warnings += check_machine.check_room(config, machine)
     check_machine.check_ports(config, seamless)
     warnings += check_gpu_memory.check_memory(config, machine)

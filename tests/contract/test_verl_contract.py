@@ -900,6 +900,13 @@ async def test_without_a_limit_the_configured_response_length_is_the_budget(monk
     assert output.extra_fields["version_spans"] == [(1, 21)]
 
 
+async def test_an_answer_that_fills_its_engine_is_complete_and_not_asked_for_again(monkeypatch):
+    """verl's server would refuse a prompt that leaves no room."""
+    client, scripted = _client(monkeypatch, [([1] * 4, 1, "aborted")], max_model_len=5)
+    output = await client.generate("r", prompt_ids=[9], sampling_params={})
+    assert ([asked["max_tokens"] for _, asked in scripted.asked], output.stop_reason) == ([4], "length")
+
+
 async def test_under_vllm_an_interrupted_answer_under_a_grammar_goes_on(monkeypatch):
     from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
 

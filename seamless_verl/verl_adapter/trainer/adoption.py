@@ -92,11 +92,11 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     settings, machine = plain(config), survey(Path.cwd())
     check_sequences(settings)
     check_batches(settings)
-    check_lengths(settings)
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, seamless, machine)
-    warnings = check_estimator(settings, seamless) + told_of_sampler(settings, seamless.staleness)
+    warnings = check_lengths(settings) + check_estimator(settings, seamless)
+    warnings += told_of_sampler(settings, seamless.staleness)
     for warning in warnings + check_memory(settings, machine):
         _log.warning("%s", warning)
 

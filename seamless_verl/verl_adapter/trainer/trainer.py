@@ -231,8 +231,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         with marked_timer("adv", timing_raw, color="brown"):
             with phase(Phase.ADVANTAGE):
                 batch = self._compute_advantage(batch, metrics=metrics)
-            limit = self.config.data.max_response_length
-            batch = correct(batch, metrics, self.seamless, limit=limit, version=self.global_steps - 1)
+            limits = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.max_model_len
+            batch = correct(batch, metrics, self.seamless, limits=limits, version=self.global_steps - 1)
             self.signals.keep(batch, f"{self.global_steps}.{self.local_trigger_step}")
         if self.use_critic:
             with marked_timer("update_critic", timing_raw, color="pink"), phase(Phase.UPDATE_CRITIC):

@@ -127,7 +127,7 @@ def test_a_sound_configuration_passes():
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
             "divides 1",
         ),
-        (dict(actor_rollout_ref__rollout__max_model_len=512), "actor_rollout_ref.rollout.max_model_len", "write 1024"),
+        (dict(actor_rollout_ref__rollout__max_model_len=256), "actor_rollout_ref.rollout.max_model_len", "write 1024"),
         (dict(actor_rollout_ref__actor={**DYNAMIC, "ppo_max_token_len_per_gpu": 1000}), TOKENS, "write 1024"),
         (
             dict(trainer__n_gpus_per_node=2, actor_rollout_ref__actor={**SHARED, **DYNAMIC}),
@@ -240,6 +240,14 @@ def test_batches_that_verl_divides_without_padding_are_not_refused(changes):
 )
 def test_what_works_in_verl_is_not_refused(changes):
     check(config(**changes))
+
+
+def test_an_engine_that_is_shorter_than_the_longest_row_is_told_and_rows_are_as_long_as_it_makes_them():
+    exact = {**DYNAMIC, "ppo_max_token_len_per_gpu": 800}
+    (told,) = check(config(actor_rollout_ref__rollout__max_model_len=800, actor_rollout_ref__actor=exact))
+    assert "max_model_len=800: answers to the longest prompts end 224 tokens early" in told
+    with pytest.raises(ConfigError, match="longest row, which has 801"):
+        check(config(actor_rollout_ref__rollout__max_model_len=801, actor_rollout_ref__actor=exact))
 
 
 def test_with_a_policy_nobody_need_only_roll_out():
