@@ -28,6 +28,8 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MERGE = f"{_MODEL}.lora.merge"
 _PROFILER = "global_profiler"
+_JUDGE = "reward.reward_model"
+_SAVED = ("fsdp", "fsdp2", "veomni", "megatron")
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 _SPLIT = (
     "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example trainer.n_gpus_per_node=4 "
@@ -207,6 +209,10 @@ def uses_critic(config: Mapping[str, Any]) -> bool:
     return value_of(config, "algorithm.adv_estimator", None) == "gae" if enabled is None else bool(enabled)
 
 
+def uses_adapter(config: Mapping[str, Any]) -> bool:
+    return any(value_of(config, f"{_MODEL}.{key}", 0) for key in ("lora_rank", "lora.rank"))
+
+
 def check_entry(config: Mapping[str, Any]) -> None:
     """Refuse keys that our command cannot honour.
 
@@ -231,11 +237,12 @@ def check_entry(config: Mapping[str, Any]) -> None:
 
 
 def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """What rollout engines and rollout workers cannot do under verl 0.9.1; each check says when it may go.
+    """What engines, rollout workers and verl's asynchronous trainer cannot do under verl 0.9.1.
 
     Raises:
         ConfigError: naming the key that asks.
     """
+    _check_trainer(config)
     _check_single_requests(config, seamless)
     _check_staleness(config, seamless.staleness)
     if seamless.scheduler.policy is not None:
@@ -258,6 +265,20 @@ def told_of_sampler(config: Mapping[str, Any], staleness: StalenessConfig) -> li
         return []
     told = f"{_SAMPLER} decides instead of our buffer what is under way and taken"
     return [f"{', '.join(asked)}: not kept, since {told}, from trainer.v1.separate_async.num_warmup_batches on"]
+
+
+def _check_trainer(config: Mapping[str, Any]) -> None:
+    """Until ``PPOTrainerSeparateAsync`` and ``DetachActorWorker`` can; they say so after Ray has started, or later."""
+    pool = f"{_JUDGE}.enable_resource_pool"
+    if value_of(config, f"{_JUDGE}.enable", False) and not value_of(config, pool, False):
+        problem = "verl's asynchronous trainer, which ours extends, has no place for a reward model on its GPUs"
+        fix = f"write true, with {_JUDGE}.nnodes and n_gpus_per_node, or {_MODE}=sync"
+        raise ConfigError(pool, False, problem, fix)
+    key = f"{_ACTOR}.strategy"
+    strategy = value_of(config, key, "fsdp")
+    if strategy not in _SAVED:
+        problem = "verl's asynchronous trainer, which ours extends, cannot save its weights"
+        raise ConfigError(key, strategy, problem, f"write model_engine=dp (FSDP) or megatron, or {_MODE}=sync")
 
 
 def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
@@ -331,8 +352,7 @@ def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
     A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
     """
-    ranks = [f"{_MODEL}.lora_rank", f"{_MODEL}.lora.rank"]
-    if not any(value_of(config, key, 0) for key in ranks) or value_of(config, _MERGE, False):
+    if not uses_adapter(config) or value_of(config, _MERGE, False):
         return
     if value_of(config, f"{_ROLLOUT}.nnodes", 0):
         problem = "replicas on GPUs of their own would sample the base model, since verl broadcasts no adapter"

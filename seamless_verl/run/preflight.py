@@ -28,7 +28,8 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
 
     Returns:
         Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows;
-        a sampler of the user's own that keeps no bound of ours; answers that end early.
+        a sampler of the user's own that keeps no bound of ours; answers that end early;
+        a schedule that counts updates.
 
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
@@ -41,6 +42,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         check_combinations.check_layout(config, seamless)
         check_batches.check_batches(config)
+        warnings += check_batches.check_schedules(config)
         check_combinations.check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)
