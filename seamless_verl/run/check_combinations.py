@@ -22,11 +22,14 @@ MANAGER = "seamless_verl.verl_adapter.dataloader.rollout_workers.NotifyingManage
 """Rollout workers of ours: they say when a group has ended."""
 _VERLS_MODES = ("sync", "colocate_async", "separate_async")
 _MODE = "trainer.v1.trainer_mode"
+_SAMPLER = "trainer.v1.sampler.custom_sampler"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MERGE = f"{_MODEL}.lora.merge"
 _PROFILER = "global_profiler"
+_JUDGE = "reward.reward_model"
+_SAVED = ("fsdp", "fsdp2", "veomni", "megatron")
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 _SPLIT = (
     "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example trainer.n_gpus_per_node=4 "
@@ -206,6 +209,10 @@ def uses_critic(config: Mapping[str, Any]) -> bool:
     return value_of(config, "algorithm.adv_estimator", None) == "gae" if enabled is None else bool(enabled)
 
 
+def uses_adapter(config: Mapping[str, Any]) -> bool:
+    return any(value_of(config, f"{_MODEL}.{key}", 0) for key in ("lora_rank", "lora.rank"))
+
+
 def check_entry(config: Mapping[str, Any]) -> None:
     """Refuse keys that our command cannot honour.
 
@@ -230,17 +237,48 @@ def check_entry(config: Mapping[str, Any]) -> None:
 
 
 def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """What rollout engines and rollout workers cannot do under verl 0.9.1; each check says when it may go.
+    """What engines, rollout workers and verl's asynchronous trainer cannot do under verl 0.9.1.
 
     Raises:
         ConfigError: naming the key that asks.
     """
+    _check_trainer(config)
     _check_single_requests(config, seamless)
     _check_staleness(config, seamless.staleness)
     if seamless.scheduler.policy is not None:
         _check_lending(config, seamless)
     if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
         check_routing_replay(config)
+
+
+def has_own_sampler(config: Mapping[str, Any]) -> bool:
+    """As verl's `_build_replay_buffer`: a class of the user's own keeps the rows."""
+    return bool(value_of(config, f"{_SAMPLER}.path", None) and value_of(config, f"{_SAMPLER}.name", None))
+
+
+def told_of_sampler(config: Mapping[str, Any], staleness: StalenessConfig) -> list[str]:
+    """A warning, where a sampler of the user's own does not do what is asked of ours."""
+    plain = StalenessConfig()
+    keys = ("eta", "in_flight", "redundancy", "stuck", "stuck_patience_s")
+    asked = [f"seamless.staleness.{key}" for key in keys if getattr(staleness, key) != getattr(plain, key)]
+    if not asked or not has_own_sampler(config):
+        return []
+    told = f"{_SAMPLER} decides instead of our buffer what is under way and taken"
+    return [f"{', '.join(asked)}: not kept, since {told}, from trainer.v1.separate_async.num_warmup_batches on"]
+
+
+def _check_trainer(config: Mapping[str, Any]) -> None:
+    """Until ``PPOTrainerSeparateAsync`` and ``DetachActorWorker`` can; they say so after Ray has started, or later."""
+    pool = f"{_JUDGE}.enable_resource_pool"
+    if value_of(config, f"{_JUDGE}.enable", False) and not value_of(config, pool, False):
+        problem = "verl's asynchronous trainer, which ours extends, has no place for a reward model on its GPUs"
+        fix = f"write true, with {_JUDGE}.nnodes and n_gpus_per_node, or {_MODE}=sync"
+        raise ConfigError(pool, False, problem, fix)
+    key = f"{_ACTOR}.strategy"
+    strategy = value_of(config, key, "fsdp")
+    if strategy not in _SAVED:
+        problem = "verl's asynchronous trainer, which ours extends, cannot save its weights"
+        raise ConfigError(key, strategy, problem, f"write model_engine=dp (FSDP) or megatron, or {_MODE}=sync")
 
 
 def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
@@ -314,8 +352,7 @@ def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
     A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
     """
-    ranks = [f"{_MODEL}.lora_rank", f"{_MODEL}.lora.rank"]
-    if not any(value_of(config, key, 0) for key in ranks) or value_of(config, _MERGE, False):
+    if not uses_adapter(config) or value_of(config, _MERGE, False):
         return
     if value_of(config, f"{_ROLLOUT}.nnodes", 0):
         problem = "replicas on GPUs of their own would sample the base model, since verl broadcasts no adapter"
@@ -327,7 +364,7 @@ def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
 
 
 def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
-    """What needs our own rollout workers, and what needs the engine's log-probs."""
+    """What needs our own rollout workers, what needs the engine's log-probs, and what a3po would set aside."""
     key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
     manager = value_of(config, key, None)
     if staleness.manages_groups and manager not in (None, MANAGER):
@@ -338,3 +375,14 @@ def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> N
     is_corrected = value_of(config, "algorithm.rollout_correction", None) is not None
     if staleness.correction == "a3po" and not (recorded and is_corrected):
         raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")
+    replaced = (
+        (f"{_ACTOR}.policy_loss.loss_mode", ("vanilla", "a3po")),
+        ("algorithm.rollout_correction.rollout_is", (None,)),
+        ("algorithm.rollout_correction.rollout_rs", (None,)),
+    )
+    for key, fitting in replaced:
+        value = value_of(config, key, fitting[0])
+        if staleness.correction == "a3po" and value not in fitting:
+            problem = "would do nothing: seamless.staleness.correction=a3po brings its own loss and its own weights"
+            fix = f"write {fitting[0] or 'null'}, or seamless.staleness.correction=verl"
+            raise ConfigError(key, value, problem, fix)

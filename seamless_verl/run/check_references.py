@@ -56,7 +56,7 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
 
 def _tables(config: Mapping[str, Any], pending: Path | None) -> list[str]:
     """The parquet files of the data that are here to be looked at."""
-    files = _files(config, "train_files") + _files(config, "val_files")
+    files = _plain_files(config, "train_files") + _plain_files(config, "val_files")
     return [file for file in files if _is_table_here(file, pending)]
 
 
@@ -94,7 +94,7 @@ def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
     if uses_critic(config):
         _check_model("critic.model.path", config["critic"]["model"]["path"], pending)
     for key in ("train_files", "val_files"):
-        for name in _files(config, key):
+        for name in _plain_files(config, key):
             if "://" not in name and not _is_below(name, pending) and not Path(name).expanduser().exists():
                 raise ConfigError(f"data.{key}", name, "does not exist", "give the path of a parquet file")
 
@@ -203,7 +203,7 @@ def _check_amount(config: Mapping[str, Any], pending: Path | None) -> None:
     """verl drops a last batch that is not whole, and asserts when nothing is left."""
     import pyarrow.parquet as parquet
 
-    files, batch = _files(config, "train_files"), config["data"]["train_batch_size"]
+    files, batch = _plain_files(config, "train_files"), config["data"]["train_batch_size"]
     if not files or not all(_is_table_here(file, pending) for file in files):
         return
     rows = sum(parquet.read_metadata(Path(file).expanduser()).num_rows for file in files)
@@ -288,8 +288,8 @@ def _check_signature(runner: Any, agent: AgentConfig) -> None:
 
 def _check_curriculum(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> None:
     """Stages and pools against the sources of the data, where it is there to be looked at."""
-    files = _files(config, "train_files")
-    here = all(_is_table_here(file, pending) for file in files)
+    files = _plain_files(config, "train_files")
+    here = files and all(_is_table_here(file, pending) for file in files)
     if not seamless.curriculum.enabled or not here:
         return
     import pyarrow.parquet as parquet
@@ -371,6 +371,13 @@ def _asks_for_agents(file: Path) -> bool:
         return False
     names = parquet.read_table(file, columns=["agent_name"])["agent_name"].unique()
     return AGENT_LOOP in names.to_pylist()
+
+
+def _plain_files(config: Mapping[str, Any], name: str) -> list[str]:
+    """None where a dataset class of the user's own is given their names: what it makes of them, only running it would
+    show. Ours reads as verl's does."""
+    reader = value_of(config, "data.custom_cls.path", None)
+    return _files(config, name) if reader is None or reader.startswith("pkg://seamless_verl.") else []
 
 
 def _files(config: Mapping[str, Any], name: str) -> list[str]:

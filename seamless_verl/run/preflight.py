@@ -27,7 +27,9 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         machine: where the run would start.
 
     Returns:
-        Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows.
+        Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows;
+        a sampler of the user's own that keeps no bound of ours; answers that end early;
+        a schedule that counts updates.
 
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
@@ -40,14 +42,16 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         check_combinations.check_layout(config, seamless)
         check_batches.check_batches(config)
+        warnings += check_batches.check_schedules(config)
         check_combinations.check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)
+        warnings += check_combinations.told_of_sampler(config, seamless.staleness)
     check_batches.check_sequences(config)
     check_combinations.check_shared_prefix(config, seamless)
     check_machine.check_packages(config, seamless, machine)
     check_machine.check_tracker(config)
-    check_batches.check_lengths(config)
+    warnings += check_batches.check_lengths(config)
     warnings += check_machine.check_room(config, machine)
     check_machine.check_ports(config, seamless)
     warnings += check_gpu_memory.check_memory(config, machine)

@@ -57,6 +57,8 @@ NAMES = [
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._wait_for_next_poll",
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._dapo_filtered_keys",
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._clear_groups",
+    "verl.trainer.ppo.v1.replay_buffer:DAPO_FILTERED_REWARD_COUNTS_KEY",
+    "verl.trainer.ppo.v1.replay_buffer:_accumulate_eviction_metrics",
     "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync._materialize_batch",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._run_prompt",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._run_agent_loop",
@@ -898,6 +900,13 @@ async def test_without_a_limit_the_configured_response_length_is_the_budget(monk
     assert output.extra_fields["version_spans"] == [(1, 21)]
 
 
+async def test_an_answer_that_fills_its_engine_is_complete_and_not_asked_for_again(monkeypatch):
+    """verl's server would refuse a prompt that leaves no room."""
+    client, scripted = _client(monkeypatch, [([1] * 4, 1, "aborted")], max_model_len=5)
+    output = await client.generate("r", prompt_ids=[9], sampling_params={})
+    assert ([asked["max_tokens"] for _, asked in scripted.asked], output.stop_reason) == ([4], "length")
+
+
 async def test_under_vllm_an_interrupted_answer_under_a_grammar_goes_on(monkeypatch):
     from seamless_verl.trajectory.generation import GRAMMAR_PREFIX
 
@@ -1020,7 +1029,11 @@ async def test_a_replica_is_told_how_old_the_session_is_and_told_the_same_after_
     with request_log.session("g", 0):
         began_ms = request_log.began_ms("r")
         await client.generate("r", prompt_ids=[1], sampling_params={})
-    assert [options["priority"] for options in asked] == [began_ms, began_ms]
+        await client.generate("r", prompt_ids=[1], sampling_params={}, priority=0)  # as verl's single_turn_agent
+        await client.generate("r", prompt_ids=[1], sampling_params={}, priority=5)  # somebody's own
+        client.config = OmegaConf.merge(client.config, {"seamless": {"router": {"oldest_first": False}}})
+        await client.generate("r", prompt_ids=[1], sampling_params={}, priority=0)
+    assert [options.get("priority") for options in asked] == [began_ms, began_ms, began_ms, 5, None]
     inspect.signature(vLLMHttpServer.generate).bind(None, **asked[1])
 
 

@@ -5,6 +5,7 @@ Token ids that begin with a recorded answer extend it; a text is encoded whole, 
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ class CompletionCall(Call):
     def body(self, answers: Sequence[Answer]) -> bytes:
         shows = self.logprobs is not None
         choices = [
-            _choice(number, answer.message.content, answer.tokens if shows else None, 0, answer.finish_reason)
+            _choice(number, answer.message.content, answer.tokens if shows else None, _Offsets(), answer.finish_reason)
             for number, answer in enumerate(answers)
         ]
         head = frame(answers[0], self, "cmpl", "text_completion")
@@ -99,20 +100,31 @@ class CompletionCall(Call):
         return CompletionWriter(self, include_usage=self.include_usage)
 
 
+class _Offsets:
+    """Where tokens begin in the text of an answer; parts of a character begin where it does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+
+    def of(self, token: Token) -> int:
+        """Of the token that comes next."""
+        at, raw = self._at, token.raws[0] if token.raws else token.text.encode("utf-8", "replace")
+        self._at += len(self._decoder.decode(raw))
+        return at
+
+
 def _choice(
-    index: int, text: str, tokens: Sequence[Token] | None, offset: int, finish_reason: str | None
+    index: int, text: str, tokens: Sequence[Token] | None, offsets: _Offsets, finish_reason: str | None
 ) -> dict[str, Any]:
-    """One choice; ``offset`` is where its text begins in the whole answer."""
+    """One choice, or the next piece of one."""
     choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
     if tokens is not None:
-        offsets = [offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token.text))
         choice["logprobs"] = {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [dict(token.alternatives) or {token.text: token.logprob} for token in tokens],
-            "text_offset": offsets[:-1],
+            "text_offset": [offsets.of(token) for token in tokens],
         }
     return choice
 
@@ -122,18 +134,16 @@ class CompletionWriter(ChunkWriter):
 
     def __init__(self, call: Call, *, include_usage: bool) -> None:
         super().__init__(call, "cmpl", "text_completion", include_usage=include_usage)
-        self._offsets = [0] * call.n
+        self._offsets = [_Offsets() for _ in range(call.n)]
 
     def start(self, head: Answer) -> bytes:
         self._head = head
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        offset = self._offsets[delta.index]
-        self._offsets[delta.index] += sum(len(token.text) for token in delta.tokens)
         tokens = delta.tokens if self._call.logprobs is not None else None
-        return self._chunk([_choice(delta.index, delta.content, tokens, offset, None)])
+        return self._chunk([_choice(delta.index, delta.content, tokens, self._offsets[delta.index], None)])
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        finishes = (_choice(number, "", None, 0, answer.finish_reason) for number, answer in enumerate(answers))
+        finishes = (_choice(at, "", None, _Offsets(), answer.finish_reason) for at, answer in enumerate(answers))
         return b"".join([*(self._chunk([finish]) for finish in finishes), self._last(answers)])

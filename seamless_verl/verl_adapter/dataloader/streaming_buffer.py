@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, _accumulate_eviction_metrics
 from verl.utils.skip import SkipManager
 
 from seamless_verl.errors import ConfigError, SeamlessError
@@ -110,7 +111,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
         self._failures = 0
         self._owed = 0  # groups that failed or were filtered and have not been replaced
-        self._metrics: dict[str, float] = defaultdict(float)
+        self._metrics: dict[str, Any] = defaultdict(float)
 
     def listen(self, workers: Sequence[Any], replace: Replace | None = None, say: Say = print) -> None:
         super().listen(workers, replace, say)
@@ -286,7 +287,9 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         for uid in filtered | failed:
             self.protocol.abort(uid)
         if filtered:
-            self._metrics["training/filter_groups/evicted_samples"] += len(filtered)
+            values = Counter(self._dapo_classification_cache["train"][uid] for uid in filtered)
+            found = {"training/filter_groups/evicted_samples": len(filtered), DAPO_FILTERED_REWARD_COUNTS_KEY: values}
+            _accumulate_eviction_metrics(self._metrics, found, 0)
         if failed:
             self._metrics["training/rollout_failure/evicted_samples"] += len(failed)
         self._owed += len(filtered | failed)

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 
-from seamless_verl.errors import SeamlessError
+from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
 from seamless_verl.verl_adapter.rollout.attempt_watch import AttemptDesk, attended
@@ -263,6 +263,15 @@ class PolledBuffer:
 
     admits = False
     outlives_workers = False
+
+    @staticmethod
+    def checked(sampler: Any) -> Any:
+        """``sampler``, if `take_stock` can ask it."""
+        needed = ("get_sampleable_count", "pending_keys", "running_keys")
+        if lacking := [name for name in needed if not hasattr(sampler, name)]:
+            key, problem = "trainer.v1.sampler.custom_sampler.name", f"has no {', '.join(lacking)}, which lending asks"
+            raise ConfigError(key, type(sampler).__name__, problem, "derive it from verl's ReplayBufferAsync")
+        return sampler
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler

@@ -97,10 +97,12 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         """
         request_log.name(request_id)  # before it is placed: a session that ends first tells the router so
         prompt_ids = normalize_token_ids(prompt_ids)
-        partial = PartialGeneration(self._with_budget(sampling_params), decode, moves_grammars=self._is_vllm)
+        partial = PartialGeneration(
+            self._with_budget(sampling_params, len(prompt_ids)), decode, moves_grammars=self._is_vllm
+        )
         group = request_log.group_of(request_id)
-        if self._oldest_first:
-            kwargs.setdefault("priority", request_log.began_ms(request_id))
+        if self._oldest_first and not kwargs.get("priority"):  # verl's single_turn_agent says 0, which is none
+            kwargs["priority"] = request_log.began_ms(request_id)
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0, stop_reason="aborted")
         is_complete = begun is not None and partial.begin(begun)
         if not is_complete and cut_groups.is_cut(group):
@@ -164,10 +166,13 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             raise RuntimeError(f"{call.address} gave up on a request with an error; its log tells which")
         return output
 
-    def _with_budget(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
-        """A copy that says ``max_tokens``, where one is known."""
+    def _with_budget(self, sampling_params: dict[str, Any], num_prompt: int) -> dict[str, Any]:
+        """A copy that says ``max_tokens``, where one is known: what the prompt leaves of the engine's length at most,
+        since verl's server refuses to go on with an answer that fills it."""
         params = dict(sampling_params)
         budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
+        if budget is not None and (length := self._rollout("max_model_len")):
+            budget = min(budget, max(1, int(length) - num_prompt))
         return params if budget is None else {**params, "max_tokens": budget}
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
@@ -244,7 +249,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     @property
     def _oldest_first(self) -> bool:
         """The engine's queue is ordered by when sessions began, also after an interruption and from turn to turn."""
-        return self._rollout("scheduling_policy") == "priority"
+        is_off = OmegaConf.select(self.config, "seamless.router.oldest_first") is False
+        return self._rollout("scheduling_policy") == "priority" and not is_off
 
     @property
     def _outlives_replicas(self) -> bool:

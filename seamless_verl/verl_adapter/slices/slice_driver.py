@@ -14,7 +14,7 @@ from seamless_verl.run.restarts import RunBroken
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Cluster
-from seamless_verl.scheduling.slices import GENERATING, SliceId, Tag
+from seamless_verl.scheduling.slices import GENERATING, SliceId, SliceState, Tag
 from seamless_verl.verl_adapter.slices.deaths import story_of
 from seamless_verl.verl_adapter.slices.replica_slices import ReplicaSlices
 from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
@@ -117,7 +117,8 @@ class SliceDriver:
                 self.tell(ev.SliceReturned(at=self.now(), slice=slice_id))
             else:
                 reason = f"restarting it failed: {str(error) or type(error).__name__}"
-                self._warn(f"slice {slice_id} stays out: {reason}")
+                if self._cluster[slice_id].state is SliceState.FAILED:  # else the scheduler's `FailOver` tells
+                    self._warn(f"slice {slice_id} stays out: {reason}")
                 gone = ev.SliceFailed(at=self.now(), slice=slice_id, reason=reason, lost=_ROLLOUT, restartable=False)
                 self.tell(gone)
 

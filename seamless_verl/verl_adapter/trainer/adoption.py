@@ -11,8 +11,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
-from seamless_verl.run.check_batches import check_batches, check_lengths, check_sequences
-from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
+from seamless_verl.run.check_batches import check_batches, check_lengths, check_schedules, check_sequences
+from seamless_verl.run.check_combinations import (
+    MANAGER,
+    check_adapter,
+    check_engine,
+    has_own_sampler,
+    told_of_sampler,
+)
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
 from seamless_verl.run.check_references import check_estimator
@@ -31,9 +37,11 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     """Translate the ``seamless`` section into what ``separate_async`` reads; changes ``config`` in place.
 
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
-    * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
+    * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself; a sampler of the user's
+      own does not.
     * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
-    * `with_policy`: GPUs that do both, where rollout is given none of its own.
+    * `with_policy`: GPUs that do both, where rollout is given none of its own. That and ``tokens_at_risk`` go back into
+      the section for `VersionedLLMClient`: under verl's own entry point nobody has filled it in.
     * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
     * `_correct_lag`: what is done about log-probs of older weights.
     * with ``seamless.weights.sync=rolling`` the checkpoint engine that publishes into shared memory; else
@@ -42,14 +50,20 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     section = OmegaConf.select(config, "seamless")
     seamless = with_policy(SeamlessConfig.from_mapping(plain(section) if section else None), config)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    read_elsewhere = {
+        "scheduler.policy": seamless.scheduler.policy,
+        "supervise.tokens_at_risk": seamless.supervise.tokens_at_risk,
+    }
     with open_dict(config):
+        for key, value in read_elsewhere.items():
+            OmegaConf.update(config, f"seamless.{key}", value, force_add=True)
         modes = config.trainer.v1
         if modes.get(TRAINER_MODE) is None:
             modes[TRAINER_MODE] = {}
         sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
         modes[TRAINER_MODE].parameter_sync_step = sync_step
         modes.separate_async.parameter_sync_step = sync_step
-        if seamless.staleness.policy == "reserve":
+        if seamless.staleness.policy == "reserve" and not has_own_sampler(config):
             modes.separate_async.num_warmup_batches = 0
         agent = config.actor_rollout_ref.rollout.get("agent")
         if agent is not None and agent.get("agent_loop_manager_class") is None:
@@ -85,11 +99,12 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     settings, machine = plain(config), survey(Path.cwd())
     check_sequences(settings)
     check_batches(settings)
-    check_lengths(settings)
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, seamless, machine)
-    for warning in (*check_estimator(settings, seamless), *check_memory(settings, machine)):
+    warnings = check_lengths(settings) + check_estimator(settings, seamless) + check_schedules(settings)
+    warnings += told_of_sampler(settings, seamless.staleness) + check_memory(settings, machine)
+    for warning in warnings:
         _log.warning("%s", warning)
 
 

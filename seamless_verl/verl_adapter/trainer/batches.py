@@ -25,6 +25,9 @@ from seamless_verl.config import SeamlessConfig
 from seamless_verl.token_trie import deal
 from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD
 
+Limits = tuple[int, int | None]
+"""Tokens of a response (``data.max_response_length``), and of a row (``rollout.max_model_len``)."""
+
 
 def in_training_order(
     batch: KVBatchMeta, config: DictConfig, seamless: SeamlessConfig, actor_ranks: int, critic_ranks: int | None
@@ -104,16 +107,16 @@ def kin_together(batch: KVBatchMeta, lengths: Sequence[int], ranks: int) -> KVBa
 
 
 def correct(
-    batch: KVBatchMeta, metrics: dict[str, Any], seamless: SeamlessConfig, *, limit: int, version: int
+    batch: KVBatchMeta, metrics: dict[str, Any], seamless: SeamlessConfig, *, limits: Limits, version: int
 ) -> KVBatchMeta:
     """Apply what the configuration asks for to a batch that has verl's advantages.
 
     Args:
-        limit: tokens of a response (``data.max_response_length``).
+        limits: see `zero_overlong_advantages`.
         version: weight version being trained.
     """
     if seamless.curriculum.zero_overlong_advantage:
-        metrics["training/overlong_share"] = zero_overlong_advantages(batch, limit)
+        metrics["training/overlong_share"] = zero_overlong_advantages(batch, limits)
     if seamless.staleness.correction == "a3po":
         batch = write_interpolation_weights(batch, version)
     if seamless.staleness.mask_older_than is not None:
@@ -121,15 +124,14 @@ def correct(
     return batch
 
 
-def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:
+def zero_overlong_advantages(batch: KVBatchMeta, limits: Limits) -> float:
     """Rows whose answers were cut off teach nothing (SRPO): their advantages become 0.
 
     A row's stamp says whether it was cut off. Its length does not: that counts what tools and users said, too, and
     another limit may have cut an answer off long before.
 
     Args:
-        limit: tokens of a response (``data.max_response_length``) at which rows without a stamp, of verl's own agent
-            loops, were cut off.
+        limits: at which rows without a stamp, of verl's own agent loops, were cut off.
 
     Returns:
         Share of the rows that this concerns.
@@ -139,10 +141,11 @@ def zero_overlong_advantages(batch: KVBatchMeta, limit: int) -> float:
         return 0.0
     keys = [key for key, _ in real]
     extra = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])["extra_fields"]
+    response, row = limits
     overlong = []
     for (key, tag), stamp in zip(real, _stamps(extra), strict=True):
         # Rows of a checkpoint may have a stamp from before it said so.
-        if stamp.get("cut_off", tag["response_len"] >= limit):
+        if stamp.get("cut_off", tag["response_len"] >= response or (row is not None and tag["seq_len"] >= row)):
             overlong.append(key)
     if overlong:
         data = tq.kv_batch_get(keys=overlong, partition_id=batch.partition_id, select_fields=["advantages"])

@@ -34,6 +34,7 @@ from verl.workers.rollout.utils import update_prometheus_config
 from seamless_verl.observe.flight import Phase
 from seamless_verl.observe.reporter import Reporter
 from seamless_verl.observe.time_ledger import SliceSeconds
+from seamless_verl.run.check_combinations import has_own_sampler
 from seamless_verl.scheduling.slices import Tag
 from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import CurriculumLoader, curriculum_of
 from seamless_verl.verl_adapter.dataloader.row_buffer import follow_versions, resumed_folder, row_buffer
@@ -86,10 +87,9 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     # ---------------------------------------------------------------- construction
 
     def _build_replay_buffer(self) -> Any:
-        sampler = self.config.trainer.v1.sampler
-        custom = sampler.get("custom_sampler") or {}
-        if custom.get("path") and custom.get("name"):
-            return super()._build_replay_buffer()
+        if has_own_sampler(self.config):
+            sampler = super()._build_replay_buffer()
+            return PolledBuffer.checked(sampler) if self.outlives_replicas else sampler
         return row_buffer(
             self.config,
             self.seamless.staleness,
@@ -231,8 +231,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         with marked_timer("adv", timing_raw, color="brown"):
             with phase(Phase.ADVANTAGE):
                 batch = self._compute_advantage(batch, metrics=metrics)
-            limit = self.config.data.max_response_length
-            batch = correct(batch, metrics, self.seamless, limit=limit, version=self.global_steps - 1)
+            limits = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.max_model_len
+            batch = correct(batch, metrics, self.seamless, limits=limits, version=self.global_steps - 1)
             self.signals.keep(batch, f"{self.global_steps}.{self.local_trigger_step}")
         if self.use_critic:
             with marked_timer("update_critic", timing_raw, color="pink"), phase(Phase.UPDATE_CRITIC):

@@ -306,14 +306,21 @@ def test_what_keeps_rows_from_coming_ends_the_wait_for_them(queue):
 
 
 def test_groups_without_signal_are_filtered_and_refilled(queue):
+    from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY
+
     rollout = Rollout(queue, eta=0, batch_size=2, filter_groups_metric="acc")
     rollout.buffer.admit(1)
     rollout.finish("u0", (1.0, 1.0))
     rollout.finish("u1", (0.0, 1.0))
-    rollout.while_waiting = [lambda: rollout.finish("u2", (0.0, 1.0))]
+    rollout.while_waiting = [
+        lambda: rollout.finish("u2", (0.0, 0.0)),
+        lambda: rollout.finish("u3", (1.0, 1.0)),
+        lambda: rollout.finish("u4", (0.0, 1.0)),
+    ]
     uids, _, metrics = rollout.sample(2)
-    assert uids == ["u1", "u2"]
-    assert metrics["training/filter_groups/evicted_samples"] == 1
+    assert uids == ["u1", "u4"]
+    assert metrics["training/filter_groups/evicted_samples"] == 3
+    assert metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] == {1.0: 2, 0.0: 1}, "of which verl makes a table"
 
 
 def test_a_group_that_fails_again_and_again_ends_the_run(queue):

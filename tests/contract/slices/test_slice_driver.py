@@ -200,7 +200,23 @@ def test_a_replica_that_cannot_be_restarted_stays_out():
     run.driver.tell_restarts()
     run.train(request)
     assert run.replicas.on_router == {"r/0"}
-    assert any("stays out" in line and "no memory" in line for line in run.lines)
+    (told,) = [line for line in run.lines if "no memory" in line]
+    assert told.startswith("slice t/0 is out: restarting it failed: no memory; none of the trainer's")
+
+
+def test_a_standing_replica_that_cannot_be_restarted_stays_out():
+    run = Run()
+    run.step()
+    run.replicas.died.add("r/0")
+    lost = frozenset({Tag.ROLLOUT})
+    run.driver.tell(run.ev.SliceFailed(at=run.clock(), slice="r/0", reason="killed", lost=lost))
+    ((_, restart),) = run.replicas.restarts
+    restart.set_exception(RuntimeError("no memory"))
+    run.driver.tell_restarts()
+    assert [line for line in run.lines if "r/0" in line] == [
+        "slice r/0 is out: killed",
+        "slice r/0 stays out: restarting it failed: no memory",
+    ]
 
 
 def test_one_of_two_replicas_of_the_trainer_dies_the_other_hands_its_memory_back_and_waits_for_it():

@@ -55,6 +55,13 @@ def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "a3po"
     with pytest.raises(ConfigError, match=r"calculate_log_probs=False"):
         adopted(FORGOTTEN, "seamless.staleness.correction=a3po")
+    for key, value, fix in (
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", "vanilla"),
+        ("algorithm.rollout_correction.rollout_is", "sequence", "null"),
+        ("algorithm.rollout_correction.rollout_rs", "token_k1", "null"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{key}={value}: .*a3po.*write {fix}"):
+            adopted(f"{key}={value}", "seamless.staleness.correction=a3po")
 
 
 def tensors(seed=0):
@@ -182,17 +189,22 @@ def stored(monkeypatch):
 def batch():
     from transfer_queue import KVBatchMeta
 
-    tags = [{"response_len": 2, "min_global_steps": 3}, {"response_len": 4, "min_global_steps": 1}]
+    tags = [
+        {"response_len": 2, "seq_len": 7, "min_global_steps": 3},
+        {"response_len": 4, "seq_len": 6, "min_global_steps": 1},
+    ]
     return KVBatchMeta(partition_id="train", keys=["a", "b"], tags=tags)
 
 
 def test_rows_that_were_cut_off_have_zero_advantage(stored):
     from seamless_verl.verl_adapter.trainer.batches import zero_overlong_advantages
 
-    assert zero_overlong_advantages(batch(), limit=4) == 0.5
+    assert zero_overlong_advantages(batch(), (4, None)) == 0.5
     assert stored["a"]["advantages"].tolist() == [1.0, 1.0]
     assert stored["b"]["advantages"].tolist() == [0.0] * 4
-    assert zero_overlong_advantages(batch(), limit=5) == 0.0
+    assert zero_overlong_advantages(batch(), (5, 8)) == 0.0
+    assert zero_overlong_advantages(batch(), (5, 7)) == 0.5, "max_model_len ended it"
+    assert stored["a"]["advantages"].tolist() == [0.0, 0.0]
 
 
 def test_the_stamp_says_what_was_cut_off_not_the_length_with_the_words_of_tools(stored):
@@ -200,7 +212,7 @@ def test_the_stamp_says_what_was_cut_off_not_the_length_with_the_words_of_tools(
 
     stored["a"]["extra_fields"] = {"seamless": {"cut_off": True}}  # a turn's limit, two tokens into the answer
     stored["b"]["extra_fields"] = {"seamless": {"cut_off": False}}  # complete; a tool said most of it
-    assert zero_overlong_advantages(batch(), limit=4) == 0.5
+    assert zero_overlong_advantages(batch(), (4, 6)) == 0.5
     assert stored["a"]["advantages"].tolist() == [0.0, 0.0]
     assert stored["b"]["advantages"].tolist() == [-1.0] * 4
 

@@ -45,6 +45,27 @@ def test_verls_entry_point_refuses_a_checkpoint_engine_that_cannot_be_imported(m
         trainer_of("trainer.device=cuda")
 
 
+def sampler(name):
+    module = "verl.trainer.ppo.v1.replay_buffer"  # verl's own stand for one of the user's
+    keys = {"path": f"pkg://{module}", "name": name}
+    return [f"trainer.v1.sampler.custom_sampler.{key}={value}" for key, value in keys.items()]
+
+
+def test_a_sampler_of_ones_own_has_verls_warm_up_and_is_told_what_it_does_not_keep(caplog):
+    eta = ["+seamless.staleness.eta=3", "+seamless.staleness.group_redundancy=1.5"]
+    trainer = trainer_of("trainer.device=cpu", "actor_rollout_ref.rollout.name=vllm", *sampler("ReplayBuffer"), *eta)
+    assert trainer.config.trainer.v1.separate_async.num_warmup_batches == 1
+    (told,) = [line for line in caplog.messages if "custom_sampler" in line]
+    assert told.startswith("seamless.staleness.eta: not kept")
+
+
+def test_a_sampler_that_a_policy_cannot_ask_is_refused():
+    colocated = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=vllm", "+seamless.scheduler.policy=colocated"]
+    with pytest.raises(ConfigError, match=r"custom_sampler\.name=ReplayBuffer: .*get_sampleable_count.*Async"):
+        trainer_of(*colocated, *sampler("ReplayBuffer"))
+    assert trainer_of(*colocated, *sampler("ReplayBufferAsync")).rows.outlives_workers is False
+
+
 @pytest.mark.parametrize("backend", check_machine._MODULES)
 def test_verls_checkpoint_engines_import_what_we_look_for(backend):
     folder = Path(importlib.import_module("verl.checkpoint_engine").__file__).parent

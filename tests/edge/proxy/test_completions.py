@@ -53,6 +53,19 @@ async def test_texts_branch_where_they_differ_and_every_answer_is_recorded() -> 
         assert (len(result.rows), result.drift) == (3, {"resampled": 1, "root_changed": 1})
 
 
+async def test_parts_of_a_character_begin_where_it_does() -> None:
+    async with serving(lambda prompt: "é🙂é", streams=True) as proxy:
+        handle = await proxy.open()
+        async with proxy.sdk(handle) as sdk:
+            whole = await sdk.completions.create(model="m", prompt="one", logprobs=0, max_tokens=50)
+            stream = await sdk.completions.create(model="m", prompt="two", logprobs=0, max_tokens=50, stream=True)
+            parts = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices]
+        known = whole.choices[0].logprobs
+        assert known is not None
+        assert known.text_offset == [0, 0, 1, 1, 1, 1, 2, 2]
+        assert [offset for part in parts if part for offset in part.text_offset or []] == known.text_offset
+
+
 async def test_a_chat_does_not_take_a_prompt_for_its_history() -> None:
     async with serving() as proxy:
         handle = await proxy.open()

@@ -203,6 +203,25 @@ def test_data_that_fills_no_batch_are_refused(tmp_path):
             check(few)
 
 
+@pytest.mark.parametrize("where", ["own columns", "hub", "null", "few"])
+def test_what_a_dataset_class_of_ones_own_makes_of_its_files_is_left_to_it(tmp_path, where):
+    seamless = {}
+    if where == "own columns":
+        changed = data(tmp_path, {"question": "q"})
+        seamless = {"agent": AGENT, "curriculum": {"accuracy_key": "acc", "history_resampling": True}}
+    elif where == "few":
+        changed = data(tmp_path, ROW, times=2)
+    else:
+        changed = config(data__train_files="openai/gsm8k" if where == "hub" else None)
+    ours = "pkg://seamless_verl.recipes.srpo.system_prompts"  # reads as verl's class does
+    for path in (None, ours):
+        changed["data"]["custom_cls"] = {"path": path, "name": "Mine"}
+        with pytest.raises(ConfigError, match="data.train|data.prompt_key"):
+            check(changed, **seamless)
+    changed["data"]["custom_cls"]["path"] = "/mine.py"
+    check(changed, **seamless)
+
+
 def test_a_folder_that_holds_no_model_is_refused(tmp_path):
     changed = config()
     changed["actor_rollout_ref"]["model"]["path"] = str(tmp_path)

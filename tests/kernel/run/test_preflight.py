@@ -17,6 +17,9 @@ TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 SEQUENCE = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 DYNAMIC = {"ppo_mini_batch_size": 8, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 511}
 SHARED = {"ppo_mini_batch_size": 8, "ulysses_sequence_parallel_size": 2}
+ROLLOUT, REF, MICRO = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu"
+REFERENCE = {"actor_rollout_ref__actor__use_kl_loss": True}
+BYPASSED = {"algorithm__rollout_correction": {"bypass_mode": True}}
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 MACHINE = Machine(
     accelerators=0,
@@ -116,6 +119,31 @@ def test_a_sound_configuration_passes():
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
             "log_prob_use_dynamic_bsz=true",
         ),
+        # It divides the 128 rows of a batch, but not the 64 of a mini-batch.
+        (dict(actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128), f"{ROLLOUT}.{MICRO}", "write 64"),
+        (dict(**REFERENCE, actor_rollout_ref__ref={MICRO: 128}), f"{REF}.{MICRO}", "write 64"),
+        (dict(algorithm__use_kl_in_reward=True, actor_rollout_ref__ref={MICRO: 24}), f"{REF}.{MICRO}", "write 16"),
+        # 32 rows for each of the reference's two ranks, where the actor has one.
+        (
+            dict(
+                trainer__n_gpus_per_node=2,
+                actor_rollout_ref__actor={**SHARED, "use_kl_loss": True},
+                actor_rollout_ref__ref={MICRO: 64},
+            ),
+            f"{REF}.{MICRO}",
+            "write 32",
+        ),
+        # An adapter's reference is the actor without it, which computes by rollout's keys.
+        (
+            dict(
+                **REFERENCE,
+                **BYPASSED,
+                actor_rollout_ref__model__lora_rank=8,
+                actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128,
+            ),
+            f"{ROLLOUT}.{MICRO}",
+            "write 64",
+        ),
         (
             dict(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu="some"),
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -127,7 +155,7 @@ def test_a_sound_configuration_passes():
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
             "divides 1",
         ),
-        (dict(actor_rollout_ref__rollout__max_model_len=512), "actor_rollout_ref.rollout.max_model_len", "write 1024"),
+        (dict(actor_rollout_ref__rollout__max_model_len=256), "actor_rollout_ref.rollout.max_model_len", "write 1024"),
         (dict(actor_rollout_ref__actor={**DYNAMIC, "ppo_max_token_len_per_gpu": 1000}), TOKENS, "write 1024"),
         (
             dict(trainer__n_gpus_per_node=2, actor_rollout_ref__actor={**SHARED, **DYNAMIC}),
@@ -143,9 +171,26 @@ def test_a_sound_configuration_passes():
             "write 1024",
         ),
         (
-            dict(algorithm__adv_estimator="gae", critic__use_dynamic_bsz=True, critic__ppo_max_token_len_per_gpu=1023),
-            "critic.ppo_max_token_len_per_gpu",
+            dict(
+                **REFERENCE,
+                actor_rollout_ref__ref={"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": 1023},
+            ),
+            f"{REF}.log_prob_max_token_len_per_gpu",
             "write 1024",
+        ),
+        (
+            dict(algorithm__adv_estimator="gae", critic__ppo_infer_max_token_len_per_gpu=1023),
+            "critic.ppo_infer_max_token_len_per_gpu",
+            "write 1024",
+        ),
+        (  # which is not in verl's configuration, so has the 32768 of its code
+            dict(
+                algorithm__adv_estimator="gae",
+                data__max_prompt_length=2**15,
+                actor_rollout_ref__rollout__max_model_len=None,
+            ),
+            "critic.ppo_infer_max_token_len_per_gpu",
+            "write +critic.ppo_infer_max_token_len_per_gpu=33536",
         ),
         (dict(trainer__n_gpus_per_node=3, actor_rollout_ref__actor=SHARED), SEQUENCE, "write 1, or train on a multi"),
         (
@@ -234,12 +279,39 @@ def test_batches_that_verl_divides_without_padding_are_not_refused(changes):
             actor_rollout_ref__rollout__n_gpus_per_node=4,
             actor_rollout_ref__rollout__tensor_model_parallel_size=4,
         ),
-        # Whole batches of 128 rows, mini-batches of 64.
-        dict(actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128),
+        # Nobody computes these: log-probs are copied, a reference is not asked for, or is the actor itself.
+        dict(**BYPASSED, actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128),
+        dict(actor_rollout_ref__ref={MICRO: 128}),
+        dict(**REFERENCE, actor_rollout_ref__model__lora_adapter_path="/a", actor_rollout_ref__ref={MICRO: 128}),
+        # verl's V1 trainer does not read these two.
+        dict(algorithm__adv_estimator="gae", critic__use_dynamic_bsz=True, critic__ppo_max_token_len_per_gpu=1023),
     ],
 )
 def test_what_works_in_verl_is_not_refused(changes):
     check(config(**changes))
+
+
+def test_an_engine_that_is_shorter_than_the_longest_row_is_told_and_rows_are_as_long_as_it_makes_them():
+    exact = {**DYNAMIC, "ppo_max_token_len_per_gpu": 800}
+    (told,) = check(config(actor_rollout_ref__rollout__max_model_len=800, actor_rollout_ref__actor=exact))
+    assert "max_model_len=800: answers to the longest prompts end 224 tokens early" in told
+    with pytest.raises(ConfigError, match="longest row, which has 801"):
+        check(config(actor_rollout_ref__rollout__max_model_len=801, actor_rollout_ref__actor=exact))
+
+
+def test_a_schedule_in_steps_is_told_where_a_step_has_several_updates():
+    optim = {"lr_warmup_steps": 10, "lr_decay_steps": None}
+    asked = dict(actor_rollout_ref__actor__optim=optim, critic__optim={"lr_warmup_steps": 5, "lr_decay_steps": 70})
+    (told,) = check(config(**asked))
+    assert told.startswith("actor_rollout_ref.actor.optim.lr_warmup_steps=10 counts calls to update")
+    assert "of which a step has 2 here" in told
+    assert told.endswith("write 20 for 10 steps")
+    _, warmup, decay = check(config(**asked, critic__enable=True))
+    assert "critic.optim.lr_warmup_steps=5" in warmup
+    assert "write 140 for 70 steps" in decay
+    assert not check(config(**asked, actor_rollout_ref__actor__ppo_mini_batch_size=16))
+    assert not check(config(**asked, trainer__v1__trainer_mode="sync"))
+    assert not check(config(actor_rollout_ref__actor__optim={"lr_warmup_steps": -1}))
 
 
 def test_with_a_policy_nobody_need_only_roll_out():
