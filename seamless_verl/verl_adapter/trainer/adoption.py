@@ -33,7 +33,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     * ``trainer.v1.separate_async.parameter_sync_step`` = batch / mini-batch: one weight version per batch.
     * ``num_warmup_batches`` = 0: the streaming dataloader admits (eta + 1) batches by itself.
     * ``rollout.agent.agent_loop_manager_class``, unless set: rollout workers that say when a group has ended.
-    * `with_policy`: GPUs that do both, where rollout is given none of its own.
+    * `with_policy`: GPUs that do both, where rollout is given none of its own. That and ``tokens_at_risk`` go back into
+      the section for `VersionedLLMClient`: under verl's own entry point nobody has filled it in.
     * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
     * `_correct_lag`: what is done about log-probs of older weights.
     * with ``seamless.weights.sync=rolling`` the checkpoint engine that publishes into shared memory; else
@@ -43,6 +44,9 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     seamless = with_policy(SeamlessConfig.from_mapping(plain(section) if section else None), config)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     with open_dict(config):
+        OmegaConf.update(config, "seamless.scheduler.policy", seamless.scheduler.policy, force_add=True)
+        tokens = seamless.supervise.tokens_at_risk
+        OmegaConf.update(config, "seamless.supervise.tokens_at_risk", tokens, force_add=True)
         modes = config.trainer.v1
         if modes.get(TRAINER_MODE) is None:
             modes[TRAINER_MODE] = {}

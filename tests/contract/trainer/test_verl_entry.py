@@ -244,3 +244,26 @@ def test_a_run_that_ends_before_it_tracks_anything_has_nobody_to_tell():
 
     with pytest.raises(KeyboardInterrupt), _tracking_finished(SimpleNamespace()):
         raise KeyboardInterrupt
+
+
+def test_what_is_filled_in_reaches_the_rollout_workers_without_keys_of_ours():
+    """There only the configuration is read, which verl's entry point composes without our defaults."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from seamless_verl.config import SeamlessConfig
+    from seamless_verl.run import compose
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
+    from seamless_verl.verl_adapter.trainer.adoption import adopt_config
+
+    def client(*overrides):
+        with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
+            config = hydra_compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=vllm", *overrides])
+        adopt_config(config)
+        return VersionedLLMClient(config=config, load_balancer_handle=None)
+
+    lent = client()
+    assert lent._outlives_replicas
+    assert lent._tokens_at_risk(is_journalled=False) == SeamlessConfig().supervise.tokens_at_risk
+    assert client("+seamless.supervise.tokens_at_risk=7")._tokens_at_risk(is_journalled=False) == 7
+    assert not client("actor_rollout_ref.rollout.nnodes=1")._outlives_replicas
