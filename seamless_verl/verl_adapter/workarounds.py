@@ -140,8 +140,8 @@ VERL = (
         module="verl.utils.fsdp_utils",
         install=f"{_ROOM}.weights.saved_weights:copy_fsdp_weights",
         mends="weights on the host are saved as an alias of the live ones: restoring older weights loses the updates "
-        "of all mini-batches but the last",
-        until="verl's fsdp2_sharded_save_to_cpu clones, and reshards before it",
+        "of all mini-batches but the last. What FSDP has gathered is computed with whatever is restored",
+        until="verl's fsdp2_sharded_save_to_cpu clones, and all four of its functions reshard first",
     ),
     Workaround(
         module="verl.utils.megatron_utils",

@@ -1,7 +1,7 @@
-"""Weights that verl saves beside the live ones: copies under FSDP2, and one copy each under Megatron.
+"""Weights that verl saves beside the live ones: copies of what FSDP computes with, and one copy each under Megatron.
 
 verl's decoupled old log-probs and our loans within a step save the weights, put others in their place, and bring them
-back (`PublishedWeights.in_place`). Two of verl 0.9.1's pairs of functions for that are replaced. What is saved
+back (`PublishedWeights.in_place`). verl 0.9.1's pairs of functions for that are replaced. What is saved
 keeps verl's layout, so either half works with verl's other one.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 def copy_fsdp_weights(fsdp_utils: Any) -> None:
@@ -23,34 +24,41 @@ def copy_fsdp_weights(fsdp_utils: Any) -> None:
     verl clones.
 
     What FSDP2 has gathered for a forward pass, it keeps where ``reshard_after_forward`` is off and no backward pass
-    followed (old log-probs). Saving would then find no shards, and restoring change weights that nothing computes with,
-    so both begin with resharding. Remove when verl's two functions do so.
+    followed (old log-probs); FSDP1 keeps its root in any case, and with SHARD_GRAD_OP all. Saving would then find no
+    shards under FSDP2, and restoring change weights that nothing computes with, so all begin with resharding. Remove
+    when verl's functions do so.
     """
-    saves, loads = fsdp_utils.fsdp2_sharded_save_to_cpu, fsdp_utils.fsdp2_sharded_load_from_cpu
+
+    def settled(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(model: Any, *state: Any) -> Any:
+            _reshard(model)
+            fsdp_utils.get_torch_device().synchronize()  # offloading does not wait for its copies to arrive
+            return function(model, *state)
+
+        return call
+
+    saves = fsdp_utils.fsdp2_sharded_save_to_cpu
+    for name in ("fsdp2_sharded_load_from_cpu", "fsdp1_sharded_save_to_cpu", "fsdp1_sharded_load_from_cpu"):
+        setattr(fsdp_utils, name, settled(getattr(fsdp_utils, name)))
 
     @functools.wraps(saves)
     def save(model: Any) -> Any:
-        _reshard(model)
-        state, spec = saves(model)
+        state, spec = settled(saves)(model)
         live = {_memory(getattr(parameter, "_local_tensor", parameter)) for parameter in model.parameters()}
         aliases = [name for name, (tensor, _) in state.items() if _memory(tensor) in live]
-        if aliases:
-            fsdp_utils.get_torch_device().synchronize()  # offloading does not wait for its copies to arrive
         return {**state, **{name: (state[name][0].clone(), state[name][1]) for name in aliases}}, spec
 
-    @functools.wraps(loads)
-    def load(model: Any, state: Any, spec: Any) -> None:
-        _reshard(model)
-        loads(model, state, spec)
-
     fsdp_utils.fsdp2_sharded_save_to_cpu = save
-    fsdp_utils.fsdp2_sharded_load_from_cpu = load
 
 
 def _reshard(model: Any) -> None:
     for module in model.modules():
+        handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
         if hasattr(module, "reshard"):  # torch's FSDPModule
             module.reshard()
+        elif handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
+            handle.reshard(True)  # of FSDP1; the attribute comes with the first forward pass
 
 
 def _memory(tensor: Any) -> int:

@@ -1,6 +1,7 @@
 """Old log-probs and loans between mini-batches put older weights in place for a while: no update may be lost by that.
 
-FSDP2 on one rank, with the CPU platform's offloading, which moves as a GPU's does.
+FSDP2 on one rank, with the CPU platform's offloading, which moves as a GPU's does. FSDP1 on two: one
+shards nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ torch = pytest.importorskip("torch")
 fsdp_utils = pytest.importorskip("verl.utils.fsdp_utils")
 
 import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as processes  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard  # noqa: E402
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)]
 MINI_BATCHES = 3
@@ -119,6 +122,58 @@ def test_verl_needs_our_resharding(mesh: Any) -> None:
         fsdp_utils.fsdp2_sharded_load_from_cpu.__wrapped__(trained.model, *began)
     fsdp_utils.fsdp2_sharded_load_from_cpu(trained.model, *began)
     assert trained.outputs() == before
+
+
+def fsdp1_rank(rank: int, folder: str) -> None:
+    """As the trainer does from one mini-batch to the next, with our functions and with verl's.
+
+    Outputs of the old policy, of the same put in place again, of the new one put back, and what that must be.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ours = fsdp_utils.fsdp1_sharded_save_to_cpu, fsdp_utils.fsdp1_sharded_load_from_cpu
+    rows, found = torch.arange(6.0).view(2, 3) / 6, {}
+    for kind in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        for save, load in (ours, [each.__wrapped__ for each in ours]):
+            torch.manual_seed(0)
+            layers = [torch.nn.Sequential(torch.nn.Linear(3, 3)) for _ in range(2)]
+            model = FullyShardedDataParallel(
+                torch.nn.Sequential(torch.nn.Linear(3, 3), *layers, torch.nn.Linear(3, 1)),
+                auto_wrap_policy=ModuleWrapPolicy({torch.nn.Sequential}),
+                sharding_strategy=kind,
+                device_id=torch.device("cpu"),
+            )
+
+            def outputs(model: Any = model) -> list[float]:
+                with torch.no_grad():
+                    return model(rows).flatten().tolist()
+
+            def gradients(model: Any = model) -> None:
+                model(rows).sum().backward()  # and nothing stays gathered
+
+            old, before = save(model), outputs()
+            gradients()
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            new = save(model)
+            load(model, old)
+            again = outputs()
+            load(model, new)
+            last = outputs()
+            gradients()
+            found[kind.name, save in ours] = [before, again, last, outputs()]
+    if rank == 0:
+        torch.save(found, f"{folder}/found")
+    dist.destroy_process_group()
+
+
+def test_fsdp1_computes_with_the_weights_that_were_put_in_place(tmp_path: Path) -> None:
+    """It keeps its root gathered after a forward pass; verl reshards that with ``fsdp_size`` above 1 only."""
+    processes.spawn(fsdp1_rank, args=(str(tmp_path),), nprocs=2)
+    found = torch.load(f"{tmp_path}/found")
+    assert len(found) == 4
+    for (kind, is_ours), (before, again, last, after) in found.items():
+        assert before == again != after
+        # When this fails for verl's, verl reshards before it restores, and ours may go.
+        assert (last == after) is is_ours, kind
 
 
 def test_offloading_moves_to_fresh_memory_once_and_back(mesh: Any) -> None:
