@@ -18,6 +18,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SEQUENCE = "ulysses_sequence_parallel_size"
+_SCHEDULED = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
 # Sections of engines, and where else than in the section itself verl reads how many GPUs share a sequence. It does not
 # hand critic.ulysses_sequence_parallel_size on.
 _ENGINES: Mapping[str, tuple[str, ...]] = {_ACTOR: ("", "fsdp_config."), "critic": ("fsdp.",)}
@@ -65,6 +66,19 @@ def check_batches(config: Mapping[str, Any]) -> None:
             raise ConfigError(name, size, problem, f"make ppo_mini_batch_size x rollout.n a multiple of {among}")
     if ranks is not None:
         _check_micro_batches(config, batch * group // ranks, mini * group // ranks)
+
+
+def check_schedules(config: Mapping[str, Any]) -> list[str]:
+    """Warnings: verl goes on in a learning rate's schedule with each call that updates, once per mini-batch here."""
+    updates = whole_number(config, "data.train_batch_size") // whole_number(config, f"{_ACTOR}.ppo_mini_batch_size")
+    told = []
+    for section in (_ACTOR, "critic") if uses_critic(config) else (_ACTOR,):
+        for key in (f"{section}.optim.{name}" for name in _SCHEDULED):
+            steps = value_of(config, key, None)
+            if updates > 1 and isinstance(steps, int) and steps > 0:
+                counts = f"counts calls to update, of which a step has {updates} here and one under verl's sync mode"
+                told.append(f"{key}={steps} {counts}: write {steps * updates} for {steps} steps")
+    return told
 
 
 def _gpus_per_sequence(config: Mapping[str, Any], section: str) -> int | None:

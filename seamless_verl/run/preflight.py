@@ -27,7 +27,8 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         machine: where the run would start.
 
     Returns:
-        Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows.
+        Warnings: what may be too much for a GPU, or for this machine's shared memory; an estimator that counts rows;
+        a schedule that counts updates.
 
     Raises:
         ConfigError, MachineError: what is wrong and how to mend it.
@@ -40,6 +41,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         check_combinations.check_layout(config, seamless)
         check_batches.check_batches(config)
+        warnings += check_batches.check_schedules(config)
         check_combinations.check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)

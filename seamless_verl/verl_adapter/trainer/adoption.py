@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
-from seamless_verl.run.check_batches import check_batches, check_lengths, check_sequences
+from seamless_verl.run.check_batches import check_batches, check_lengths, check_schedules, check_sequences
 from seamless_verl.run.check_combinations import MANAGER, check_adapter, check_engine
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
@@ -93,7 +93,8 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, seamless, machine)
-    for warning in (*check_estimator(settings, seamless), *check_memory(settings, machine)):
+    warnings = [*check_estimator(settings, seamless), *check_schedules(settings), *check_memory(settings, machine)]
+    for warning in warnings:
         _log.warning("%s", warning)
 
 

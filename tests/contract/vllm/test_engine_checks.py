@@ -74,8 +74,9 @@ def test_the_command_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         (check_machine, "check_devices"),
         (check_combinations, "check_layout"),
         (check_batches, "check_batches"),
+        (check_batches, "check_schedules"),
     ):
-        monkeypatch.setattr(module, other, lambda *_: None)
+        monkeypatch.setattr(module, other, lambda *_: [])
     seamless = SeamlessConfig.from_mapping({"scheduler": {"policy": "greedy"}})
     with pytest.raises(ConfigError, match="sglang"):
         preflight.check_settings(plain, seamless, SimpleNamespace())  # type: ignore[arg-type]

@@ -242,6 +242,21 @@ def test_what_works_in_verl_is_not_refused(changes):
     check(config(**changes))
 
 
+def test_a_schedule_in_steps_is_told_where_a_step_has_several_updates():
+    optim = {"lr_warmup_steps": 10, "lr_decay_steps": None}
+    asked = dict(actor_rollout_ref__actor__optim=optim, critic__optim={"lr_warmup_steps": 5, "lr_decay_steps": 70})
+    (told,) = check(config(**asked))
+    assert told.startswith("actor_rollout_ref.actor.optim.lr_warmup_steps=10 counts calls to update")
+    assert "of which a step has 2 here" in told
+    assert told.endswith("write 20 for 10 steps")
+    _, warmup, decay = check(config(**asked, critic__enable=True))
+    assert "critic.optim.lr_warmup_steps=5" in warmup
+    assert "write 140 for 70 steps" in decay
+    assert not check(config(**asked, actor_rollout_ref__actor__ppo_mini_batch_size=16))
+    assert not check(config(**asked, trainer__v1__trainer_mode="sync"))
+    assert not check(config(actor_rollout_ref__actor__optim={"lr_warmup_steps": -1}))
+
+
 def test_with_a_policy_nobody_need_only_roll_out():
     check(config(actor_rollout_ref__rollout__nnodes=0), scheduler={"policy": "colocated"})
 
