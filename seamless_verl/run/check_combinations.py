@@ -27,6 +27,7 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MERGE = f"{_MODEL}.lora.merge"
 _PROFILER = "global_profiler"
+_JUDGE = "reward.reward_model"
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 _SPLIT = (
     "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example trainer.n_gpus_per_node=4 "
@@ -230,17 +231,27 @@ def check_entry(config: Mapping[str, Any]) -> None:
 
 
 def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """What rollout engines and rollout workers cannot do under verl 0.9.1; each check says when it may go.
+    """What engines, rollout workers and verl's asynchronous trainer cannot do under verl 0.9.1.
 
     Raises:
         ConfigError: naming the key that asks.
     """
+    _check_trainer(config)
     _check_single_requests(config, seamless)
     _check_staleness(config, seamless.staleness)
     if seamless.scheduler.policy is not None:
         _check_lending(config, seamless)
     if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
         check_routing_replay(config)
+
+
+def _check_trainer(config: Mapping[str, Any]) -> None:
+    """Until ``PPOTrainerSeparateAsync`` and ``DetachActorWorker`` can; they say so after Ray has started, or later."""
+    pool = f"{_JUDGE}.enable_resource_pool"
+    if value_of(config, f"{_JUDGE}.enable", False) and not value_of(config, pool, False):
+        problem = "verl's asynchronous trainer, which ours extends, has no place for a reward model on its GPUs"
+        fix = f"write true, with {_JUDGE}.nnodes and n_gpus_per_node, or {_MODE}=sync"
+        raise ConfigError(pool, False, problem, fix)
 
 
 def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:

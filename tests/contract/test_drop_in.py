@@ -21,8 +21,11 @@ SGLANG = (
 )
 ADAPTER = ("lora.merge=False: a replica that is started anew would put the adapter on random weights",)
 UNSERVED = ("V1 trainer does not compute what it needs", "write grpo")
+JUDGE = ("reward_model.enable_resource_pool=False: verl's asynchronous trainer, which ours extends, has no place",)
 REFUSED = {
+    "fapo_trainer-run_qwen_7b_rm_colocate": JUDGE,
     "gdpo_trainer-run_qwen3_8b_fsdp": UNSERVED,
+    "grpo_trainer-run_mistral_nemo_12b_skyworkrm_fsdp": JUDGE,
     "lora-run_qwen2_5_vl_7b_fsdp": ADAPTER,
     "lora-run_qwen3_30b_a3b_megatron": ADAPTER,
     "remax_trainer-run_qwen3_8b_fsdp": UNSERVED,
@@ -31,8 +34,14 @@ REFUSED = {
 }
 APART = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4"]
 WAYS_OUT = [["actor_rollout_ref.rollout.name=vllm"], ["trainer.v1.trainer_mode=sync"], APART]
+JUDGES = [
+    [f"reward.reward_model.{key}" for key in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=4")],
+    ["trainer.v1.trainer_mode=sync"],
+]
 MENDED = {  # by what the message says; then they pass
+    "fapo_trainer-run_qwen_7b_rm_colocate": JUDGES,
     "gdpo_trainer-run_qwen3_8b_fsdp": [["algorithm.adv_estimator=grpo"]],
+    "grpo_trainer-run_mistral_nemo_12b_skyworkrm_fsdp": JUDGES,
     "lora-run_qwen2_5_vl_7b_fsdp": [["actor_rollout_ref.rollout.load_format=safetensors"]],
     "lora-run_qwen3_30b_a3b_megatron": [["actor_rollout_ref.model.lora.merge=true"]],
     "remax_trainer-run_qwen3_8b_fsdp": [["algorithm.adv_estimator=grpo"]],
