@@ -28,6 +28,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MERGE = f"{_MODEL}.lora.merge"
 _PROFILER = "global_profiler"
 _JUDGE = "reward.reward_model"
+_SAVED = ("fsdp", "fsdp2", "veomni", "megatron")
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 _SPLIT = (
     "split the devices between trainer.* and actor_rollout_ref.rollout.*, for example trainer.n_gpus_per_node=4 "
@@ -252,6 +253,11 @@ def _check_trainer(config: Mapping[str, Any]) -> None:
         problem = "verl's asynchronous trainer, which ours extends, has no place for a reward model on its GPUs"
         fix = f"write true, with {_JUDGE}.nnodes and n_gpus_per_node, or {_MODE}=sync"
         raise ConfigError(pool, False, problem, fix)
+    key = f"{_ACTOR}.strategy"
+    strategy = value_of(config, key, "fsdp")
+    if strategy not in _SAVED:
+        problem = "verl's asynchronous trainer, which ours extends, cannot save its weights"
+        raise ConfigError(key, strategy, problem, f"write model_engine=dp (FSDP) or megatron, or {_MODE}=sync")
 
 
 def _check_single_requests(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:

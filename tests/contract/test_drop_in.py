@@ -140,6 +140,14 @@ def test_there_are_lists_to_compare_and_the_page_says_how_many():
     assert len(left_out) == 4
 
 
+@pytest.mark.parametrize("model_engine", ["torchtitan", "veomni"])
+def test_an_engine_whose_weights_verls_asynchronous_trainer_cannot_save_is_refused(model_engine, on_machine):
+    overrides = [f"model_engine={model_engine}", "actor_rollout_ref.rollout.name=vllm", "critic.enable=false"]
+    started = on_machine(*overrides, "algorithm.adv_estimator=grpo", "trainer.logger=console", cards=8)
+    saves = model_engine == "veomni"
+    assert (started.code, "actor.strategy=torchtitan: verl's" in started.err) == ((0, False) if saves else (2, True))
+
+
 @pytest.mark.parametrize("model_engine", ["dp", "megatron"])
 def test_other_model_engines_compose(model_engine):
     assert composed(through_us([f"model_engine={model_engine}"]))["trainer.v1.trainer_mode"] == "seamless"
