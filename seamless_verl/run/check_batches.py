@@ -7,21 +7,27 @@ for those who start verl's own entry point.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.errors import ConfigError
-from seamless_verl.run.check_combinations import uses_critic
+from seamless_verl.run.check_combinations import uses_adapter, uses_critic
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
+_REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SEQUENCE = "ulysses_sequence_parallel_size"
+_CRITICS_TOKENS = 32768  # verl's, which has no such key in its configuration
 _SCHEDULED = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
 # Sections of engines, and where else than in the section itself verl reads how many GPUs share a sequence. It does not
 # hand critic.ulysses_sequence_parallel_size on.
-_ENGINES: Mapping[str, tuple[str, ...]] = {_ACTOR: ("", "fsdp_config."), "critic": ("fsdp.",)}
+_ENGINES: Mapping[str, tuple[str, ...]] = {
+    _ACTOR: ("", "fsdp_config."),
+    _REF: ("", "fsdp_config."),
+    "critic": ("fsdp.",),
+}
 
 
 def check_sequences(config: Mapping[str, Any]) -> None:
@@ -64,8 +70,7 @@ def check_batches(config: Mapping[str, Any]) -> None:
         if among is not None and size * group % among:
             problem = f"{size} prompts x {group} rollouts do not divide evenly over {among} data-parallel ranks"
             raise ConfigError(name, size, problem, f"make ppo_mini_batch_size x rollout.n a multiple of {among}")
-    if ranks is not None:
-        _check_micro_batches(config, batch * group // ranks, mini * group // ranks)
+    _check_micro_batches(config, mini * group)
 
 
 def check_schedules(config: Mapping[str, Any]) -> list[str]:
@@ -82,7 +87,8 @@ def check_schedules(config: Mapping[str, Any]) -> list[str]:
 
 
 def _gpus_per_sequence(config: Mapping[str, Any], section: str) -> int | None:
-    """None without FSDP: it hangs on more keys than are worth repeating here."""
+    """None without FSDP: it hangs on more keys than are worth repeating here. By rollout's keys the actor computes."""
+    section = _ACTOR if section == _ROLLOUT else section
     if not str(value_of(config, f"{section}.strategy", "fsdp")).startswith("fsdp"):
         return None
     sizes = (whole_number(config, f"{section}.{engine}{_SEQUENCE}", default=1) for engine in _ENGINES[section])
@@ -99,42 +105,58 @@ def _ranks(config: Mapping[str, Any], section: str) -> int | None:
     return None if shared is None else max(1, _devices(config) // shared)
 
 
-def _check_micro_batches(config: Mapping[str, Any], batch: int, mini: int) -> None:
-    """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches)."""
-    checked = (
-        (_ACTOR, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", (mini,)),
-        # verl infers over a whole batch or over a mini-batch: what divides neither cannot work.
-        (_ROLLOUT, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", (mini, batch)),
-    )
-    for section, name, dynamic, shares in checked:
-        key = f"{section}.{name}"
-        if value_of(config, f"{section}.{dynamic}", False) or value_of(config, key, None) is None:
+def _reference_by(config: Mapping[str, Any]) -> Sequence[str]:
+    """The section by whose keys a reference's log-probs are computed; none where there is no reference."""
+    asks = ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")  # verl's `need_reference_policy`
+    if not any(value_of(config, key, False) for key in asks):
+        return ()
+    is_actor = uses_adapter(config) or value_of(config, f"{_MODEL}.lora_adapter_path", None) is not None
+    return (_ROLLOUT,) if is_actor else (_REF,)
+
+
+def _check_micro_batches(config: Mapping[str, Any], rows: int) -> None:
+    """verl asserts on these only in the first step (workers/engine/utils.py: prepare_micro_batches).
+
+    Args:
+        rows: of a mini-batch; our trainer infers over no more at a time.
+    """
+    is_copied = value_of(config, "algorithm.rollout_correction.bypass_mode", False)  # but for `rows_to_compare`
+    log_probs = sorted({*_reference_by(config), *(() if is_copied else (_ROLLOUT,))})
+    for section, name, dynamic in (
+        (_ACTOR, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+        *((of, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz") for of in log_probs),
+    ):
+        key, ranks = f"{section}.{name}", _ranks(config, section)
+        if ranks is None or value_of(config, f"{section}.{dynamic}", False) or value_of(config, key, None) is None:
             continue
-        micro = whole_number(config, key)
-        if any(share % micro == 0 for share in shares):
+        micro, share = whole_number(config, key), rows // ranks
+        if share % micro == 0:
             continue
-        near = max(size for size in range(1, min(micro, mini) + 1) if mini % size == 0)
-        problem = f"does not divide the {mini} rows of a mini-batch that one data-parallel rank of the trainer gets"
+        near = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+        problem = f"does not divide the {share} rows of a mini-batch that one data-parallel rank of the trainer gets"
         raise ConfigError(key, micro, problem, f"write {near}, or {section}.{dynamic}=true")
 
 
 def check_lengths(config: Mapping[str, Any]) -> None:
     needed = whole_number(config, "data.max_prompt_length") + whole_number(config, "data.max_response_length")
-    key = "actor_rollout_ref.rollout.max_model_len"
+    key = f"{_ROLLOUT}.max_model_len"
     if value_of(config, key, None) is not None and whole_number(config, key) < needed:
         problem = f"is less than data.max_prompt_length + data.max_response_length = {needed}"
         raise ConfigError(key, whole_number(config, key), problem, f"write {needed}")
-    sections = [
-        (_ACTOR, "ppo_", "use_dynamic_bsz", _ACTOR),
-        (_ROLLOUT, "log_prob_", "log_prob_use_dynamic_bsz", _ACTOR),
-    ]
-    if uses_critic(config):
-        sections.append(("critic", "ppo_", "use_dynamic_bsz", "critic"))
-    for section, of, dynamic, engine in sections:  # verl asserts when such a row is there (utils/seqlen_balancing.py)
-        key, shared = f"{section}.{of}max_token_len_per_gpu", _gpus_per_sequence(config, engine)
-        if shared is None or not value_of(config, f"{section}.{dynamic}", False) or value_of(config, key, None) is None:
+    keys = [(_ACTOR, "ppo_max_token_len_per_gpu", value_of(config, f"{_ACTOR}.use_dynamic_bsz", False))]
+    for section in sorted({_ROLLOUT, *_reference_by(config)}):
+        is_dynamic = value_of(config, f"{section}.log_prob_use_dynamic_bsz", False)
+        keys.append((section, "log_prob_max_token_len_per_gpu", is_dynamic))
+    # Of the critic verl's V1 trainer reads neither use_dynamic_bsz nor ppo_max_token_len_per_gpu.
+    keys.append(("critic", "ppo_infer_max_token_len_per_gpu", uses_critic(config)))
+    for section, name, is_dynamic in keys:  # verl asserts when such a row is there (utils/seqlen_balancing.py)
+        key, default = f"{section}.{name}", _CRITICS_TOKENS if section == "critic" else None
+        if not is_dynamic or value_of(config, key, default) is None:
             continue
-        if (tokens := whole_number(config, key)) * shared < needed:
+        if (shared := _gpus_per_sequence(config, section)) is None:
+            continue
+        if (tokens := whole_number(config, key, default=default)) * shared < needed:
             among = f" on {shared} GPUs" if shared > 1 else ""
             problem = f"{tokens} tokens per GPU{among} are less than the longest row, which has {needed}"
-            raise ConfigError(key, tokens, problem, f"write {-(-needed // shared)}, or shorten rows")
+            added = "" if value_of(config, key, None) is not None else f"+{key}="
+            raise ConfigError(key, tokens, problem, f"write {added}{-(-needed // shared)}, or shorten rows")

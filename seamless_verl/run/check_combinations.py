@@ -208,6 +208,10 @@ def uses_critic(config: Mapping[str, Any]) -> bool:
     return value_of(config, "algorithm.adv_estimator", None) == "gae" if enabled is None else bool(enabled)
 
 
+def uses_adapter(config: Mapping[str, Any]) -> bool:
+    return any(value_of(config, f"{_MODEL}.{key}", 0) for key in ("lora_rank", "lora.rank"))
+
+
 def check_entry(config: Mapping[str, Any]) -> None:
     """Refuse keys that our command cannot honour.
 
@@ -331,8 +335,7 @@ def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
     A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
     """
-    ranks = [f"{_MODEL}.lora_rank", f"{_MODEL}.lora.rank"]
-    if not any(value_of(config, key, 0) for key in ranks) or value_of(config, _MERGE, False):
+    if not uses_adapter(config) or value_of(config, _MERGE, False):
         return
     if value_of(config, f"{_ROLLOUT}.nnodes", 0):
         problem = "replicas on GPUs of their own would sample the base model, since verl broadcasts no adapter"

@@ -17,6 +17,9 @@ TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 SEQUENCE = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 DYNAMIC = {"ppo_mini_batch_size": 8, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 511}
 SHARED = {"ppo_mini_batch_size": 8, "ulysses_sequence_parallel_size": 2}
+ROLLOUT, REF, MICRO = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu"
+REFERENCE = {"actor_rollout_ref__actor__use_kl_loss": True}
+BYPASSED = {"algorithm__rollout_correction": {"bypass_mode": True}}
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 MACHINE = Machine(
     accelerators=0,
@@ -116,6 +119,31 @@ def test_a_sound_configuration_passes():
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
             "log_prob_use_dynamic_bsz=true",
         ),
+        # It divides the 128 rows of a batch, but not the 64 of a mini-batch.
+        (dict(actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128), f"{ROLLOUT}.{MICRO}", "write 64"),
+        (dict(**REFERENCE, actor_rollout_ref__ref={MICRO: 128}), f"{REF}.{MICRO}", "write 64"),
+        (dict(algorithm__use_kl_in_reward=True, actor_rollout_ref__ref={MICRO: 24}), f"{REF}.{MICRO}", "write 16"),
+        # 32 rows for each of the reference's two ranks, where the actor has one.
+        (
+            dict(
+                trainer__n_gpus_per_node=2,
+                actor_rollout_ref__actor={**SHARED, "use_kl_loss": True},
+                actor_rollout_ref__ref={MICRO: 64},
+            ),
+            f"{REF}.{MICRO}",
+            "write 32",
+        ),
+        # An adapter's reference is the actor without it, which computes by rollout's keys.
+        (
+            dict(
+                **REFERENCE,
+                **BYPASSED,
+                actor_rollout_ref__model__lora_rank=8,
+                actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128,
+            ),
+            f"{ROLLOUT}.{MICRO}",
+            "write 64",
+        ),
         (
             dict(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu="some"),
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -143,9 +171,26 @@ def test_a_sound_configuration_passes():
             "write 1024",
         ),
         (
-            dict(algorithm__adv_estimator="gae", critic__use_dynamic_bsz=True, critic__ppo_max_token_len_per_gpu=1023),
-            "critic.ppo_max_token_len_per_gpu",
+            dict(
+                **REFERENCE,
+                actor_rollout_ref__ref={"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": 1023},
+            ),
+            f"{REF}.log_prob_max_token_len_per_gpu",
             "write 1024",
+        ),
+        (
+            dict(algorithm__adv_estimator="gae", critic__ppo_infer_max_token_len_per_gpu=1023),
+            "critic.ppo_infer_max_token_len_per_gpu",
+            "write 1024",
+        ),
+        (  # which is not in verl's configuration, so has the 32768 of its code
+            dict(
+                algorithm__adv_estimator="gae",
+                data__max_prompt_length=2**15,
+                actor_rollout_ref__rollout__max_model_len=None,
+            ),
+            "critic.ppo_infer_max_token_len_per_gpu",
+            "write +critic.ppo_infer_max_token_len_per_gpu=33536",
         ),
         (dict(trainer__n_gpus_per_node=3, actor_rollout_ref__actor=SHARED), SEQUENCE, "write 1, or train on a multi"),
         (
@@ -234,8 +279,12 @@ def test_batches_that_verl_divides_without_padding_are_not_refused(changes):
             actor_rollout_ref__rollout__n_gpus_per_node=4,
             actor_rollout_ref__rollout__tensor_model_parallel_size=4,
         ),
-        # Whole batches of 128 rows, mini-batches of 64.
-        dict(actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128),
+        # Nobody computes these: log-probs are copied, a reference is not asked for, or is the actor itself.
+        dict(**BYPASSED, actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128),
+        dict(actor_rollout_ref__ref={MICRO: 128}),
+        dict(**REFERENCE, actor_rollout_ref__model__lora_adapter_path="/a", actor_rollout_ref__ref={MICRO: 128}),
+        # verl's V1 trainer does not read these two.
+        dict(algorithm__adv_estimator="gae", critic__use_dynamic_bsz=True, critic__ppo_max_token_len_per_gpu=1023),
     ],
 )
 def test_what_works_in_verl_is_not_refused(changes):
