@@ -14,6 +14,7 @@ import types
 import numpy as np
 import pytest
 
+from seamless_verl.run.check_batches import _CRITICS_TOKENS
 from seamless_verl.run.check_combinations import uses_critic
 from seamless_verl.run.check_references import ESTIMATORS
 from tests.contract.moved import users
@@ -194,6 +195,9 @@ NAMES = [
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.optimizer_zero_grad",
     "verl.workers.rollout.replica:RolloutMode.HYBRID",
     "verl.workers.engine.base:BaseEngineCtx._context_switch",
+    "verl.utils.fsdp_utils:fsdp1_sharded_save_to_cpu",
+    "verl.utils.fsdp_utils:fsdp1_sharded_load_from_cpu",
+    "torch.distributed.fsdp._flat_param:FlatParamHandle.reshard",
     "verl.utils.fsdp_utils:fsdp2_sharded_save_to_cpu",
     "verl.utils.fsdp_utils:fsdp2_sharded_load_from_cpu",
     "verl.utils.fsdp_utils:offload_fsdp2_model_to_cpu",
@@ -492,6 +496,21 @@ def test_we_know_as_verl_whether_there_is_a_critic(estimator, enabled):
 
     config = {"algorithm": {"adv_estimator": estimator}, "critic": {"enable": enabled}}
     assert uses_critic(config) == need_critic(OmegaConf.create(config))
+
+
+def test_verl_cuts_a_critics_batches_by_one_key_that_its_configuration_lacks():
+    """Why `check_lengths` reads that one, and no size of micro-batches; may go when verl reads its other keys."""
+    import inspect
+    from dataclasses import fields
+
+    from verl.trainer.ppo.v1 import trainer_base
+    from verl.workers.config import FSDPCriticConfig, FSDPEngineConfig
+
+    assert "critic_cfg.engine.max_token_len_per_gpu = critic_cfg.ppo_infer_max_token_len_per_gpu" in inspect.getsource(
+        trainer_base
+    )
+    (tokens,) = (field for field in fields(FSDPCriticConfig) if field.name == "ppo_infer_max_token_len_per_gpu")
+    assert (tokens.default, FSDPEngineConfig(strategy="fsdp").use_dynamic_bsz) == (_CRITICS_TOKENS, True)
 
 
 def _lengths_per_optimizer_step(batch, ranks, mini_batch_rows):
