@@ -106,23 +106,21 @@ class _OnTries(fsdp.FSDPEngine):
         module: Any = self.module
         if any(parameter.grad is not None for parameter in module.parameters()):
             return {}
-        every = list(range(len(data)))
         every_teaches = forward_only or isinstance(self, fsdp.FSDPEngineWithValueHead)
-        taught = every if every_teaches else guard.teaching(data)
-        part = guard.few(data, plans.rows_of(data["input_ids"]), taught or every)
-        both = plans.together(part, self._shape)
-        trained = module.training
-        module.eval()  # adapters may have dropout, which differs from pass to pass
+        taught = list(range(len(data))) if every_teaches else guard.teaching(data)
+        part = guard.few(data, plans.rows_of(data["input_ids"]), taught or list(range(len(data))))
+        both = plans.plan(part, group, self._shape)
+        assert both is not None  # nor did the whole batch stay flat
         found: dict[bool, Any] = {}
         norms: dict[bool, float] = {}
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for ours in (True, False) * (1 if self._comparable else 2):  # the first of all warms up
-            found[ours], taken = self._timed(part, loss_function, forward_only, both if ours else None)
-            seconds[ours].append(taken)
-            if not forward_only:
-                norms[ours] = guard.gradient_norm(module)
-                self.optimizer_zero_grad()  # type: ignore[no-untyped-call]
-        module.train(trained)
+        with guard.without_dropout(module):
+            for ours in (True, False) * (1 if self._comparable else 2):  # the first of all warms up
+                found[ours], taken = self._timed(part, loss_function, forward_only, both if ours else None)
+                seconds[ours].append(taken)
+                if not forward_only:
+                    norms[ours] = guard.gradient_norm(module)
+                    self.optimizer_zero_grad()  # type: ignore[no-untyped-call]
         self._price.compared(both.work, min(seconds[True]), min(seconds[False]))
         told = guard.differences(found[True], found[False], part)
         if norms and plans.on_any_rank(bool(taught), group):
