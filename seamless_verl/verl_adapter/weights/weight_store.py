@@ -167,8 +167,8 @@ def publish(
 
     Args:
         dtype: of the engines. Matrices of wider floats are cast to it, as the engine would on loading (and verl's own
-            ``delta_sharded`` before sending); vectors and routers (``….gate.weight``) stay: they are small, and engines
-            keep some of them in fp32.
+            ``delta_sharded`` before sending); vectors and routers (``….gate.…``, ``….router.…``) stay: they are small,
+            and engines keep some of them in fp32.
 
     Raises:
         OSError: the shared memory is full; what was published before stands.
@@ -201,7 +201,8 @@ def publish(
 
 def _stored(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     wider = value.is_floating_point() and value.dtype.itemsize > dtype.itemsize
-    return dtype if wider and value.dim() > 1 and ".gate." not in name else value.dtype
+    routes = ".gate." in name or ".router." in name
+    return dtype if wider and value.dim() > 1 and not routes else value.dtype
 
 
 def _on_host(value: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[np.uint8]]:

@@ -48,7 +48,9 @@ def test_matrices_are_published_as_the_engine_holds_them(tmp_path: Path) -> None
     }
 
 
-@pytest.mark.parametrize("name", ["mlp.gate", "mlp.router.gate", "block_sparse_moe.gate", "moe.gate"])
+@pytest.mark.parametrize(
+    "name", ["mlp.gate", "mlp.router.gate", "block_sparse_moe.gate", "moe.gate", "mlp.router.classifier"]
+)
 def test_a_router_of_experts_is_published_as_it_was_trained(tmp_path: Path, name: str) -> None:
     """vLLM keeps that of some models in fp32."""
     trained = {
