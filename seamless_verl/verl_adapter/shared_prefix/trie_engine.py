@@ -19,6 +19,7 @@ import wrapt
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
 from seamless_verl.errors import ConfigError
@@ -203,10 +204,14 @@ def refuse(engine: Any, model: Any, longest: int | None = None) -> None:
     text = model.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
+    computed_in = PrecisionType.to_dtype((engine.mixed_precision or {}).get("param_dtype", "bf16"))
     others = [kind.replace("_", " ") for kind in sorted(kinds - {"full_attention", "sliding_attention"})]
     _refuse(
         {
             "an accelerator that is neither a GPU of CUDA nor a CPU": get_device_name() not in ("cpu", "cuda"),
+            "fp32 on a GPU (fsdp_config.mixed_precision.param_dtype): torch's flash attention takes bf16 and fp16": (
+                get_device_name() == "cuda" and computed_in == torch.float32
+            ),
             "sequences split over GPUs (ulysses_sequence_parallel_size)": engine.ulysses_sequence_parallel_size > 1,
             "pad_to_length": engine.pad_to_length,
             f"layers of {', '.join(others)}": bool(others),

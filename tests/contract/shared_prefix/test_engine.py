@@ -144,12 +144,17 @@ def test_what_a_shared_token_would_get_wrong_is_refused(
     from seamless_verl.verl_adapter.shared_prefix import trie_engine as engines
 
     monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
-    plain = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False}
+    plain: dict[str, Any] = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False}
+    plain |= {"mixed_precision": {"param_dtype": "fp32"}}
     taken = shape(layer_types=["full_attention", "sliding_attention"], sliding_window=100)
     engines.refuse(SimpleNamespace(**plain), taken, 100)
     engines.refuse(SimpleNamespace(**plain), shape(layer_types=["full_attention"], sliding_window=99), 100)
     with pytest.raises(ConfigError, match=f"{story}.*seamless.shared_prefix=off"):
         engines.refuse(SimpleNamespace(**{**plain, **engine}), shape(**model), 100)
+    monkeypatch.setattr(engines, "get_device_name", lambda: "cuda")
+    engines.refuse(SimpleNamespace(**{**plain, "mixed_precision": None}), taken)
+    with pytest.raises(ConfigError, match=r"fp32 on a GPU.*param_dtype.*seamless.shared_prefix=off"):
+        engines.refuse(SimpleNamespace(**plain), taken)
     monkeypatch.setattr(engines, "get_device_name", lambda: "npu")
     with pytest.raises(ConfigError, match="neither a GPU of CUDA nor a CPU"):
         engines.refuse(SimpleNamespace(**plain), taken)
