@@ -27,7 +27,7 @@ from seamless_verl.memory.gpu_memory import (
     highest_utilization,
 )
 from seamless_verl.run.check_combinations import uses_critic
-from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_configs
+from seamless_verl.run.check_machine import ADDRESS, SHARED_MEMORY, cluster_address, model_configs
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{_ROLLOUT}.gpu_memory_utilization"
@@ -67,7 +67,7 @@ def check_memory(config: Mapping[str, Any], machine: Machine) -> list[str]:
         builds = value_of(config, "seamless.assets.module", None) is not None  # the recipe, after these checks
         seen = not on_gpus or builds or any(True for _ in model_configs(path))
         return [] if seen else [f"{unseen}. To be told: hf download {path}"]
-    found = _published(config, machine.shared_memory_free, shape) if rolls else []
+    found = _published(config, machine.shared_memory_free, model_shape(path, tied=False) or shape) if rolls else []
     if on_gpus:
         found += _beside_the_trainer(config, card, shape) + _one_row_each(config, card, shape)
     warnings = [problem for problem in found if isinstance(problem, str)]
@@ -79,25 +79,28 @@ def check_memory(config: Mapping[str, Any], machine: Machine) -> list[str]:
     return warnings
 
 
-def model_shape(path: str | None, *, headless: bool = False) -> ModelShape | None:
+def model_shape(path: str | None, *, tied: bool | None = None) -> ModelShape | None:
     """From the ``config.json`` of a local folder, or of a hub model that was downloaded before.
 
     Args:
-        headless: without the matrix that makes logits, as a critic.
+        tied: whether the matrix that makes logits is that of the embeddings; None: as the model says.
     """
     for found in model_configs(path):
         with suppress(ValueError, KeyError):  # not what it is for the families that are known
-            return ModelShape.from_config(found | {"tie_word_embeddings": True} if headless else found)
+            return ModelShape.from_config(found if tied is None else found | {"tie_word_embeddings": tied})
     return None
 
 
 def _published(config: Mapping[str, Any], free: int, shape: ModelShape) -> list[ConfigError | str]:
-    """Two versions of the weights, each in the narrower of the trainer's and the engine's types."""
+    """Two versions of the weights, each in the narrower of the trainer's and the engine's types, beside what else lies
+    there. ``shape`` is not tied: verl sends a tied matrix under both names, and the engine skips one."""
     keys = ("actor_rollout_ref.actor.fsdp_config.model_dtype", f"{_ROLLOUT}.dtype")
-    needed = 2 * shape.parameters * min(_BYTES.get(str(value_of(config, key, "fp32")), 2) for key in keys)
+    each = min(_BYTES.get(str(value_of(config, key, "fp32")), 2) for key in keys)
+    needed = 2 * shape.parameters * each + SHARED_MEMORY
     if free >= needed:
         return []
-    problem = f"publishes into /dev/shm, which has {_gib(free)} free; two versions of the weights take {_gib(needed)}"
+    problem = f"publishes into /dev/shm, which has {_gib(free)} free"
+    problem += f"; two versions of the weights and all else take {_gib(needed)}"
     fix = f"give the container more (docker run --shm-size={math.ceil(needed / GIB)}g), or write {_SYNC}=together"
     return [ConfigError(_SYNC, "rolling", problem, fix)]
 
@@ -108,7 +111,7 @@ def _beside_the_trainer(config: Mapping[str, Any], card: int, shape: ModelShape)
         return []
     trained = [_trained(config, "actor_rollout_ref.actor", "fsdp_config", shape)]
     if uses_critic(config):
-        critic = model_shape(value_of(config, "critic.model.path", None), headless=True)
+        critic = model_shape(value_of(config, "critic.model.path", None), tied=True)  # it makes none
         trained += [_trained(config, "critic", "fsdp", critic)] if critic else []
     resident = sum(part.at_rest for part in trained)
     share = float(value_of(config, SHARE))

@@ -5,6 +5,8 @@ import inspect
 
 import pytest
 
+from seamless_verl.errors import ConfigError
+from seamless_verl.machine import Machine
 from seamless_verl.memory.gpu_memory import ModelShape
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -45,6 +47,32 @@ def test_parameters_are_those_that_transformers_makes(family, more):
     sizes = [parameter.numel() for parameter in model.parameters()]
     shape = ModelShape.from_config(config.to_dict())
     assert (shape.parameters, shape.largest) == (sum(sizes), max(sizes))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_versions_as_verl_sends_them_fit_into_the_shared_memory_that_is_asked_for(tied, tmp_path, monkeypatch):
+    """Its state dict has a tied matrix under both names."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from seamless_verl.run import check_gpu_memory
+    from seamless_verl.verl_adapter.weights import weight_store
+
+    engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+    assert "params = self.module.state_dict()" in inspect.getsource(engine.FSDPEngine.get_per_tensor_param)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SMALL, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path / "model")
+    published = weight_store.publish(tmp_path / "store", 1, model.state_dict().items(), torch.bfloat16)
+    monkeypatch.setattr(check_gpu_memory, "SHARED_MEMORY", 8 << 10)  # vectors in fp32 are part of it
+    rollout = {"dtype": "bfloat16", "name": "vllm"}
+    config = {
+        "seamless": {"weights": {"sync": "rolling"}},
+        "trainer": {"device": "cpu"},
+        "actor_rollout_ref": {"model": {"path": str(tmp_path / "model")}, "rollout": rollout},
+    }
+    little = Machine(**dict.fromkeys(Machine.__slots__, 0) | {"shared_memory_free": 2 * published.nbytes})
+    with pytest.raises(ConfigError, match="two versions of the weights"):
+        check_gpu_memory.check_memory(config, little)
 
 
 def test_gradients_are_gone_when_a_training_pass_of_verl_ends():

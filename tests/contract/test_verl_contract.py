@@ -179,6 +179,8 @@ NAMES = [
     "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.set_global_steps",
     "vllm.renderers.base:BaseRenderer.clear_mm_cache_async",
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc",
+    "vllm.v1.engine.async_llm:AsyncLLM.reset_encoder_cache",
+    "vllm.config.model:ModelConfig.is_multimodal_model",
     "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async",
     "vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens",
     "verl.checkpoint_engine.base:split_weight_chunks",

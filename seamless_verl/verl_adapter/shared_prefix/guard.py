@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 from verl.utils import tensordict_utils as tu
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
@@ -39,12 +41,31 @@ def teaching(data: TensorDict) -> list[int]:
 
 
 def few(data: TensorDict, rows: Rows, among: Sequence[int]) -> TensorDict:
-    """Two rows of ``data``, or the only one, as a batch of one micro-batch; ``among`` those of these indices."""
+    """Two rows of ``data`` within its own limit of a micro-batch, of those with these indices if there are two.
+
+    As many on every rank, whose passes are collective: the only row is got where there is but one.
+    """
+    if len(among) < 2:
+        among = [*among, *(row for row in range(len(rows)) if row not in among)][:2]
     picked = [among[index] for index in neighbours([rows[index] for index in among])]
     part: TensorDict = tu.index_select_tensor_dict(data, picked)
-    most = len(part) * max(map(len, rows))
-    tu.assign_non_tensor(part, return_model_output=True, use_dynamic_bsz=True, max_token_len_per_gpu=most)
+    size = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None) or len(part)
+    tu.assign_non_tensor(part, return_model_output=True, micro_batch_size_per_gpu=min(size, len(part)))
     return part
+
+
+@contextlib.contextmanager
+def without_dropout(module: torch.nn.Module) -> Iterator[None]:
+    """It differs from pass to pass (adapters may have it). All else trains on, or no layer would be recomputed and no
+    activation offloaded."""
+    silent = [each for each in module.modules() if isinstance(each, _DropoutNd) and each.training]
+    for each in silent:
+        each.eval()
+    try:
+        yield
+    finally:
+        for each in silent:
+            each.train()
 
 
 def gradient_norm(module: Any) -> float:

@@ -54,13 +54,6 @@ def plan(data: TensorDict, group: Any, shape: Shape) -> Plan | None:
     return Plan(parts, _work(data, rows, parts, shape))
 
 
-def together(data: TensorDict, shape: Shape) -> Plan:
-    """All rows as one trie."""
-    rows = rows_of(data["input_ids"])
-    parts = [list(range(len(rows)))]
-    return Plan(parts, _work(data, rows, parts, shape))
-
-
 def _work(data: TensorDict, rows: list[Ids], parts: list[list[int]], shape: Shape) -> Work:
     prompts = data["prompts"].offsets().diff().tolist()
     padded = not tu.get_non_tensor_data(data, "use_remove_padding", default=False)

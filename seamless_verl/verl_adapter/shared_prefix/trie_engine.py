@@ -19,6 +19,7 @@ import wrapt
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
 from seamless_verl.errors import ConfigError
@@ -106,23 +107,21 @@ class _OnTries(fsdp.FSDPEngine):
         module: Any = self.module
         if any(parameter.grad is not None for parameter in module.parameters()):
             return {}
-        every = list(range(len(data)))
         every_teaches = forward_only or isinstance(self, fsdp.FSDPEngineWithValueHead)
-        taught = every if every_teaches else guard.teaching(data)
-        part = guard.few(data, plans.rows_of(data["input_ids"]), taught or every)
-        both = plans.together(part, self._shape)
-        trained = module.training
-        module.eval()  # adapters may have dropout, which differs from pass to pass
+        taught = list(range(len(data))) if every_teaches else guard.teaching(data)
+        part = guard.few(data, plans.rows_of(data["input_ids"]), taught or list(range(len(data))))
+        both = plans.plan(part, group, self._shape)
+        assert both is not None  # nor did the whole batch stay flat
         found: dict[bool, Any] = {}
         norms: dict[bool, float] = {}
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for ours in (True, False) * (1 if self._comparable else 2):  # the first of all warms up
-            found[ours], taken = self._timed(part, loss_function, forward_only, both if ours else None)
-            seconds[ours].append(taken)
-            if not forward_only:
-                norms[ours] = guard.gradient_norm(module)
-                self.optimizer_zero_grad()  # type: ignore[no-untyped-call]
-        module.train(trained)
+        with guard.without_dropout(module):
+            for ours in (True, False) * (1 if self._comparable else 2):  # the first of all warms up
+                found[ours], taken = self._timed(part, loss_function, forward_only, both if ours else None)
+                seconds[ours].append(taken)
+                if not forward_only:
+                    norms[ours] = guard.gradient_norm(module)
+                    self.optimizer_zero_grad()  # type: ignore[no-untyped-call]
         self._price.compared(both.work, min(seconds[True]), min(seconds[False]))
         told = guard.differences(found[True], found[False], part)
         if norms and plans.on_any_rank(bool(taught), group):
@@ -205,10 +204,14 @@ def refuse(engine: Any, model: Any, longest: int | None = None) -> None:
     text = model.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
+    computed_in = PrecisionType.to_dtype((engine.mixed_precision or {}).get("param_dtype", "bf16"))
     others = [kind.replace("_", " ") for kind in sorted(kinds - {"full_attention", "sliding_attention"})]
     _refuse(
         {
             "an accelerator that is neither a GPU of CUDA nor a CPU": get_device_name() not in ("cpu", "cuda"),
+            "fp32 on a GPU (fsdp_config.mixed_precision.param_dtype): torch's flash attention takes bf16 and fp16": (
+                get_device_name() == "cuda" and computed_in == torch.float32
+            ),
             "sequences split over GPUs (ulysses_sequence_parallel_size)": engine.ulysses_sequence_parallel_size > 1,
             "pad_to_length": engine.pad_to_length,
             f"layers of {', '.join(others)}": bool(others),

@@ -234,6 +234,8 @@ class PullingServer(InterruptibleServer):
                 await self.engine.renderer.clear_mm_cache_async()
             # What AsyncLLM.pause_generation does, but for the 20 ms that it sleeps for the sake of logs.
             await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep)
+            if keep and self.engine.vllm_config.model_config.is_multimodal_model:
+                await self.engine.reset_encoder_cache()  # it knows pictures by their bytes: no salt tells weights apart
             await self._settle()
         except BaseException:
             await self.resume_generation()  # type: ignore[no-untyped-call]

@@ -4,14 +4,16 @@ publish(7) ─► into shared memory ─► returns                    a thread:
 update_weights(7)   the same, then waits for replicas that have no weights at all, which serve nobody yet
 wake(lent, 7)       a replica of the trainer's GPUs wakes with what is published, whatever the trainer holds meanwhile
 
-refused    nothing was loaded: it goes on with its version, and is asked again a little later
-broken     its load failed half-way: one more try, then its server is killed, and its death is handled as any other
+refused    nothing was loaded: it goes on with its version, and is asked again a little later; after two minutes of it
+           its server is killed, and its death is handled as any other
+broken     its load failed half-way: one more try, then the same
 silent     a pull that takes longer than its limit: the same
 dead       told to whoever publishes next (`TransferBroken`), unless the replica's requests told before
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,12 +40,15 @@ from seamless_verl.verl_adapter.weights.weight_carrier import Carrier, carrier_o
 from seamless_verl.verl_adapter.weights.weight_store import SHARED
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
+_log = logging.getLogger(__name__)
+
 _PULL_S = 120.0
 _SLOWEST = 50e6  # bytes per second that a copy to another node may take
 _WAKE_S = 600.0  # as patient as the scheduler
 _LOOK_S = 0.25
 _ANSWER_S = 0.2  # of a replica that is asked what it has to do
 _AGAIN_S = 2.0  # after a pull that was refused
+_REFUSED_S, _REFUSALS = 120.0, 5  # of a replica that refuses: as long, and as often at least
 _TRIES = 2  # of a replica whose load failed half-way
 
 
@@ -55,7 +60,7 @@ class _State:
         servers: its own, also when somebody starts it anew meanwhile and it has none, or others.
         version: of its weights; None: it has none, or broke.
         call: the pull under way, since when, and for how long at most.
-        failed: pulls that failed since the last one that did not.
+        broken, refused: pulls that failed in this way since the last one that did not; refused since when.
         load: requests that run and wait, as of the last answer.
         lost: why it will not come back by itself; empty: it has not died.
     """
@@ -66,7 +71,9 @@ class _State:
     since: float = 0.0
     limit_s: float = 0.0
     again_at: float = 0.0
-    failed: int = 0
+    broken: int = 0
+    refused: int = 0
+    refused_since: float = 0.0
     load: tuple[int, int] = (0, 0)
     lost: str = ""
 
@@ -155,7 +162,8 @@ class RollingWeights:
         Raises:
             RayError: a worker of the trainer did not make room.
         """
-        ray.get([worker.__ray_call__.remote(make_room) for worker in self._actor_wg.workers], timeout=_WAKE_S)
+        workers = [worker for replica in replicas for worker in replica.workers]  # others may be starting a replica
+        ray.get([worker.__ray_call__.remote(make_room) for worker in workers], timeout=_WAKE_S)
         told = str(self._folder), version, self._keep, self._router
         calls = {each: each.servers[0].wake_with.remote(*told, each.server_address, self._carrier) for each in replicas}
         failed: dict[RolloutReplica, RayError] = {}
@@ -258,7 +266,7 @@ class RollingWeights:
                 pulling=states[replica].call is not None,
                 running=states[replica].load[0],
                 waiting=states[replica].load[1],
-                failed=states[replica].failed,
+                failed=states[replica].broken + states[replica].refused,
             )
             for name, replica in named.items()
             if states[replica].again_at <= now
@@ -301,7 +309,7 @@ class RollingWeights:
                 self._failed(replica, state, error)
                 continue
             with self._news:
-                state.version, state.failed = done.version, 0
+                state.version, state.broken, state.refused = done.version, 0, 0
                 self._news.notify_all()
             self._record(
                 PullEnded(
@@ -318,18 +326,25 @@ class RollingWeights:
     def _failed(self, replica: RolloutReplica, state: _State, error: Exception) -> None:
         cause = error.cause if isinstance(error, RayTaskError) else error
         story = story_of(cause)
-        is_refused = type(cause).__name__ == "WeightsRefused"
-        before = state.version
+        before, now = state.version, time.monotonic()
         with self._news:
-            state.failed += 1
-            state.again_at = time.monotonic() + (_AGAIN_S if is_refused else 0.0)
-            if not is_refused:
-                state.version = None
-            is_dead = not isinstance(error, RayError) or replica_died(error)
-            gives_up = is_dead or (state.failed >= _TRIES and state.version is None)
+            if type(cause).__name__ == "WeightsRefused":
+                if not state.refused:
+                    state.refused_since = now
+                    _log.warning("%s refused version %s, is asked again (%s)", name_of(replica), self._newest, story)
+                state.refused += 1
+                state.again_at = now + _AGAIN_S
+                gives_up = state.refused >= _REFUSALS and now - state.refused_since >= _REFUSED_S
+            else:
+                state.broken += 1
+                state.version, state.again_at = None, now
+                is_dead = not isinstance(error, RayError) or replica_died(error)
+                gives_up = is_dead or state.broken >= _TRIES
             if gives_up:
                 state.lost = story
             self._news.notify_all()
+        if gives_up:
+            _log.warning("%s is ended, it cannot get new weights (%s)", name_of(replica), story)
         self._record(
             PullEnded(
                 at=self._clock(), slice=replica.server_address, before=before, version=state.version, failure=story

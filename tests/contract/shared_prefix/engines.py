@@ -5,6 +5,7 @@ Prints, on rank 0, a JSON object: what was compared, the largest value of the st
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -16,8 +17,12 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.training_workers import BUDGET, data_of, model_folder, worker_of
+from seamless_verl.token_trie import Trie
+from seamless_verl.verl_adapter.shared_prefix import plans
 
-TOLD = ("engine", "micro-batches", "computed", "saved", "guard", "reference computed")
+TOLD = ("engine", "micro-batches", "computed", "saved", "guard", "both ways", "reference computed")
+TIGHT = 150
+"""Tokens of a micro-batch that holds two rows where they share, and else one."""
 SHAPE = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -65,14 +70,44 @@ def inferred(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
     return found
 
 
-def learned(worker: Any, data: TensorDict) -> dict[str, Any]:
+def watched(worker: Any) -> list[tuple[bool, int, int]]:
+    """Filled while rows are computed both ways, with a micro-batch's way (ours), tokens, and layers recomputed."""
+    engine, found = worker.engine, list[tuple[bool, int, int]]()
+    both_ways, step, layers = engine._computed_both_ways, engine.forward_step, [0]
+
+    def counting(recompute: Any, *args: Any, **kwargs: Any) -> Any:
+        layers[0] += 1
+        return recompute(*args, **kwargs)
+
+    def forward_step(micro_batch: TensorDict, *args: Any, **kwargs: Any) -> Any:
+        layers[0] = 0
+        made = step(micro_batch, *args, **kwargs)
+        rows = plans.rows_of(micro_batch["input_ids"])
+        ours = plans.marked(micro_batch) is not None
+        found.append((ours, len(Trie(rows)) if ours else sum(map(len, rows)), layers[0]))
+        return made
+
+    def watching(*args: Any) -> Any:
+        engine.forward_step = forward_step
+        told = both_ways(*args)
+        engine.forward_step = step
+        return told
+
+    for module in engine.module.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = functools.partial(counting, module._gradient_checkpointing_func)
+    engine._computed_both_ways = watching
+    return found
+
+
+def learned(worker: Any, data: TensorDict, budget: int = BUDGET) -> dict[str, Any]:
     """Loss and gradients of a batch, and what ours tells of it; the weights stay."""
     from verl.utils import tensordict_utils as tu
 
     flags = {"use_remove_padding": False, "use_fused_kernels": worker.engine_config.use_fused_kernels}
     flags |= {"use_dynamic_bsz": worker.engine_config.use_dynamic_bsz}
     asked, found = data.clone(), dict[str, Any]()
-    tu.assign_non_tensor(asked, **flags, max_token_len_per_gpu=BUDGET, micro_batch_size_per_gpu=4)
+    tu.assign_non_tensor(asked, **flags, max_token_len_per_gpu=budget, micro_batch_size_per_gpu=4)
     with worker.engine.train_mode(zero_grad_on_exit=False):
         worker.engine.optimizer_zero_grad()
         result = worker.engine.forward_backward_batch(asked, worker.loss_fn)
@@ -103,12 +138,13 @@ def stepped(worker: Any, data: TensorDict) -> dict[str, torch.Tensor]:
     return found
 
 
-def observed(worker: Any, data: TensorDict) -> dict[str, Any]:
+def observed(worker: Any, data: TensorDict, options: list[str]) -> dict[str, Any]:
     """What verl does with a batch."""
     return {
         "engine": type(worker.engine).__name__,
+        "both ways": watched(worker) if hasattr(worker.engine, "_computed_both_ways") else [],
         **inferred(worker, data),
-        **learned(worker, data),
+        **learned(worker, data, TIGHT if "tight" in options else BUDGET),
         **stepped(worker, data),
     }
 
@@ -131,7 +167,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # verl 0.9.1: FSDP2 shards an untied head by itself, and the fused forward then meets a DTensor.
         model_folder(folder, **SHAPE, tie_word_embeddings="fused" in options)
-        stock, ours = (observed(worker_of(folder, ours=which, options=trained), data) for which in (False, True))
+        workers = (worker_of(folder, ours=which, options=trained) for which in (False, True))
+        stock, ours = (observed(worker, data, options) for worker in workers)
         if "reference" in options:
             for found, which in ((stock, False), (ours, True)):
                 found |= referred(worker_of(folder, ours=which, options=options), data)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.errors import ConfigError
-from tests.contract.shared_prefix.engines import TOLD
+from tests.contract.shared_prefix.engines import TIGHT, TOLD
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* engine is not available:UserWarning")  # verl, as it is imported
 
@@ -64,10 +64,22 @@ def assert_the_same(told: dict[str, Any]) -> None:
         assert difference <= limit * max(1.0 if limit == 1e-5 else 1e-6, largest), (key, largest, difference)
 
 
+def test_while_rows_are_compared_dropout_is_silent_and_all_else_trains() -> None:
+    import torch
+
+    from seamless_verl.verl_adapter.shared_prefix import guard
+
+    module = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(2, 2), torch.nn.Dropout(0.5).eval())
+    with guard.without_dropout(module):
+        assert [each.training for each in module] == [False, True, False]
+        assert module.training, "or layers are not recomputed"
+    assert [each.training for each in module] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, ("checkpointing", "reference")),
+        (2, ("checkpointing", "reference", "tight")),
         (2, ("critic",)),
         (2, ("lora", "checkpointing", "row-temperature")),
         (1, ("fused", "fixed", "no-advantages")),
@@ -89,6 +101,11 @@ def test_the_same_log_probs_gradients_and_steps_for_less(ranks: int, options: tu
     assert norm_off is None if "no-advantages" in options else norm_off <= 1e-4
     assert told["micro-batches"][1] <= told["micro-batches"][0]
     assert told["saved"][1] > 0
+    both_ways = told["both ways"][1]
+    assert {ours for ours, *_ in both_ways} == {True, False}
+    assert {layers for *_, layers in both_ways} == {2 if "checkpointing" in options else 0}, "memory is saved here, too"
+    if "tight" in options:
+        assert max(tokens for _, tokens, _ in both_ways) <= TIGHT, "the limit of a micro-batch"
 
 
 def test_random_tries_are_what_verls_engine_makes_of_their_rows(tmp_path: Path) -> None:
@@ -127,12 +144,17 @@ def test_what_a_shared_token_would_get_wrong_is_refused(
     from seamless_verl.verl_adapter.shared_prefix import trie_engine as engines
 
     monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
-    plain = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False}
+    plain: dict[str, Any] = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False}
+    plain |= {"mixed_precision": {"param_dtype": "fp32"}}
     taken = shape(layer_types=["full_attention", "sliding_attention"], sliding_window=100)
     engines.refuse(SimpleNamespace(**plain), taken, 100)
     engines.refuse(SimpleNamespace(**plain), shape(layer_types=["full_attention"], sliding_window=99), 100)
     with pytest.raises(ConfigError, match=f"{story}.*seamless.shared_prefix=off"):
         engines.refuse(SimpleNamespace(**{**plain, **engine}), shape(**model), 100)
+    monkeypatch.setattr(engines, "get_device_name", lambda: "cuda")
+    engines.refuse(SimpleNamespace(**{**plain, "mixed_precision": None}), taken)
+    with pytest.raises(ConfigError, match=r"fp32 on a GPU.*param_dtype.*seamless.shared_prefix=off"):
+        engines.refuse(SimpleNamespace(**plain), taken)
     monkeypatch.setattr(engines, "get_device_name", lambda: "npu")
     with pytest.raises(ConfigError, match="neither a GPU of CUDA nor a CPU"):
         engines.refuse(SimpleNamespace(**plain), taken)
@@ -236,6 +258,8 @@ def test_gradients_are_compared_of_rows_that_have_an_advantage() -> None:
     assert guard.teaching(data) == [2, 3]
     part = guard.few(data, [np.array(row) for row in ids], guard.teaching(data))
     assert sorted(row.tolist() for row in part["input_ids"].unbind()) == [[1, 2, 4], [1, 9]], "0 and 1 share more"
+    lonely = guard.few(data, [np.array(row) for row in ids], [3])
+    assert sorted(row.tolist() for row in lonely["input_ids"].unbind()) == [[1, 2, 3], [1, 9]], "as many on each rank"
     del data["advantages"]
     assert guard.teaching(data) == [0, 1, 2, 3]
 

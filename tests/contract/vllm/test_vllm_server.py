@@ -241,6 +241,56 @@ async def test_an_engine_that_woke_half_way_cannot_be_handed_back(monkeypatch):
         await server.wake_up(["weights"])
 
 
+@pytest.mark.parametrize(
+    ("keep", "sees", "told"),
+    [(True, True, ["keep", "forget pictures"]), (True, False, ["keep"]), (False, True, ["keep, forget all"])],
+)
+async def test_no_picture_is_kept_as_older_weights_saw_it(monkeypatch, keep, sees, told):
+    """vLLM knows them by their bytes alone, where it knows blocks by the version, too (salted prompts)."""
+    from seamless_verl.trajectory.seams import Seams
+    from seamless_verl.verl_adapter.vllm.pulling_server import PullingServer, _Stages
+
+    server, found = await serve(PullingServer, monkeypatch), []
+
+    async def pause(mode, clear_cache):
+        found.append(f"{mode}, forget all" if clear_cache else mode)
+
+    async def forget():
+        found.append("forget pictures")
+
+    async def nothing():
+        pass
+
+    server._seams, engine = Seams(), server.engine
+    engine.reset_encoder_cache, engine.renderer = forget, SimpleNamespace(clear_mm_cache_async=nothing)
+    engine.engine_core = SimpleNamespace(pause_scheduler_async=pause, outputs_queue=asyncio.Queue())
+    engine.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=8)
+    engine.vllm_config.model_config = SimpleNamespace(is_multimodal_model=sees)
+    await server._hold_up(keep, _Stages())
+    assert found == told
+
+
+def test_a_request_goes_on_when_the_picture_that_it_is_at_is_forgotten():
+    """With vLLM's own account of what its encoder's cache holds; the worker's has the same entries."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    class Request:
+        request_id, mm_features = "r1", [SimpleNamespace(identifier="picture")]
+
+        def get_num_encoder_embeds(self, input_id):
+            return 7
+
+    cache, request = EncoderCacheManager(cache_size=10), Request()
+    for _ in range(2):
+        assert not cache.check_and_update_cache(request, 0), "it is computed, again with new weights"
+        assert cache.can_allocate(request, 0, 10, 0)
+        cache.allocate(request, 0)
+        assert cache.check_and_update_cache(request, 0)
+        cache.reset()
+    cache.free(request)
+    assert cache.num_free_slots == cache.num_freeable_slots == 10
+
+
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_a_request_that_was_ended_before_it_came_is_told_so_once(monkeypatch, num_cores):
     from seamless_verl.verl_adapter.vllm.vllm_server import InterruptibleServer

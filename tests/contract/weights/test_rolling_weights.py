@@ -37,14 +37,14 @@ class FakeRay:
     """Attributes:
     killed: servers, in order.
     published: versions, in order.
-    made_room: how often each worker of the trainer did.
+    made_room: workers of the trainer that did, in order.
     nbytes: of a version.
     """
 
     def __init__(self) -> None:
         self.killed: list[Any] = []
         self.published: list[int] = []
-        self.made_room = 0
+        self.made_room: list[Any] = []
         self.nbytes = 1.0
         self.has_killed = threading.Event()
 
@@ -94,6 +94,7 @@ class Replica:
                 __ray_call__=SimpleNamespace(remote=lambda _: self.node),
             )
         ]
+        self.workers: list[Any] = []
         self.node: Future[str] = done("here")
         self.wakes: Future[Any] = Future()
         self.woken: list[tuple[int, str]] = []
@@ -152,12 +153,7 @@ def start(fake_ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., Any]]:
             fake_ray.published.append(global_steps)
             return [done({"weights/bytes": fake_ray.nbytes})]
 
-        def make_room(function: Any) -> Future[Any]:
-            fake_ray.made_room += function.__name__ == "make_room"
-            return done(None)
-
-        workers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=make_room)) for _ in range(2)]
-        trainers: Any = SimpleNamespace(update_weights=publish, workers=workers)
+        trainers: Any = SimpleNamespace(update_weights=publish)
         router: Any = SimpleNamespace(wanted=SimpleNamespace(remote=lambda: done(None)))
         some: Any = replicas
         config = WeightsConfig(sync="rolling")
@@ -221,9 +217,33 @@ def test_what_is_refused_keeps_its_version_and_is_asked_again(start: Callable[..
     assert [event.version for event in events if getattr(event, "failure", "")] == [1, 1, 1]
 
 
-def test_a_whole_load_cures_what_broke(start: Callable[..., Any], fake_ray: FakeRay) -> None:
+def test_what_is_refused_for_good_is_said_once_and_given_up(
+    start: Callable[..., Any], fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as on a node whose shared memory holds one version, and not two."""
+    from seamless_verl.verl_adapter.weights import rolling_weights
+    from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
+
+    monkeypatch.setattr(rolling_weights, "_REFUSED_S", 0.2)
     replica = Replica(0)
     weights, _ = start(replica)
+    replica.answers += [failure("WeightsRefused", "could not copy: no space left")] * 1000
+    with contextlib.suppress(TransferBroken):  # it may be given up before the call returns
+        weights.update_weights(2)
+    assert fake_ray.has_killed.wait(20), "or every request waits for it"
+    assert len(replica.pulls) > 4
+    asked_again, given_up = [record.getMessage() for record in caplog.records]
+    assert "rollout replica 0 refused version 2" in asked_again
+    assert "rollout replica 0 is ended" in given_up
+    with pytest.raises(TransferBroken, match="rollout replica 0: WeightsRefused: could not copy: no space left"):
+        weights.update_weights(3)
+
+
+@pytest.mark.parametrize("before", [[], ["WeightsRefused", "WeightsRefused"]])
+def test_a_whole_load_cures_what_broke(start: Callable[..., Any], fake_ray: FakeRay, before: list[str]) -> None:
+    replica = Replica(0)
+    weights, _ = start(replica)
+    replica.answers += [failure(name) for name in before]
     replica.answers += [failure("ReplicaBroken", ""), "whole"]  # an error without words, too
     weights.update_weights(2)
     assert replica.has(2)
@@ -330,6 +350,14 @@ def test_lent_replicas_wake_each_by_itself_with_what_is_published(
     monkeypatch.setattr(rolling_weights, "_WAKE_S", 1.0)
     fake_ray.nbytes = float(64 << 30)
     well, dead, *silent = lent = [Replica(number) for number in range(5, 11)]
+
+    def worker(name: str) -> Any:
+        def call(function: Any) -> Future[Any]:
+            return done(fake_ray.made_room.append(name) if function.__name__ == "make_room" else None)
+
+        return SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))
+
+    well.workers, dead.workers = [worker("5a"), worker("5b")], [worker("6")]
     well.wakes.set_result(None)
     dead.wakes.set_exception(RayActorError())
     weights, _ = start(Replica(0), carrier=SimpleNamespace(node="here"))
@@ -341,5 +369,5 @@ def test_lent_replicas_wake_each_by_itself_with_what_is_published(
         **dict.fromkeys(silent, GetTimeoutError),
     }
     assert [replica.woken for replica in lent] == [[(1, f"replica-{number}")] for number in range(5, 11)]
-    assert fake_ray.made_room == 2, "both workers of the trainer"
+    assert fake_ray.made_room == ["5a", "5b", "6"], "those whose GPUs are lent"
     assert fake_ray.published == [1], "whatever they hold by now"
