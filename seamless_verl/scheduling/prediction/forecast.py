@@ -240,11 +240,6 @@ class Forecaster:
             self._trainings.append(busy / max(self._needs.batch, 1))
             self._trained_before = cluster.training_s
 
-    @property
-    def knows_training(self) -> bool:
-        """Whether a step has told how long training takes; before, it would seem to take no time."""
-        return bool(self._trainings)
-
     def _train_s(self) -> float:
         return statistics.median(self._trainings) if self._trainings else 0.0
 

@@ -188,12 +188,12 @@ class Predictive:
             yield LookAgain(at=self._review_at)
             return
         outlook = self._forecaster.outlook(cluster, waiting)
-        if due and (outlook is None or (outlook.standing.slices and not self._forecaster.knows_training)):
-            self._at_review = due, arrived
-            yield self._reclaim(lent, f"{cluster.ready} groups are ready, nothing to predict from yet")
+        if outlook is None:
+            if due:
+                self._at_review = due, arrived
+                yield self._reclaim(lent, f"{cluster.ready} groups are ready, nothing to predict from yet")
             return
-        # Where nobody else generates they stay until the trainer can train.
-        if outlook is None or (not due and outlook.standing.slices == 0):
+        if not due and outlook.standing.slices == 0:  # nobody else generates: they stay until the trainer can train
             return
         self._at_review = due, arrived
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -228,29 +227,8 @@ def test_the_trainers_own_time_is_the_median_of_its_steps_without_waiting() -> N
     assert Forecaster().outlook(cluster, None) is None
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_no_slice_stays_lent_to_a_step_of_which_nobody_knows_how_long_it_trains(trained: bool) -> None:
-    """As if training took no time, waiting for the whole batch would cost nothing."""
-    past = Past()
-    if trained:
-        past.policy._forecaster._trainings.append(0.0)
-    past.starve(32)
-    past.cluster[SliceId("a")].lend(past.cluster.now, Order(number=1, deadline=1e9, story="test"), 1)
-    past.cluster[SliceId("a")].ready(past.cluster.now, version=0)
-    asked = replace(past.cluster.pending["step-1"].event, minimum=4)
-    past.cluster.pending["step-1"] = Pending(event=asked)
-    past.cluster.ready, past.cluster.in_flight = 4, 28
-    past.see(ev.Tick(at=past.cluster.now + 1.0))
-    (found,) = proposed(past.policy, past.cluster)
-    said = (
-        (Verb.WAIT, "they are worth more for") if trained else (Verb.RECLAIM, "4 groups are ready, nothing to predict")
-    )
-    assert (found[0], found[2][: len(said[1])]) == said
-
-
 def test_a_gang_that_is_due_takes_back_what_has_nothing_left_to_be_worth() -> None:
     past = Past()
-    past.policy._forecaster._trainings.append(1.0)
     past.starve(32)
     past.cluster[SliceId("a")].lend(past.cluster.now, Order(number=1, deadline=1e9, story="test"), 1)
     past.cluster[SliceId("a")].ready(past.cluster.now, version=0)

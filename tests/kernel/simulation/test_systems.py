@@ -182,7 +182,7 @@ def test_tags_decide_what_may_be_lent_and_what_the_limit_is() -> None:
 def test_a_loan_that_must_save_more_is_made_less_often_and_so_it_is_where_few_are_allowed() -> None:
     """The settings of the policy are those of a live run. With a margin that nothing reaches only the loan is left
     without which nobody would generate, before the first step."""
-    base = scenario("predictive", steps=12, warm=0, mini_batch=4)
+    base = scenario("predictive", steps=12, warm=0)
 
     def lends(**asked: float) -> int:
         return simulate(replace(base, scheduler=SchedulerConfig(**asked))).lends
