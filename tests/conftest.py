@@ -3,7 +3,9 @@
 Hypothesis: the same examples on every run, no time limits; ``--hypothesis-profile=explore`` looks for new ones.
 """
 
+import fcntl
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,15 @@ settings.register_profile("explore", deadline=None, derandomize=False, print_blo
 settings.load_profile("same")
 
 _LEVEL = logging.getLogger().level  # before anything was imported that sets it
+
+
+@pytest.fixture
+def alone_in_shared_memory() -> Iterator[None]:
+    """One test at a time makes segments and sweeps: a sweep takes all young ones of its user that nobody maps."""
+    folder = os.open("/dev/shm", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    yield
+    os.close(folder)
 
 
 @pytest.fixture(autouse=True)

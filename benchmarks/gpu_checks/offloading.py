@@ -6,7 +6,6 @@ verl's decoupled old log-probs and our loans within a step do what `_two_mini_ba
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +42,8 @@ def _sharded(context: Context) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     device = "cuda" if context.on_gpu else "cpu"
-    with tempfile.NamedTemporaryFile() as store:
-        torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if context.on_gpu else "gloo",
-            init_method=f"file://{store.name}-store",
-            rank=0,
-            world_size=1,
-        )
+    backends = "cpu:gloo,cuda:nccl" if context.on_gpu else "gloo"
+    torch.distributed.init_process_group(backends, store=torch.distributed.HashStore(), rank=0, world_size=1)
     if context.on_gpu:
         torch.cuda.set_device(0)
     width = _WIDTH[context.platform]

@@ -4,7 +4,10 @@
 """
 
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +18,17 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 if "SEAMLESS_VERL" in os.environ:
     sys.path.insert(0, os.environ["SEAMLESS_VERL"])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folder_of_sockets() -> Iterator[None]:
+    """Ray's sessions and vLLM's sockets lie in a folder that goes; a short one, for a socket's path has 107 bytes."""
+    folder = tempfile.mkdtemp(prefix="svt-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_TMPDIR", "VLLM_RPC_BASE_PATH"):  # Ray's workers inherit them
+            patch.setenv(name, folder)
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -623,7 +623,7 @@ def test_rows_digest_alike_whatever_carries_them_and_differ_when_anything_differ
 
 
 def _audited(monkeypatch, **changes):
-    """Run the trainer's audit on one row whose stored fields were changed after it was stamped."""
+    """Run the trainer's audit on a session whose rows' stored fields were changed after they were stamped."""
     import torch
     from transfer_queue import KVBatchMeta
 
@@ -639,15 +639,19 @@ def _audited(monkeypatch, **changes):
     }
     stamp = {"digest": row_digest(*list(stored.values())[:4]), "violations": changes.pop("violations", 0)}
     stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": {"passed": 1.0}}, **changes}
-    monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: {name: [value] for name, value in stored.items()})
+    first = stored | {"rm_scores": torch.tensor([0.0, -7.0])}  # of two rows of a session, the last one's reward counts
+    both = {name: [first[name], value] for name, value in stored.items()}
+    monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: both)
     meter = step_report.StepMeter()
-    meter.audit(KVBatchMeta(partition_id="train", keys=["uid_0_0"], tags=[{"seq_len": 4}], extra_info={}))
+    keys = ["uid_0_0", "uid_0_1"]
+    meter.audit(KVBatchMeta(partition_id="train", keys=keys, tags=[{"seq_len": 4}] * 2, extra_info={}))
     return meter.finish(step=1, total_steps=1, timing={"step": 2.0, "gen": 0.5})
 
 
 def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
     report = _audited(monkeypatch)
-    assert (report.rows_audited, report.reward, report.pass_rate, report.tokens_per_s) == (1, 1.0, 1.0, 1.0)
+    assert (report.rows_audited, report.rollouts, report.reward, report.pass_rate) == (2, 1, 1.0, 1.0)
+    assert report.tokens_per_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -720,6 +724,37 @@ def _with_versions(*versions):
     tags = [{"min_global_steps": version, "max_global_steps": version} for version in versions]
     keys = [f"uid_{number}_0" for number in range(len(versions))]
     return KVBatchMeta(partition_id="train", keys=keys, tags=[*tags], extra_info={})
+
+
+def _compared(monkeypatch, *differences):
+    """The step of rows of the current version whose log-probs differ so much; the last token of each is no answer's."""
+    import torch
+
+    from seamless_verl.verl_adapter.trainer import step_report
+
+    sampled = [torch.full((len(row),), -0.5) for row in differences]
+    columns = {
+        "old_log_probs": [known + torch.tensor(row) for known, row in zip(sampled, differences, strict=True)],
+        "rollout_log_probs": sampled,
+        "response_mask": [torch.tensor([1] * (len(row) - 1) + [0]) for row in differences],
+    }
+    monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: columns)
+    meter = step_report.StepMeter()
+    meter.compare_log_probs(_with_versions(*[7] * len(differences)), current_version=7)
+    return meter.finish(step=1, total_steps=1, timing={"step": 1.0})
+
+
+def test_the_largest_difference_of_log_probs_is_that_of_any_token_that_is_trained(monkeypatch):
+    report = _compared(monkeypatch, [0.0, -0.3, 9.0], [0.1, 0.0, 9.0])
+    assert report.max_logprob_diff == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_log_prob_that_is_no_number_ends_the_run(monkeypatch, value):
+    from seamless_verl.verl_adapter.trainer.step_report import AuditFailed
+
+    with pytest.raises(AuditFailed, match="row uid_1_0 has a log-prob that is not finite"):
+        _compared(monkeypatch, [0.3, 0.0], [value, 0.0])
 
 
 def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_what_did_not(monkeypatch):

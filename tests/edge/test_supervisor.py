@@ -314,7 +314,7 @@ def test_the_processes_of_a_real_swe_attempt_ask_the_sweep_for_the_time_that_the
 
 
 @pytest.fixture
-def segments():
+def segments(alone_in_shared_memory):
     """Makes shared-memory files as NCCL calls them; what a test leaves goes."""
     made = []
 
@@ -354,7 +354,7 @@ def test_shared_memory_of_killed_nccl_ranks_goes_and_that_of_others_stays(segmen
     assert there == [True, False, True]
 
 
-def test_semaphores_of_a_run_beside_this_one_stay_and_those_of_the_dead_go():
+def test_semaphores_of_a_run_beside_this_one_stay_and_those_of_the_dead_go(alone_in_shared_memory):
     """A process that opens one by its name later, as spawned ones do, would else find none."""
     since = time.time() - 1.0
     held = multiprocessing.get_context("spawn").Lock()
@@ -384,14 +384,15 @@ def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_node_keeps_is_named(monkeypatch):
+def test_what_a_node_keeps_is_named(alone_in_shared_memory, monkeypatch):
     monkeypatch.setattr(psutil.Process, "send_signal", lambda process, number: None)
     monkeypatch.setattr("seamless_verl.run.supervisor._SWEEP_S", 0.5)
     env = {**os.environ, RUN_ID: "undead-far-run"}
     with subprocess.Popen([sys.executable, "-c", STUBBORN], env=env, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         try:
-            assert sweep_node("undead-far-run", 0.0) == f"could not be ended and still run: {process.pid} python"
+            story = f"could not be ended and still run: {process.pid} python"
+            assert sweep_node("undead-far-run", time.time()) == story
         finally:
             process.kill()
 

@@ -100,10 +100,11 @@ class TinySweRunner:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self.max_concurrent = processes * threads  # who admits jobs is told; in the pool their deadline would run
-        self._pool = AgentPool(_AGENT, processes=processes, threads=threads)
         self._sandbox = Sandbox(limits=Limits(cpu_per_test_s=cpu_per_test_s, wall_s=test_wall_s))
-        self._graders = ThreadPoolExecutor(1, thread_name_prefix="grade")
         self._root = tempfile.mkdtemp(prefix="tiny-swe-")
+        inside = {"TMPDIR": self._root}  # agents are killed, and leave their sandbox's folder
+        self._pool = AgentPool(_AGENT, processes=processes, threads=threads, environment=inside)
+        self._graders = ThreadPoolExecutor(1, thread_name_prefix="grade")
         self._closed = False
 
     @staticmethod

@@ -266,9 +266,10 @@ def test_workers_can_stop_a_prompt_where_there_are_surplus_ones(monkeypatch, sta
 
     monkeypatch.setattr(rollout_workers.NotifyingWorker.__mro__[1], "__init__", init)
     monkeypatch.setattr(rollout_workers, "request_log", SimpleNamespace())
-    config = OmegaConf.create({"seamless": {"staleness": staleness}})
+    config = OmegaConf.create({"seamless": {"staleness": staleness, "agent": {"deadline_s": 50.0}}})
     ours = rollout_workers.NotifyingWorker(config, SimpleNamespace(conversations_over=None))
     assert (ours._groups is not None) is managed
+    assert ours._late_s == 60.0, "a fifth beyond the deadline, as the documents say"
     asyncio.run(ours.give_up_groups(["u"]))
 
 
@@ -427,10 +428,13 @@ def test_only_time_in_which_the_trainer_waits_for_a_step_counts_as_patience(queu
     rollout.while_waiting = [
         lambda: pass_time(29),
         lambda: [pass_time(1), handle.told.append("a minute")],
+        lambda: pass_time(59),
+        lambda: [pass_time(1), handle.told.append("another one")],
         lambda: [rollout.finish(uid) for uid in ("u0", "u1")],
     ]
     rollout.sample(2)
-    assert handle.told == ["a minute", ("cut", ["u0", "u1"])]
+    cut = ("cut", ["u0", "u1"])
+    assert handle.told == ["a minute", cut, "another one", cut], "who was cut short is given as much time again"
     with stragglers.waiting(2):
         pass_time(59)
     with stragglers.waiting(3):

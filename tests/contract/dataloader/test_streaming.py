@@ -68,11 +68,13 @@ class Rollout:
         self.running |= dict.fromkeys(uids, self.version)
         return count
 
-    def finish(self, uid, accuracies=(1.0, 0.0), version=None):
+    def finish(self, uid, accuracies=(1.0, 0.0), version=None, seq_len=3):
+        """``version``: of the first token of its rows, or a list with that of each."""
         version = self.running.pop(uid) if version is None else version
         self.running.pop(uid, None)
         keys = [f"{uid}_{member}_0" for member in range(self.n)]
-        tags = [{"status": "success", "seq_len": 3, "min_global_steps": version} for _ in keys]
+        versions = version if isinstance(version, list) else [version] * self.n
+        tags = [{"status": "success", "seq_len": seq_len, "min_global_steps": began} for began in versions]
         fields = [
             {"extra_fields": {"reward_extra_info": {"acc": accuracy}}, "rm_scores": accuracy} for accuracy in accuracies
         ]
@@ -146,6 +148,26 @@ def test_prompts_are_reserved_for_the_oldest_version_that_serves_where_a_step_ha
         rollout.fail(next(iter(rollout.running)))
         buffer.take_stock(2)
         assert buffer.floor_of(rollout.submitted[-1]) == 1
+
+
+@pytest.mark.parametrize("versions", [[0, 1], [1, 0]])
+def test_a_group_is_as_old_as_the_row_of_it_that_began_first(queue, versions):
+    rollout = Rollout(queue, eta=1, batch_size=1)
+    rollout.buffer.admit(1)
+    rollout.finish("u0")
+    rollout.sample(1)
+    rollout.end_step()
+    rollout.finish("u1", version=versions)  # reserved at 0; one of its agents asked when the weights of 1 were there
+    uids, _, metrics = rollout.sample(1)
+    assert (uids, metrics["training/staleness/max"]) == (["u1"], 1)
+
+
+def test_the_groups_with_the_most_tokens_are_handed_out_first(queue):
+    rollout = Rollout(queue, eta=0)
+    rollout.buffer.admit(1)
+    for uid, seq_len in (("u0", 3), ("u1", 9), ("u2", 5), ("u3", 3)):
+        rollout.finish(uid, seq_len=seq_len)
+    assert rollout.sample(2)[0] == ["u1", "u2"]
 
 
 def test_stock_counts_what_took_the_place_of_groups_that_failed(queue):
@@ -329,6 +351,15 @@ def test_a_group_that_fails_again_and_again_ends_the_run(queue):
     rollout.while_waiting = [lambda: rollout.fail(rollout.submitted[-1])] * 40
     with pytest.raises(SeamlessError, match="32 prompt groups failed in a row"):
         rollout.sample(1)
+
+
+def test_a_group_that_finishes_has_failures_counted_anew(queue):
+    buffer = Rollout(queue).buffer
+    buffer.count_failures(31, False)
+    buffer.count_failures(0, True)
+    buffer.count_failures(31, False)
+    with pytest.raises(SeamlessError, match="32 prompt groups failed in a row"):
+        buffer.count_failures(1, False)
 
 
 @pytest.mark.parametrize("metric", [None, "acc"])

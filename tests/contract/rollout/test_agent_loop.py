@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 pytest.importorskip("verl")
+from msgspec import structs
 from omegaconf import OmegaConf
 
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused
@@ -244,17 +245,21 @@ async def test_an_attempt_that_is_cancelled_twice_leaves_one_event_and_no_sessio
 
 
 class RecordingAdmin(Admin):
-    """Each session has three rows: a conversation, and two agents beside it."""
+    """Each session has three rows: a conversation, and two agents beside it; and one of which nothing is trained."""
 
     async def close_session(self, session_id: str, reward: float, rewards: Any) -> SessionResult:
         edge = ScriptedEdge()
         edge.ask([user("hi")], "a longer answer")
         edge.ask([user("hi there")], "short")
         edge.ask([user("alone")], "x")
-        return replace(await super().close_session(session_id, reward, rewards), rows=edge.rows())
+        rows = edge.rows()
+        seen = structs.replace(rows[0], turns=tuple(structs.replace(turn, trained=False) for turn in rows[0].turns))
+        return replace(await super().close_session(session_id, reward, rewards), rows=(*rows, seen))
 
 
-async def test_each_row_of_an_attempt_has_its_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_row_that_is_trained_has_its_reward_and_the_longest_is_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner = Runner()
     runner.report = AgentReport(status=AgentStatus.FINISHED, reward=0.25, rewards={"passed": 1.0})
     runner.may_end.set()
@@ -264,6 +269,8 @@ async def test_each_row_of_an_attempt_has_its_reward(monkeypatch: pytest.MonkeyP
     outputs = await start("g0")
     assert [output.reward_score for output in outputs] == [0.25] * 3
     assert [output.extra_fields["reward_extra_info"]["passed"] for output in outputs] == [1.0] * 3
+    lengths = [len(output.response_ids) for output in outputs]
+    assert lengths[-1] == max(lengths) > min(lengths), "verl scores a session by its last row"
 
 
 async def test_a_closed_worker_leaves_no_attempt_no_agent_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

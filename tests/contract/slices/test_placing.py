@@ -86,7 +86,7 @@ def test_what_we_repeat_of_verl_is_still_there():
     assert start.rstrip().endswith("self.workers = worker_group.workers\n        await self.launch_servers()")
 
 
-def test_the_sweep_reaches_the_other_node_of_a_joined_cluster(two_nodes, monkeypatch):
+def test_the_sweep_reaches_the_other_node_of_a_joined_cluster(two_nodes, alone_in_shared_memory, monkeypatch):
     """An engine that lost its server there, the shared memory of a killed rank, and nothing of anybody else's."""
     import ray
 

@@ -267,12 +267,14 @@ def test_padding_is_spread_over_the_optimizer_steps(ranks):
         assert kept == sorted(kept), "groups stay together"
 
 
-def test_a_batch_without_padding_stays_as_verl_dealt_it():
+@pytest.mark.parametrize(("padding", "share", "mini_batch"), [(0, 8, 4), (3, 6, 4)])
+def test_a_batch_without_padding_or_without_updates_stays_as_verl_dealt_it(padding, share, mini_batch):
     from transfer_queue import KVBatchMeta
 
     from seamless_verl.verl_adapter.trainer.batches import spread_padding
 
-    keys = [f"row{row}" for row in range(8)]
-    batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{} for _ in keys], extra_info={})
-    spread_padding(batch, 8, 4)
+    keys = [f"row{row}" for row in range(share)]
+    tags = [{"is_padding": row < padding} for row in range(share)]
+    batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=tags, extra_info={})
+    spread_padding(batch, share, mini_batch)
     assert batch.keys == keys

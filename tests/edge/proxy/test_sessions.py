@@ -167,7 +167,8 @@ async def test_the_view_shows_the_tree_in_every_dialect_and_the_state() -> None:
         assert (view["state"], view["reward"], view["rewards"]) == ("expired", 0.5, {"style": 1.0})
         late = await proxy.post(handle, {"model": "m", "max_tokens": 9, "messages": HI}, "/v1/messages")
         assert (late.status_code, late.json()["error"]["code"]) == (409, "session_expired")
-        assert (await proxy.admin.close_session(handle.id)).audit.is_clean
+        result = await proxy.admin.close_session(handle.id)
+        assert (result.audit.is_clean, result.reward, result.rewards) == (True, 0.5, {"style": 1.0})
 
 
 async def test_an_admin_in_the_proxys_own_process_needs_no_socket() -> None:

@@ -7,11 +7,13 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,7 +254,12 @@ async def test_malformed_task_is_named_before_the_model_is_asked(
     assert model.requests == []
 
 
-async def test_close_leaves_no_process(model: Model, task: Task) -> None:
+async def test_close_leaves_no_process_and_no_folder(
+    model: Model, task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also none of the agents' own, which are killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     runner = TinySweRunner(processes=2, threads=2)
     model.answer = lambda request: completion(task.answer)
     await asyncio.gather(*(runner.run(job(task, model)) for _ in range(4)))
@@ -263,3 +270,4 @@ async def test_close_leaves_no_process(model: Model, task: Task) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    assert os.listdir(tmp_path) == []

@@ -217,10 +217,10 @@ def test_a_state_of_other_data_stages_or_version_is_refused() -> None:
         Curriculum(sources=["math", "code"], stages=STAGES, dataset="abc").restore(state | {"version": 99})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    st.lists(st.sampled_from(["draw", "finish", "fail", "step"]), max_size=120),
-    st.integers(0, 119),
+    st.lists(st.sampled_from(["draw", "finish", "fail", "step"]), min_size=60, max_size=120),
+    st.integers(0, 59),
     st.randoms(use_true_random=False),
     st.booleans(),
 )

@@ -180,8 +180,11 @@ def test_every_session_comes_to_its_end_and_no_cache_keeps_more_than_it_holds(
             break
         if asking and choose.random() < 0.6:
             n = choose.choice(asking)
+            asked = homes.get(n, "")
             for lost in residents.grown(n, contexts[n], cache, runs=lambda other: other in running):
                 homes.pop(lost)
+            idle = [other for other, place in homes.items() if place == asked and other not in running]
+            assert residents.kept(asked) <= cache or not idle, "who has no request in flight gives way"
             if n in homes:
                 start(n, homes[n])
             else:

@@ -30,6 +30,11 @@ class Anything(RuleBasedStateMachine):
     def start(
         self, eta: int, batch_size: int, redundancy: float, fewer: float | None, repair: bool, first: int
     ) -> None:
+        self.start_with(eta, batch_size, redundancy, fewer, repair, first)
+
+    def start_with(
+        self, eta: int, batch_size: int, redundancy: float, fewer: float | None, repair: bool, first: int
+    ) -> None:
         in_flight = None if fewer is None else max(1.0, eta + 1 - fewer)
         self.protocol = StalenessProtocol(
             eta=eta, batch_size=batch_size, version=first, redundancy=redundancy, in_flight=in_flight, repair=repair
@@ -42,8 +47,14 @@ class Anything(RuleBasedStateMachine):
         self.occupied: dict[str, int] = {}
         self.consumed: Counter[str] = Counter()
         self.numbers = 0
+        self.aborted = -1  # the version at which a group failed last
 
-    @rule(lag=st.integers(0, 4))
+    @precondition(lambda self: self.protocol.capacity(self.version))
+    @rule(lags=st.lists(st.integers(0, 4), min_size=1, max_size=8))
+    def reserve_some(self, lags: list[int]) -> None:
+        for lag in lags:
+            self.reserve(lag)
+
     def reserve(self, lag: int) -> None:
         group, version = f"g{self.numbers}", self.version - lag
         self.numbers += 1
@@ -72,6 +83,7 @@ class Anything(RuleBasedStateMachine):
         self.reserved.pop(group, None)
         self.occupied.pop(group, None)
         self.protocol.abort(group)
+        self.aborted = self.version
         with pytest.raises(ProtocolError, match="not in flight"):
             self.protocol.abort(group)
 
@@ -95,7 +107,7 @@ class Anything(RuleBasedStateMachine):
         for group in consumption.surplus:
             assert (self.reserved.pop(group, None) is None) != (self.occupied.pop(group, None) is None)
 
-    @precondition(lambda self: not self.taken)
+    @precondition(lambda self: self.reserved and not self.taken)
     @rule()
     def restart(self) -> None:
         """Goes on from a checkpoint; everything that follows must not notice."""
@@ -132,8 +144,13 @@ class Anything(RuleBasedStateMachine):
 
     @invariant()
     def no_legal_swap_remains(self) -> None:
-        """With repair, no finished group waits behind a reservation that could have waited for a later step."""
+        """With repair, no finished group waits behind a reservation that could have waited for a later step.
+
+        Except for some steps after a group failed: its slot is filled (`_promote`), and not repaired.
+        """
         if not hasattr(self, "protocol") or not self.repair or self.redundancy > 1:
+            return
+        if self.aborted >= 0 and self.version <= self.aborted + self.eta:
             return
         buffers = list(self.protocol._buffers)
         for index, buffer in enumerate(buffers):
@@ -168,8 +185,25 @@ class Anything(RuleBasedStateMachine):
             self.take(self.protocol.num_available)
 
 
-Anything.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestAnything = Anything.TestCase
+class Repaired(Anything):
+    """With repair and no redundancy, and nothing fails: elsewhere the invariants about swaps seldom look."""
+
+    @initialize(
+        eta=st.integers(1, 3),
+        batch_size=st.integers(1, 5),
+        fewer=st.sampled_from([None, None, 0.0, 0.4, 1.0]),
+        first=st.integers(0, 3),
+    )
+    def start(self, eta: int, batch_size: int, fewer: float | None, first: int) -> None:  # type: ignore[override]
+        self.start_with(eta, batch_size, 1.0, fewer, True, first)
+
+    def abort(self, data: st.DataObject) -> None:
+        """No rule here."""
+
+
+for _machine in (Anything, Repaired):
+    _machine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAnything, TestRepaired = Anything.TestCase, Repaired.TestCase
 
 
 def test_eta_zero_is_synchronous() -> None:
