@@ -263,7 +263,7 @@ class StalenessProtocol:
             buffer.remove_reserved(group, entry.version)
         else:
             del buffer.occupied[group]
-        self._promote(buffer)
+        self._promote(self._repair(buffer) if self.repair else buffer)
 
     def consume(self, count: int) -> Consumption:
         """Hand out ``count`` finished groups of the step being filled; its last one opens the next step.
