@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from seamless_verl.verl_adapter.vllm.vllm_parsers import make_parser
 _log = logging.getLogger(__name__)
 _CALLS_PER_ATTEMPT = 4
 _GONE_S = 10.0  # for a proxy that was killed
+_START_S = 600.0  # for one that imports from a slow file system
 _JOURNAL = "journal.sqlite"
 
 
@@ -217,7 +219,10 @@ class ActorProxy:
             await asyncio.to_thread(make_way, self._folder / _JOURNAL, is_successor=self._is_successor)
             self._serving = asyncio.ensure_future(_served(self._actor))
             self._serving.add_done_callback(self._gave_up)
+            until = time.monotonic() + _START_S
             while not await self._answers(admin, self._serving):
+                if time.monotonic() > until:
+                    raise SeamlessError(f"the proxy on {self.base_url} did not answer within {_START_S:.0f} s")
                 _log.warning("the proxy on %s is still starting", self.base_url)
         except BaseException:
             await self.close()
