@@ -267,6 +267,29 @@ def test_padding_is_spread_over_the_optimizer_steps(ranks):
         assert kept == sorted(kept), "groups stay together"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rows", [64, 40])  # 40: as verl pads for the critic alone, before it trains the actor
+def test_padding_is_spread_over_the_steps_of_a_critic_that_takes_more_of_them(rows, ranks):
+    from omegaconf import OmegaConf
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.config import SeamlessConfig
+    from seamless_verl.verl_adapter.trainer.batches import in_training_order
+
+    real = 33
+    dealt = [row for rank in range(ranks) for row in range(rank, rows, ranks)]
+    tags = [{"is_padding": row >= real, "seq_len": 100 + row * 37 % 64} for row in dealt]
+    batch = KVBatchMeta(partition_id="train", keys=[f"{row}_0_0" for row in dealt], tags=tags)
+    actor = {"rollout": {"n": 4}, "actor": {"ppo_mini_batch_size": 8}}
+    config = OmegaConf.create({"actor_rollout_ref": actor, "critic": {"ppo_mini_batch_size": 2}})
+    ordered = in_training_order(batch, config, SeamlessConfig(), ranks, ranks)
+    steps = [0] * (rows // 8)
+    for row, tag in enumerate(ordered.tags):
+        steps[row % (rows // ranks) // (8 // ranks)] += not tag["is_padding"]
+    assert sum(steps) == real
+    assert max(steps) - min(steps) <= ranks, steps
+
+
 def test_a_batch_without_padding_stays_as_verl_dealt_it():
     from transfer_queue import KVBatchMeta
 
