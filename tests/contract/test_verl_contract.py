@@ -515,6 +515,17 @@ def test_verl_cuts_a_critics_batches_by_one_key_that_its_configuration_lacks():
     assert (tokens.default, FSDPEngineConfig(strategy="fsdp").use_dynamic_bsz) == (_CRITICS_TOKENS, True)
 
 
+def test_verls_v1_trainer_hands_the_correction_to_no_loss_beside_bypass_mode():
+    """Until it does: `_check_staleness` refuses what only the loss of that mode reads."""
+    from verl.trainer.ppo import ray_trainer
+    from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
+
+    assert "apply_bypass_mode(" in inspect.getsource(ray_trainer), "the name under which the older trainer does"
+    for module in (trainer_base, trainer_separate_async):
+        assert "apply_bypass_mode" not in inspect.getsource(module)
+        assert "policy_loss" not in inspect.getsource(module)
+
+
 def _lengths_per_optimizer_step(batch, ranks, mini_batch_rows):
     """The lengths that each optimizer step of each rank gets, in order, cut by the iterator of verl's workers."""
     import torch

@@ -64,6 +64,23 @@ def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
             adopted(f"{key}={value}", "seamless.staleness.correction=a3po")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("rollout_is", "token"), ("rollout_rs", "seq_mean_k1"), ("loss_type", "reinforce")]
+)
+def test_what_verl_does_not_read_beside_bypass_mode_is_refused_unless_the_loss_is_told(name, value):
+    from seamless_verl.errors import ConfigError
+
+    asked = f"algorithm.rollout_correction.{name}={value}"
+    loss = "actor_rollout_ref.actor.policy_loss"
+    told = f"+{loss}.rollout_correction.{name}={value}"
+    adopted(asked)
+    bypassed = [asked, "algorithm.rollout_correction.bypass_mode=true"]
+    for more in ([], [told], [f"{loss}.loss_mode=bypass_mode"]):
+        with pytest.raises(ConfigError, match=rf"{asked}: .*bypass_mode=false.*{loss}.loss_mode=bypass_mode and \+"):
+            adopted(*bypassed, *more)
+    adopted(*bypassed, f"{loss}.loss_mode=bypass_mode", told)
+
+
 def tensors(seed=0):
     import torch
 
