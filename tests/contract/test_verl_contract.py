@@ -760,6 +760,15 @@ def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_
     ]
 
 
+def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leaves_out_has_not_passed():
+    from seamless_verl.verl_adapter.trainer.step_report import validation_report
+
+    infos = {"reward": [1.0, 0.0, 0.5, 0.25], "passed": [1.0, None, None, None]}
+    reports = validation_report(3, ["code", "code", "math", "math"], ["a", "b", "c", "d"], infos)
+    found = {report.name: (report.metric, report.mean, report.rollouts) for report in reports}
+    assert found == {"code": ("passed", 0.5, 2), "math": ("reward", 0.375, 2)}
+
+
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
     from seamless_verl.verl_adapter.trainer import step_report
 
