@@ -65,6 +65,7 @@ NAMES = [
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._run_agent_loop",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._agent_loop_postprocess",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._compute_score",
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._compute_teacher_logprobs",
     "verl.trainer.ppo.v1.agent_loop_tq:apply_greedy_sampling_params",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.__init__",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
