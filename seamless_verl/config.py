@@ -41,8 +41,9 @@ class StalenessConfig:
             instead of computing it. ``verl`` leaves everything to verl's keys.
         mask_older_than: tokens made by weights more than so many versions older than those being trained do not count
             in the losses; the row's newer tokens do. Means are still over all tokens, as with verl's own rejection.
-            None: all count. From ``eta`` on there is nothing to leave out. A batch of which nothing would be left
-            counts as it is.
+            Rows of verl's own agent loops do not say which version made a token: their oldest stands for all. None: all
+            count. From ``eta`` on there is nothing to leave out. A batch of which nothing would be left counts as it
+            is.
     """
 
     eta: int = 1

@@ -72,7 +72,7 @@ class StepReport:
 
     Attributes:
         reward: mean reward over rollouts.
-        pass_rate: share of rollouts that passed every test; ``None`` when the reward has no such component.
+        pass_rate: share that passed every test of the rollouts whose reward tells; ``None`` where none does.
         tokens_per_s: policy tokens trained per second of the step.
         staleness_mean, staleness_max: trained version minus version of a trajectory's first token.
         rows, rollouts: rows trained and the rollouts (sessions) that they came from.

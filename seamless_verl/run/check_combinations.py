@@ -364,7 +364,7 @@ def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
 
 
 def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
-    """What needs our own rollout workers, what needs the engine's log-probs, and what a3po would set aside."""
+    """What needs our own rollout workers, what needs the engine's log-probs, and what would be set aside."""
     key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
     manager = value_of(config, key, None)
     if staleness.manages_groups and manager not in (None, MANAGER):
@@ -375,10 +375,11 @@ def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> N
     is_corrected = value_of(config, "algorithm.rollout_correction", None) is not None
     if staleness.correction == "a3po" and not (recorded and is_corrected):
         raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")
+    correction, loss = "algorithm.rollout_correction", f"{_ACTOR}.policy_loss"
     replaced = (
-        (f"{_ACTOR}.policy_loss.loss_mode", ("vanilla", "a3po")),
-        ("algorithm.rollout_correction.rollout_is", (None,)),
-        ("algorithm.rollout_correction.rollout_rs", (None,)),
+        (f"{loss}.loss_mode", ("vanilla", "a3po")),
+        (f"{correction}.rollout_is", (None,)),
+        (f"{correction}.rollout_rs", (None,)),
     )
     for key, fitting in replaced:
         value = value_of(config, key, fitting[0])
@@ -386,3 +387,13 @@ def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> N
             problem = "would do nothing: seamless.staleness.correction=a3po brings its own loss and its own weights"
             fix = f"write {fitting[0] or 'null'}, or seamless.staleness.correction=verl"
             raise ConfigError(key, value, problem, fix)
+    if staleness.correction == "a3po" or not value_of(config, f"{correction}.bypass_mode", False):
+        return
+    told = value_of(config, f"{loss}.loss_mode", None) == "bypass_mode"
+    for name, default in (("rollout_is", None), ("rollout_rs", None), ("loss_type", "ppo_clip")):
+        key, of_loss = f"{correction}.{name}", f"{loss}.rollout_correction.{name}"
+        value = value_of(config, key, default)
+        if value != default and not (told and value_of(config, of_loss, default) == value):
+            problem = "does nothing beside bypass_mode: verl's V1 trainer hands it to no loss"
+            fix = f"write {default or 'null'}, {correction}.bypass_mode=false, or {loss}.loss_mode=bypass_mode and "
+            raise ConfigError(key, value, problem, f"{fix}+{of_loss}={value}")

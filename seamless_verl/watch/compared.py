@@ -14,7 +14,7 @@ from seamless_verl.observe.time_ledger import IDLE
 
 _CURVES: Mapping[str, tuple[str, str]] = {
     "reward": ("reward", "mean reward over the rollouts of a step"),
-    "pass_rate": ("pass rate", "share of the rollouts that passed every test"),
+    "pass_rate": ("pass rate", "share that passed every test, of the rollouts whose reward tells"),
     "tokens_per_s": ("trained tokens per second", "policy tokens of a step, over its length"),
     "staleness_mean": ("staleness", "versions between the weights of a first token and those that its step changed"),
     "max_logprob_diff": (

@@ -65,6 +65,7 @@ NAMES = [
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._run_agent_loop",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._agent_loop_postprocess",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._compute_score",
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_actor_class__._compute_teacher_logprobs",
     "verl.trainer.ppo.v1.agent_loop_tq:apply_greedy_sampling_params",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.__init__",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
@@ -515,6 +516,17 @@ def test_verl_cuts_a_critics_batches_by_one_key_that_its_configuration_lacks():
     assert (tokens.default, FSDPEngineConfig(strategy="fsdp").use_dynamic_bsz) == (_CRITICS_TOKENS, True)
 
 
+def test_verls_v1_trainer_hands_the_correction_to_no_loss_beside_bypass_mode():
+    """Until it does: `_check_staleness` refuses what only the loss of that mode reads."""
+    from verl.trainer.ppo import ray_trainer
+    from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
+
+    assert "apply_bypass_mode(" in inspect.getsource(ray_trainer), "the name under which the older trainer does"
+    for module in (trainer_base, trainer_separate_async):
+        assert "apply_bypass_mode" not in inspect.getsource(module)
+        assert "policy_loss" not in inspect.getsource(module)
+
+
 def _lengths_per_optimizer_step(batch, ranks, mini_batch_rows):
     """The lengths that each optimizer step of each rank gets, in order, cut by the iterator of verl's workers."""
     import torch
@@ -782,6 +794,15 @@ def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_
         "validation after step 3: 1 of 2 rollouts are missing, and in none of these figures; verl's acc counts them "
         "as 0 (the reasons are in logs/)"
     ]
+
+
+def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leaves_out_has_not_passed():
+    from seamless_verl.verl_adapter.trainer.step_report import validation_report
+
+    infos = {"reward": [1.0, 0.0, 0.5, 0.25], "passed": [1.0, None, None, None]}
+    reports = validation_report(3, ["code", "code", "math", "math"], ["a", "b", "c", "d"], infos)
+    found = {report.name: (report.metric, report.mean, report.rollouts) for report in reports}
+    assert found == {"code": ("passed", 0.5, 2), "math": ("reward", 0.375, 2)}
 
 
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():

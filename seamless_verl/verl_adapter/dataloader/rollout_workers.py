@@ -229,9 +229,12 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
             await tell(tag={"status": "finished" if complete else "failure"})
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        rows = output if isinstance(output, list) else [output]
         if self._groups is not None and not validate:
-            rows = len(output) if isinstance(output, list) else 1
-            self._groups.writing(kwargs["uid"], kwargs["session_id"], rows)
+            self._groups.writing(kwargs["uid"], kwargs["session_id"], len(rows))
+        # Until verl asks its teacher for other rows than the last (agent_loop_tq.py: "TODO: Support output:list").
+        teach = partial(self._compute_teacher_logprobs, validate=validate, sample_kwargs=kwargs)
+        await asyncio.gather(*(teach(row, row.prompt_ids, row.response_ids) for row in rows[:-1]))
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def restart_groups(self, uids: Sequence[str], floor: int) -> list[str]:

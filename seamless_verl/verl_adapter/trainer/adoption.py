@@ -49,7 +49,6 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     """
     section = OmegaConf.select(config, "seamless")
     seamless = with_policy(SeamlessConfig.from_mapping(plain(section) if section else None), config)
-    engine = config.actor_rollout_ref.rollout.checkpoint_engine
     read_elsewhere = {
         "scheduler.policy": seamless.scheduler.policy,
         "supervise.tokens_at_risk": seamless.supervise.tokens_at_risk,
@@ -71,21 +70,26 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         check_engine(config, seamless)
         if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
-        rolls = seamless.weights.sync == "rolling"
-        if rolls and engine.backend in (None, "naive", SHARED):  # `refuse_early` is about to refuse any other
-            run = os.environ.get(RUN_ID) or uuid.uuid4().hex
-            engine.backend = SHARED
-            engine.custom_backend_module = "seamless_verl.verl_adapter.weights.shared_engine"
-            dtype = str(config.actor_rollout_ref.rollout.dtype)
-            engine.engine_kwargs = {SHARED: {"folder": f"{WEIGHTS}{run}", "dtype": dtype}}
-        elif engine.backend == "naive":
-            if config.trainer.device == "cpu":
-                engine.backend = "cpu_zmq"
-                engine.custom_backend_module = "seamless_verl.verl_adapter.cpu.cpu_weights"
-            else:
-                engine.backend = "nccl"
+        _choose_carrier(config, rolls=seamless.weights.sync == "rolling")
         _correct_lag(config, seamless.staleness)
     return seamless
+
+
+def _choose_carrier(config: DictConfig, *, rolls: bool) -> None:
+    """What brings weights to replicas: verl's checkpoint engine."""
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    if rolls and engine.backend in (None, "naive", SHARED):  # `refuse_early` is about to refuse any other
+        run = os.environ.get(RUN_ID) or uuid.uuid4().hex
+        engine.backend = SHARED
+        engine.custom_backend_module = "seamless_verl.verl_adapter.weights.shared_engine"
+        dtype = str(config.actor_rollout_ref.rollout.dtype)
+        engine.engine_kwargs = {SHARED: {"folder": f"{WEIGHTS}{run}", "dtype": dtype}}
+    elif engine.backend == "naive":
+        if config.trainer.device == "cpu":
+            engine.backend = "cpu_zmq"
+            engine.custom_backend_module = "seamless_verl.verl_adapter.cpu.cpu_weights"
+        else:
+            engine.backend = "nccl"
 
 
 def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:

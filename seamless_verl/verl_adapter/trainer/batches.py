@@ -38,7 +38,7 @@ def in_training_order(
         critic_ranks: the critic's are its own (sequence parallelism may differ); None: there is no critic.
     """
     lengths = _lengths_of_cuts(config, len(batch.keys), actor_ranks, critic_ranks)
-    spread_padding(batch, *lengths[:2])
+    spread_padding(batch, lengths[0], math.gcd(*lengths))
     if seamless.shared_prefix == "off":
         return side_by_side(batch, lengths)
     # Other ranks of the critic would cut what lies on one of the actor's: then nothing changes its rank.
@@ -54,21 +54,22 @@ def _lengths_of_cuts(config: DictConfig, rows: int, actor_ranks: int, critic_ran
     return lengths
 
 
-def spread_padding(batch: KVBatchMeta, share: int, mini_batch: int) -> None:
-    """Give the optimizer steps of each rank equally many rows that are no padding, in their order.
+def spread_padding(batch: KVBatchMeta, share: int, part: int) -> None:
+    """Give the parts of each rank's rows equally many that are no padding, in their order.
 
     Args:
-        share: rows of a rank. Where they are no multiple of ``mini_batch``, nothing is updated.
+        share: rows of a rank. Where they are no multiple of ``part``, nothing changes.
+        part: rows that no optimizer step cuts, the critic's neither: its mini-batches may be shorter.
     """
-    if share % mini_batch:
+    if share % part:
         return
-    order, steps = [], share // mini_batch
+    order, parts = [], share // part
     for first in range(0, len(batch.keys), share):
         padding = [row for row in range(first, first + share) if batch.tags[row].get("is_padding", False)]
         real = [row for row in range(first, first + share) if not batch.tags[row].get("is_padding", False)]
-        for step in range(steps):
-            taken = real[step * len(real) // steps : (step + 1) * len(real) // steps]
-            order += [*taken, *(padding.pop() for _ in range(mini_batch - len(taken)))]
+        for each in range(parts):
+            taken = real[each * len(real) // parts : (each + 1) * len(real) // parts]
+            order += [*taken, *(padding.pop() for _ in range(part - len(taken)))]
     batch.reorder(order)
 
 

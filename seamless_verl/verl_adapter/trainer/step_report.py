@@ -306,19 +306,19 @@ def report_validation(
 def validation_report(
     step: int, data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]]
 ) -> Iterator[ValidationReport]:
-    """One report per data source, on ``passed`` where the reward has it, else on the reward itself."""
-    metric = "passed" if "passed" in infos else "reward"
-    names = infos.get("task_id") or uids
+    """One report per data source, on ``passed`` where its rewards have it (0 without), else on the rewards."""
+    passed = infos.get("passed") or [None] * len(uids)
+    tells = {source for source, value in zip(data_sources, passed, strict=True) if value is not None}
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for source, task, uid, value in zip(data_sources, names, uids, infos[metric], strict=True):
-        if value is not None:
-            by_source[source][str(task or uid)].append(float(value))
-    for source, values in by_source.items():
+    rows = zip(data_sources, infos.get("task_id") or uids, uids, passed, infos["reward"], strict=True)
+    for source, task, uid, has_passed, reward in rows:
+        by_source[source][str(task or uid)].append(float((has_passed or 0.0) if source in tells else reward))
+    for name, values in by_source.items():
         estimate = clustered_mean(values)
         yield ValidationReport(
             step=step,
-            name=source,
-            metric=metric,
+            name=name,
+            metric="passed" if name in tells else "reward",
             mean=estimate.mean,
             low=estimate.low,
             high=estimate.high,

@@ -255,6 +255,41 @@ async def test_a_surplus_prompt_is_stopped_and_ends_as_one_that_the_trainer_clea
     assert ours._news == 1
 
 
+async def test_a_teacher_is_asked_for_every_row_of_a_session(monkeypatch):
+    """verl asks it for the last only; what one row lacks, TransferQueue leaves out of the whole batch."""
+    import torch
+    import transfer_queue as tq
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    stored, asked = {}, []
+
+    async def put(keys, fields, tags, partition_id):
+        stored.update(zip(keys, fields["teacher_logprobs"].unbind(), strict=True))
+
+    async def teach(*, sequence_ids, routing_key, **_):
+        asked.append(routing_key)
+        return torch.tensor([sequence_ids]).T, torch.tensor([sequence_ids]).T / 10
+
+    ours = worker(monkeypatch, ScriptedTransferQueue(), redundancy=1)
+    monkeypatch.setattr(tq, "async_kv_batch_put", put)
+    ours.reward_loop_worker_handles = ours.processor = None
+    ours.distillation_enabled, ours.teacher_key = True, "data_source"
+    ours.teacher_server_manager = SimpleNamespace(compute_teacher_logprobs_single=teach)
+
+    def row(*response):
+        mask, log_probs, extra = [1] * len(response), [-1.0] * len(response), {"reward_extra_info": {}}
+        given = {"response_mask": mask, "response_logprobs": log_probs, "extra_fields": extra}
+        return AgentLoopOutput(
+            prompt_ids=[1], response_ids=response, reward_score=1.0, metrics=AgentLoopMetrics(), **given
+        )
+
+    sample = {"uid": "u", "session_id": 0, "global_steps": 1, "data_source": "math"}
+    await ours._agent_loop_postprocess([row(2), row(3, 4), row(5)], False, **sample)
+    found = {key: [round(10 * value) for value in row.flatten().tolist()] for key, row in stored.items()}
+    assert found == {"u_0_0": [1, 2], "u_0_1": [1, 3, 4], "u_0_2": [1, 5]}
+    assert asked == ["math"] * 3
+
+
 @pytest.mark.parametrize(("staleness", "managed"), [({}, False), ({"redundancy": 1.5}, True)])
 def test_workers_can_stop_a_prompt_where_there_are_surplus_ones(monkeypatch, staleness, managed):
     from omegaconf import OmegaConf

@@ -64,6 +64,23 @@ def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
             adopted(f"{key}={value}", "seamless.staleness.correction=a3po")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("rollout_is", "token"), ("rollout_rs", "seq_mean_k1"), ("loss_type", "reinforce")]
+)
+def test_what_verl_does_not_read_beside_bypass_mode_is_refused_unless_the_loss_is_told(name, value):
+    from seamless_verl.errors import ConfigError
+
+    asked = f"algorithm.rollout_correction.{name}={value}"
+    loss = "actor_rollout_ref.actor.policy_loss"
+    told = f"+{loss}.rollout_correction.{name}={value}"
+    adopted(asked)
+    bypassed = [asked, "algorithm.rollout_correction.bypass_mode=true"]
+    for more in ([], [told], [f"{loss}.loss_mode=bypass_mode"]):
+        with pytest.raises(ConfigError, match=rf"{asked}: .*bypass_mode=false.*{loss}.loss_mode=bypass_mode and \+"):
+            adopted(*bypassed, *more)
+    adopted(*bypassed, f"{loss}.loss_mode=bypass_mode", told)
+
+
 def tensors(seed=0):
     import torch
 
@@ -239,6 +256,9 @@ def test_tokens_of_too_old_weights_do_not_count_and_their_row_does(stored):
     assert stored["b"]["response_mask"].tolist() == [0, 0, 1, 1]
     assert stored["a"]["response_mask"].tolist() == [1, 1], "of version 3"
     assert stored["b"]["advantages"].tolist() == [-1.0] * 4
+    stored["b"]["extra_fields"] = {}  # of verl's own agent loops: the row's oldest version stands for all
+    assert mask_old_tokens(batch(), version=3, most=1) == pytest.approx(2 / 4)
+    assert stored["b"]["response_mask"].tolist() == [0, 0, 0, 0]
     assert mask_old_tokens(batch(), version=9, most=1) == 0.0
     assert stored["a"]["response_mask"].tolist() == [1, 1], "a mean over no token is no number"
 
@@ -265,6 +285,29 @@ def test_padding_is_spread_over_the_optimizer_steps(ranks):
     for rank in range(ranks):
         kept = [int(key[3:]) for key in batch.keys[rank * share : (rank + 1) * share] if int(key[3:]) < real]
         assert kept == sorted(kept), "groups stay together"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rows", [64, 40])  # 40: as verl pads for the critic alone, before it trains the actor
+def test_padding_is_spread_over_the_steps_of_a_critic_that_takes_more_of_them(rows, ranks):
+    from omegaconf import OmegaConf
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.config import SeamlessConfig
+    from seamless_verl.verl_adapter.trainer.batches import in_training_order
+
+    real = 33
+    dealt = [row for rank in range(ranks) for row in range(rank, rows, ranks)]
+    tags = [{"is_padding": row >= real, "seq_len": 100 + row * 37 % 64} for row in dealt]
+    batch = KVBatchMeta(partition_id="train", keys=[f"{row}_0_0" for row in dealt], tags=tags)
+    actor = {"rollout": {"n": 4}, "actor": {"ppo_mini_batch_size": 8}}
+    config = OmegaConf.create({"actor_rollout_ref": actor, "critic": {"ppo_mini_batch_size": 2}})
+    ordered = in_training_order(batch, config, SeamlessConfig(), ranks, ranks)
+    steps = [0] * (rows // 8)
+    for row, tag in enumerate(ordered.tags):
+        steps[row % (rows // ranks) // (8 // ranks)] += not tag["is_padding"]
+    assert sum(steps) == real
+    assert max(steps) - min(steps) <= ranks, steps
 
 
 @pytest.mark.parametrize(("padding", "share", "mini_batch"), [(0, 8, 4), (3, 6, 4)])
