@@ -105,6 +105,14 @@ def parse_record(record: Mapping[str, Any], defaults: Defaults) -> SweTask:
     base_commit = _text(record, "base_commit", instance_id) or base_default
     if not base_commit:
         raise TaskError(instance_id, "base_commit", "is missing", "write the commit that the agent starts from")
+    test_patch = _text(record, "test_patch", instance_id)
+    if repo.startswith("swesmith/") and not test_patch:
+        raise TaskError(
+            instance_id,
+            "test_patch",
+            "is missing, and SWE-smith's branches end in a commit that removes the tests, so no attempt could pass",
+            f"add what `git diff {instance_id} {instance_id}~1` prints in a clone of https://github.com/{repo}",
+        )
     fail_to_pass = _names(record, "FAIL_TO_PASS", instance_id)
     pass_to_pass = _names(record, "PASS_TO_PASS", instance_id)
     version = _text(record, "version", instance_id)
@@ -120,7 +128,7 @@ def parse_record(record: Mapping[str, Any], defaults: Defaults) -> SweTask:
         test_command=_command(record, instance_id, repo, version, (*fail_to_pass, *pass_to_pass), defaults),
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
-        test_patch=_text(record, "test_patch", instance_id),
+        test_patch=test_patch,
         version=version,
     )
 

@@ -110,6 +110,9 @@ def test_swe_smith_tasks_are_branches_of_its_own_copies() -> None:
     view = parse_record(smith, Defaults(image_template="other")).view
 
     assert (view.base_commit, view.image) == ("owner__name-1", "swesmith.x86_64.owner")
+    # The tip of the branch has the tests removed: without a patch that brings them nobody could pass.
+    with pytest.raises(TaskError, match="test_patch: is missing.*git diff owner__name-1 owner__name-1~1"):
+        parse_record({**smith, "test_patch": ""}, Defaults())
 
 
 def test_image_templates() -> None:
