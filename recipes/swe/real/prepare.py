@@ -23,7 +23,7 @@ from pathlib import Path
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.recipes.swe.real.dataset import SplitWriter
-from seamless_verl.recipes.swe.real.records import IMAGE_PRESETS, Defaults, Problem, read_tasks
+from seamless_verl.recipes.swe.real.records import IMAGE_PRESETS, TEST_FILES, Defaults, Problem, read_tasks
 from seamless_verl.recipes.swe.real.task import SweTask
 
 MAX_SHOWN = 20
@@ -230,9 +230,9 @@ def _options(argv: list[str] | None) -> Options:
     parser.add_argument(
         "--image-template", default="", metavar="T", help=f"image name; presets: {', '.join(IMAGE_PRESETS)}"
     )
-    parser.add_argument("--test-command", default="", metavar="C", help="test command for records that bring none")
+    parser.add_argument("--test-command", default="", metavar="C", help=f"for records without; may hold {TEST_FILES}")
     parser.add_argument(
-        "--test-commands", type=Path, metavar="FILE", help="JSON object: repo or repo@version to command"
+        "--test-commands", type=Path, metavar="FILE", help="JSON object: repo or repo@version to such a command"
     )
     parser.add_argument("--workdir", default="/testbed", metavar="PATH", help="repository inside the image (/testbed)")
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="stop after N good tasks")

@@ -68,7 +68,9 @@ def test_neither_solution_nor_tests_are_in_what_the_agent_sees() -> None:
     [
         ({"test_cmd": "make test"}, Defaults(test_command="x"), "make test"),
         ({"test_cmd": ["cd a", "pytest"]}, Defaults(), "cd a && pytest"),
-        ({"install_config": {"test_cmd": "pytest -rA"}}, Defaults(), "pytest -rA"),
+        ({"install_config": {"test_cmd": "pytest -rA"}}, Defaults(), "pytest -rA tests/test_a.py tests/test_b.py"),
+        ({"install_config": {"test_cmd": "x {test_files} y"}}, Defaults(), "x tests/test_a.py tests/test_b.py y"),
+        ({"install_config": {"test_cmd": "make"}, "FAIL_TO_PASS": ["x"]}, Defaults(), "make"),
         ({}, Defaults(test_commands={"owner/name": "a", "owner/name@1.0": "b"}, test_command="c"), "b"),
         ({}, Defaults(test_commands={"owner/name": "a"}, test_command="c"), "a"),
         ({}, Defaults(test_command="c"), "c"),
@@ -79,8 +81,35 @@ def test_where_the_test_command_comes_from(more: dict[str, Any], defaults: Defau
 
 
 @pytest.mark.parametrize(
+    ("repo", "name", "files"),
+    [
+        ("owner/name", "tests/test_a.py::test_x", "tests/test_a.py"),
+        ("sympy/sympy", "test_x", "tests/app/test_b.py 'tests/a b.py'"),
+        ("django/django", "test_x (app.test_b.Case)", "app.test_b 'a b'"),
+    ],
+)
+def test_commands_are_given_the_files_of_the_ids_else_of_the_test_patch(repo: str, name: str, files: str) -> None:
+    patch = "".join(
+        f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ {new}\n@@ -1 +1 @@\n-a\n+b\n"
+        for path, new in {
+            "tests/app/test_b.py": "b/tests/app/test_b.py",
+            "tests/app/data.json": "b/tests/app/data.json",
+            "tests/gone.py": "/dev/null",
+            "tests/a b.py": "b/tests/a b.py\t",
+        }.items()
+    )
+    lists = {"FAIL_TO_PASS": [name], "PASS_TO_PASS": [], "test_patch": patch}
+    rebench = record(repo=repo, **lists, install_config={"test_cmd": "run -rA"})
+
+    assert parse_record(rebench, Defaults()).test_command == f"run -rA {files}"
+    bench = record(repo=repo, **lists)
+    assert parse_record(bench, Defaults(test_commands={repo: "run {test_files} -v"})).test_command == f"run {files} -v"
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
+        ({"test_cmd": "x {test_files}", "FAIL_TO_PASS": ["x"]}, "{test_files}, and neither the tests' ids nor"),
         (
             {"FAIL_TO_PASS": None, "PASS_TO_PASS": None},
             "test_command: is missing.*no FAIL_TO_PASS either",
