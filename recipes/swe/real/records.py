@@ -230,7 +230,7 @@ def _image(
 def _command(
     record: Mapping[str, Any], instance_id: str, default: str, names: tuple[str, ...], files: tuple[str, ...]
 ) -> str:
-    command = _own_command(record, instance_id, files) or default
+    command = _own_command(record, instance_id, names, files) or default
     if not command and _files_of(names):
         command = f"python -m pytest -q {TEST_FILES}"
     if not command:
@@ -242,14 +242,15 @@ def _command(
     return command.replace(TEST_FILES, " ".join(map(shlex.quote, files)))
 
 
-def _own_command(record: Mapping[str, Any], instance_id: str, files: tuple[str, ...]) -> str:
+def _own_command(record: Mapping[str, Any], instance_id: str, names: tuple[str, ...], files: tuple[str, ...]) -> str:
     install = record.get("install_config")
     places = (record, install) if isinstance(install, Mapping) else (record,)
     for place in places:
         for key in _COMMAND_KEYS:
             value = place.get(key)
             if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-                return " && ".join(value)
+                # Listed tests count one by one, so none may keep others from running; else the exit code counts.
+                return ("\n" if names else " && ").join(value)
             if command := _text(place, key, instance_id):
                 # SWE-rebench's is only the beginning: its harness writes the files behind it.
                 prefix = place is install and files and TEST_FILES not in command

@@ -77,7 +77,10 @@ _WORDS = {
     "X": Outcome.FAILED,
     "s": Outcome.SKIPPED,
 }
-_PYTEST_SUMMARY = re.compile(r"^(?P<word>PASSED|XFAIL|FAILED|ERROR|XPASS|SKIPPED) (?P<name>\S+?::.+?)(?: - .*)?$")
+# Behind a name may come " - " and a message; parameters, too, may hold such a dash.
+_PYTEST_SUMMARY = re.compile(
+    r"^(?P<word>PASSED|XFAIL|FAILED|ERROR|XPASS|SKIPPED) (?P<name>\S+?::(?:[^\[]+?|[^\[]+?\[.+?\]))(?: - .*)?$"
+)
 _PYTEST_VERBOSE = re.compile(r"^(?P<name>\S+?::.+?) (?P<word>PASSED|XFAIL|FAILED|ERROR|XPASS|SKIPPED)\b")
 _SYMPY = re.compile(r"^(?P<name>test_\w+) (?P<word>ok|[fFEsX])(?= |$)")
 _UNITTEST_HEAD = re.compile(r"^\w+ \([\w.]+\)")

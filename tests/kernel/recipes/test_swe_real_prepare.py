@@ -67,7 +67,8 @@ def test_neither_solution_nor_tests_are_in_what_the_agent_sees() -> None:
     ("more", "defaults", "command"),
     [
         ({"test_cmd": "make test"}, Defaults(test_command="x"), "make test"),
-        ({"test_cmd": ["cd a", "pytest"]}, Defaults(), "cd a && pytest"),
+        ({"test_cmd": ["cd a", "pytest"]}, Defaults(), "cd a\npytest"),
+        ({"test_cmd": ["a", "b"], "FAIL_TO_PASS": None, "PASS_TO_PASS": None}, Defaults(), "a && b"),
         ({"install_config": {"test_cmd": "pytest -rA"}}, Defaults(), "pytest -rA tests/test_a.py tests/test_b.py"),
         ({"install_config": {"test_cmd": "x {test_files} y"}}, Defaults(), "x tests/test_a.py tests/test_b.py y"),
         ({"install_config": {"test_cmd": "make"}, "FAIL_TO_PASS": ["x"]}, Defaults(), "make"),

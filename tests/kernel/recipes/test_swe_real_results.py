@@ -62,15 +62,17 @@ tests/test_a.py::test_one PASSED                     [ 25%]
 tests/test_a.py::test_two[a b] \x1b[31mFAILED\x1b[0m [ 50%]
 === short test summary info ===
 PASSED tests/test_a.py::TestX::test_three
-FAILED tests/test_a.py::test_four[x - y] - AssertionError: 1 - 2
-ERROR tests/test_a.py::test_five
+FAILED tests/test_a.py::test_four[x - y] - AssertionError: [1 - 2] - [3]
+PASSED tests/test_a.py::test_four[x - z]
+ERROR tests/test_a.py::test_five - OSError: [a] - b
 SKIPPED [1] tests/test_a.py:3: no
 """
     assert parse_log(log) == {
         "tests.test_a.test_one": Outcome.PASSED,
         "tests.test_a.test_two[a b]": Outcome.FAILED,
         "tests.test_a.TestX.test_three": Outcome.PASSED,
-        "tests.test_a.test_four[x": Outcome.FAILED,
+        "tests.test_a.test_four[x - y]": Outcome.FAILED,
+        "tests.test_a.test_four[x - z]": Outcome.PASSED,
         "tests.test_a.test_five": Outcome.FAILED,
     }
 
