@@ -241,6 +241,25 @@ def test_check_writes_nothing_and_limit_stops(tmp_path: Path, capsys: pytest.Cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
+def test_tasks_whose_tests_the_agent_could_rewrite_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare: dict[str, Any] = {"test_patch": None, "test_cmd": "make test"}
+    names = ["test_x (app.Case)"]
+    source = write(
+        tmp_path / "in.jsonl",
+        record(1, **bare),
+        record(2, **bare, FAIL_TO_PASS=names, PASS_TO_PASS=None),
+        record(3, test_cmd="make test", FAIL_TO_PASS=names, PASS_TO_PASS=None),
+        record(4, **bare, FAIL_TO_PASS=None, PASS_TO_PASS=None),
+    )
+
+    assert main(["--input", str(source), "--check", "--val-share", "0"]) == 0
+    errors = capsys.readouterr().err
+    assert "2 tasks (owner__name-2, owner__name-4): test_patch: is missing and no test's name holds a file" in errors
+
+    assert main(["--input", str(write(source, record(1))), "--check", "--val-share", "0"]) == 0
+    assert "test_patch" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
