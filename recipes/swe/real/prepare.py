@@ -23,7 +23,7 @@ from pathlib import Path
 
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.recipes.swe.real.dataset import SplitWriter
-from seamless_verl.recipes.swe.real.records import IMAGE_PRESETS, Defaults, Problem, read_tasks
+from seamless_verl.recipes.swe.real.records import IMAGE_PRESETS, TEST_FILES, Defaults, Problem, read_tasks
 from seamless_verl.recipes.swe.real.task import SweTask
 
 MAX_SHOWN = 20
@@ -71,12 +71,14 @@ class Summary:
         num_val: tasks on the validation side.
         problems: the first bad lines, at most `MAX_SHOWN`.
         num_problems: all bad lines.
+        unprotected: ids of tasks whose tests nothing keeps the agent from rewriting.
     """
 
     num_train: int
     num_val: int
     problems: tuple[Problem, ...]
     num_problems: int
+    unprotected: tuple[str, ...]
 
 
 def split_of(instance_id: str, val_share: float) -> str:
@@ -96,6 +98,7 @@ def prepare(options: Options) -> Summary:
     writers = {split: SplitWriter(options.output, split) for split in ("train", "val")}
     problems: list[Problem] = []
     num_problems = 0
+    unprotected: list[str] = []
     progress = _Progress()
     try:
         for split, item in _items(options):
@@ -104,6 +107,8 @@ def prepare(options: Options) -> Summary:
                 problems += [item] if len(problems) < MAX_SHOWN else []
             else:
                 writers[split].add(item)
+                if not item.test_patch and not any("::" in name for name in item.expected):
+                    unprotected.append(item.view.instance_id)
             progress.show(writers["train"].num_rows, writers["val"].num_rows, num_problems)
         progress.show(writers["train"].num_rows, writers["val"].num_rows, num_problems, last=True)
         summary = Summary(
@@ -111,6 +116,7 @@ def prepare(options: Options) -> Summary:
             num_val=writers["val"].num_rows,
             problems=tuple(problems),
             num_problems=num_problems,
+            unprotected=tuple(unprotected),
         )
         if num_problems and not options.skip_invalid:
             return summary
@@ -141,6 +147,12 @@ def main(argv: list[str] | None = None) -> int:
             "--skip-invalid.\n"
         )
         return 1
+    if summary.unprotected:
+        sys.stderr.write(
+            f"warning: {len(summary.unprotected)} tasks ({', '.join(summary.unprotected[:3])}): test_patch: is missing "
+            "and no test's name holds a file, so agents can rewrite tests. Fix: add test_patch, or the tests' files "
+            "to seamless.agent.kwargs.protected_paths.\n"
+        )
     where = f"written to {options.output}" if options.output else "checked, nothing written (--check)"
     left_out = f", {summary.num_problems} left out" if summary.num_problems else ""
     sys.stdout.write(f"{summary.num_train} train + {summary.num_val} val tasks {where}{left_out}\n")
@@ -230,9 +242,9 @@ def _options(argv: list[str] | None) -> Options:
     parser.add_argument(
         "--image-template", default="", metavar="T", help=f"image name; presets: {', '.join(IMAGE_PRESETS)}"
     )
-    parser.add_argument("--test-command", default="", metavar="C", help="test command for records that bring none")
+    parser.add_argument("--test-command", default="", metavar="C", help=f"for records without; may hold {TEST_FILES}")
     parser.add_argument(
-        "--test-commands", type=Path, metavar="FILE", help="JSON object: repo or repo@version to command"
+        "--test-commands", type=Path, metavar="FILE", help="JSON object: repo or repo@version to such a command"
     )
     parser.add_argument("--workdir", default="/testbed", metavar="PATH", help="repository inside the image (/testbed)")
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="stop after N good tasks")

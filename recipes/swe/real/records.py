@@ -7,6 +7,7 @@ by nobody and copied nowhere.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ IMAGE_PRESETS: Mapping[str, str] = {
 
 _IMAGE_KEYS = ("image", "image_name", "docker_image")
 _COMMAND_KEYS = ("test_command", "test_cmd")
+TEST_FILES = "{test_files}"
+"""Where a command names it come the files of the tests: those of pytest's ids, else those of the test patch."""
+
 _COMMAND_FIX = (
     "add test_command to the record, or pass --test-commands FILE (JSON: repo or repo@version to command), "
     "or --test-command COMMAND"
@@ -105,9 +109,21 @@ def parse_record(record: Mapping[str, Any], defaults: Defaults) -> SweTask:
     base_commit = _text(record, "base_commit", instance_id) or base_default
     if not base_commit:
         raise TaskError(instance_id, "base_commit", "is missing", "write the commit that the agent starts from")
+    test_patch = _text(record, "test_patch", instance_id)
+    if repo.startswith("swesmith/") and not test_patch:
+        raise TaskError(
+            instance_id,
+            "test_patch",
+            "is missing, and SWE-smith's branches end in a commit that removes the tests, so no attempt could pass",
+            f"add what `git diff {instance_id} {instance_id}~1` prints in a clone of https://github.com/{repo}",
+        )
     fail_to_pass = _names(record, "FAIL_TO_PASS", instance_id)
     pass_to_pass = _names(record, "PASS_TO_PASS", instance_id)
+    names = (*fail_to_pass, *pass_to_pass)
+    files = _files_of(names) or _files_of_patch(test_patch, dotted=repo == "django/django")
     version = _text(record, "version", instance_id)
+    known = defaults.test_commands
+    default_command = known.get(f"{repo}@{version}", known.get(repo, defaults.test_command))
     return SweTask(
         view=AgentView(
             instance_id=instance_id,
@@ -117,10 +133,10 @@ def parse_record(record: Mapping[str, Any], defaults: Defaults) -> SweTask:
             image=_image(record, instance_id, repo, base_commit, version, defaults),
             workdir=_text(record, "workdir", instance_id) or defaults.workdir,
         ),
-        test_command=_command(record, instance_id, repo, version, (*fail_to_pass, *pass_to_pass), defaults),
+        test_command=_command(record, instance_id, default_command, names, files),
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
-        test_patch=_text(record, "test_patch", instance_id),
+        test_patch=test_patch,
         version=version,
     )
 
@@ -212,23 +228,43 @@ def _image(
 
 
 def _command(
-    record: Mapping[str, Any], instance_id: str, repo: str, version: str, names: tuple[str, ...], defaults: Defaults
+    record: Mapping[str, Any], instance_id: str, default: str, names: tuple[str, ...], files: tuple[str, ...]
 ) -> str:
+    command = _own_command(record, instance_id, names, files) or default
+    if not command and _files_of(names):
+        command = f"python -m pytest -q {TEST_FILES}"
+    if not command:
+        detail = "FAIL_TO_PASS holds no pytest ids to derive it from" if names else "there is no FAIL_TO_PASS either"
+        raise TaskError(instance_id, "test_command", f"is missing, and {detail}", _COMMAND_FIX)
+    if TEST_FILES in command and not files:
+        problem = f"asks for {TEST_FILES}, and neither the tests' ids nor test_patch name a Python file"
+        raise TaskError(instance_id, "test_command", problem, "write the files into this record's test_command")
+    return command.replace(TEST_FILES, " ".join(map(shlex.quote, files)))
+
+
+def _own_command(record: Mapping[str, Any], instance_id: str, names: tuple[str, ...], files: tuple[str, ...]) -> str:
     install = record.get("install_config")
     places = (record, install) if isinstance(install, Mapping) else (record,)
     for place in places:
         for key in _COMMAND_KEYS:
             value = place.get(key)
             if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-                return " && ".join(value)
+                # Listed tests count one by one, so none may keep others from running; else the exit code counts.
+                return ("\n" if names else " && ").join(value)
             if command := _text(place, key, instance_id):
-                return command
-    known = defaults.test_commands
-    if command := known.get(f"{repo}@{version}", known.get(repo, defaults.test_command)):
-        return command
-    # The ids of pytest name the files to run; names of other runners (Django's, for one) do not.
-    if names and all("::" in name and name.split("::", 1)[0].endswith(".py") for name in names):
-        files = dict.fromkeys(name.split("::", 1)[0] for name in names)
-        return "python -m pytest -q " + " ".join(shlex.quote(file) for file in files)
-    detail = "FAIL_TO_PASS holds no pytest ids to derive it from" if names else "there is no FAIL_TO_PASS either"
-    raise TaskError(instance_id, "test_command", f"is missing, and {detail}", _COMMAND_FIX)
+                # SWE-rebench's is only the beginning: its harness writes the files behind it.
+                prefix = place is install and files and TEST_FILES not in command
+                return f"{command} {TEST_FILES}" if prefix else command
+    return ""
+
+
+def _files_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The files of pytest's ids; none where other runners' names (Django's, for one) are among them."""
+    files = dict.fromkeys(name.partition("::")[0] for name in names)
+    return tuple(files) if all("::" in name for name in names) and all(f.endswith(".py") for f in files) else ()
+
+
+def _files_of_patch(test_patch: str, *, dotted: bool) -> tuple[str, ...]:
+    """The Python files that a patch leaves; ``dotted``: as the modules that Django's runner asks for."""
+    files = re.findall(r"^\+\+\+ (?:b/)?(.+\.py)\s*$", test_patch, re.MULTILINE)
+    return tuple(file[:-3].removeprefix("tests/").replace("/", ".") if dotted else file for file in files)

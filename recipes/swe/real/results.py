@@ -9,8 +9,9 @@ Invariant: a test that the run does not mention has not passed.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from xml.etree import ElementTree
@@ -70,12 +71,20 @@ _WORDS = {
     "FAIL": Outcome.FAILED,
     "unexpected success": Outcome.FAILED,
     "skipped": Outcome.SKIPPED,
+    "f": Outcome.PASSED,
+    "F": Outcome.FAILED,
+    "E": Outcome.FAILED,
+    "X": Outcome.FAILED,
+    "s": Outcome.SKIPPED,
 }
-_PYTEST_SUMMARY = re.compile(r"^(?P<word>PASSED|XFAIL|FAILED|ERROR|XPASS|SKIPPED) (?P<name>\S+?::.+?)(?: - .*)?$")
-_PYTEST_VERBOSE = re.compile(r"^(?P<name>\S+?::.+?) (?P<word>PASSED|XFAIL|FAILED|ERROR|XPASS|SKIPPED)\b")
-_UNITTEST_LINE = re.compile(
-    r"^(?P<name>\w+ \([\w.]+\)).*? \.\.\. (?P<word>ok|FAIL|ERROR|skipped|expected failure|unexpected success)\b"
+# Behind a name may come " - " and a message; parameters, too, may hold such a dash.
+_PYTEST_SUMMARY = re.compile(
+    r"^(?P<word>PASSED|XFAIL|FAILED|ERROR|XPASS|SKIPPED) (?P<name>\S+?::(?:[^\[]+?|[^\[]+?\[.+?\]))(?: - .*)?$"
 )
+_PYTEST_VERBOSE = re.compile(r"^(?P<name>\S+?::.+?) (?P<word>PASSED|XFAIL|FAILED|ERROR|XPASS|SKIPPED)\b")
+_SYMPY = re.compile(r"^(?P<name>test_\w+) (?P<word>ok|[fFEsX])(?= |$)")
+_UNITTEST_HEAD = re.compile(r"^\w+ \([\w.]+\)")
+_UNITTEST_WORD = re.compile(r"^(?:ok|FAIL|ERROR|skipped|expected failure|unexpected success)\b")
 
 
 def test_key(name: str) -> str:
@@ -116,14 +125,31 @@ def parse_junit(xml: str) -> dict[str, Outcome]:
 
 
 def parse_log(text: str) -> dict[str, Outcome]:
-    """Outcomes by `test_key` from what a test runner printed: pytest (``-v`` or ``-rA``) or unittest (``-v``)."""
+    """Outcomes by `test_key` from what pytest (``-v``, ``-rA``), unittest (``-v``) or sympy (``--verbose``) printed."""
     outcomes: dict[str, Outcome] = {}
-    for raw in text.splitlines():
-        line = _ANSI.sub("", raw).strip()
-        match = _PYTEST_SUMMARY.match(line) or _PYTEST_VERBOSE.match(line) or _UNITTEST_LINE.match(line)
-        if match:
+    lines = [_ANSI.sub("", raw).strip() for raw in text.splitlines()]
+    for line in lines:
+        if match := _PYTEST_SUMMARY.match(line) or _PYTEST_VERBOSE.match(line) or _SYMPY.match(line):
             _record(outcomes, test_key(match["name"]), _WORDS[match["word"]])
+    for name, word in _unittest_results(lines):
+        _record(outcomes, test_key(name), _WORDS[word])
     return outcomes
+
+
+def _unittest_results(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Name and word of each result. A docstring stands on a line of its own and is a name, too: SWE-bench's lists hold
+    it as the id. What the test prints comes between the dots and the word, which then begins a line."""
+    names: tuple[str, ...] = ()
+    for before, line in itertools.pairwise(["", *lines]):
+        text, dots, rest = line.partition(" ... ")
+        if head := _UNITTEST_HEAD.match(line):
+            names = (head[0],)
+        elif dots and _UNITTEST_NAME.match(before):
+            names = (before, text)
+        else:
+            rest = line if line in _WORDS else ""
+        if word := _UNITTEST_WORD.match(rest):
+            yield from ((name, word[0]) for name in names)
 
 
 def score(expected: Iterable[str], outcomes: Mapping[str, Outcome], *, exit_code: int | None) -> Score:

@@ -13,6 +13,7 @@ import pytest
 
 from seamless_verl.recipes.swe.real import grade
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
+from seamless_verl.recipes.swe.real.results import Outcome
 from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
@@ -73,6 +74,23 @@ async def graded(sandbox: Sandbox, tmp_path: Path, patch: str) -> GradeResult:
 async def test_a_patch_that_repairs_is_graded_so(sandbox: Sandbox, tmp_path: Path) -> None:
     repair = EDIT.replace("+# changed", f"+{REPAIRS.partition('; calc.')[2]}")
     assert (await graded(sandbox, tmp_path, repair)).num_passed == 2
+
+
+async def test_every_pytest_run_of_a_command_counts(sandbox: ShellSandbox) -> None:
+    sandbox.cwd = sandbox.scratch
+    for name, body in {"a": "pass", "b": "print('PASSED test_c.py::test_c')"}.items():
+        (Path(sandbox.cwd) / f"test_{name}.py").write_text(f"def test_{name}(): {body}\n")
+    pytest_run = f"{sys.executable} -m pytest -q"
+
+    view = AgentView(instance_id="i", repo="r", base_commit="c", problem_statement="p")
+    command = f"{pytest_run} test_a.py && {pytest_run} test_b.py"
+    listed = SweTask(view=view, test_command=command, fail_to_pass=("test_a.py::test_a", "test_b.py::test_b"))
+
+    _, outcomes = await grade.run_tests(sandbox, listed, limit_s=60)
+    assert {"test_a.test_a", "test_b.test_b"} <= outcomes.keys()
+    # Without a list every test that is mentioned counts, so what tests print must not.
+    _, outcomes = await grade.run_tests(sandbox, SweTask(view=view, test_command=command), limit_s=60)
+    assert outcomes == {"test_b.test_b": Outcome.PASSED}
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,11 @@ def test_neither_solution_nor_tests_are_in_what_the_agent_sees() -> None:
     ("more", "defaults", "command"),
     [
         ({"test_cmd": "make test"}, Defaults(test_command="x"), "make test"),
-        ({"test_cmd": ["cd a", "pytest"]}, Defaults(), "cd a && pytest"),
-        ({"install_config": {"test_cmd": "pytest -rA"}}, Defaults(), "pytest -rA"),
+        ({"test_cmd": ["cd a", "pytest"]}, Defaults(), "cd a\npytest"),
+        ({"test_cmd": ["a", "b"], "FAIL_TO_PASS": None, "PASS_TO_PASS": None}, Defaults(), "a && b"),
+        ({"install_config": {"test_cmd": "pytest -rA"}}, Defaults(), "pytest -rA tests/test_a.py tests/test_b.py"),
+        ({"install_config": {"test_cmd": "x {test_files} y"}}, Defaults(), "x tests/test_a.py tests/test_b.py y"),
+        ({"install_config": {"test_cmd": "make"}, "FAIL_TO_PASS": ["x"]}, Defaults(), "make"),
         ({}, Defaults(test_commands={"owner/name": "a", "owner/name@1.0": "b"}, test_command="c"), "b"),
         ({}, Defaults(test_commands={"owner/name": "a"}, test_command="c"), "a"),
         ({}, Defaults(test_command="c"), "c"),
@@ -79,8 +82,35 @@ def test_where_the_test_command_comes_from(more: dict[str, Any], defaults: Defau
 
 
 @pytest.mark.parametrize(
+    ("repo", "name", "files"),
+    [
+        ("owner/name", "tests/test_a.py::test_x", "tests/test_a.py"),
+        ("sympy/sympy", "test_x", "tests/app/test_b.py 'tests/a b.py'"),
+        ("django/django", "test_x (app.test_b.Case)", "app.test_b 'a b'"),
+    ],
+)
+def test_commands_are_given_the_files_of_the_ids_else_of_the_test_patch(repo: str, name: str, files: str) -> None:
+    patch = "".join(
+        f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ {new}\n@@ -1 +1 @@\n-a\n+b\n"
+        for path, new in {
+            "tests/app/test_b.py": "b/tests/app/test_b.py",
+            "tests/app/data.json": "b/tests/app/data.json",
+            "tests/gone.py": "/dev/null",
+            "tests/a b.py": "b/tests/a b.py\t",
+        }.items()
+    )
+    lists = {"FAIL_TO_PASS": [name], "PASS_TO_PASS": [], "test_patch": patch}
+    rebench = record(repo=repo, **lists, install_config={"test_cmd": "run -rA"})
+
+    assert parse_record(rebench, Defaults()).test_command == f"run -rA {files}"
+    bench = record(repo=repo, **lists)
+    assert parse_record(bench, Defaults(test_commands={repo: "run {test_files} -v"})).test_command == f"run {files} -v"
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
+        ({"test_cmd": "x {test_files}", "FAIL_TO_PASS": ["x"]}, "{test_files}, and neither the tests' ids nor"),
         (
             {"FAIL_TO_PASS": None, "PASS_TO_PASS": None},
             "test_command: is missing.*no FAIL_TO_PASS either",
@@ -110,6 +140,9 @@ def test_swe_smith_tasks_are_branches_of_its_own_copies() -> None:
     view = parse_record(smith, Defaults(image_template="other")).view
 
     assert (view.base_commit, view.image) == ("owner__name-1", "swesmith.x86_64.owner")
+    # The tip of the branch has the tests removed: without a patch that brings them nobody could pass.
+    with pytest.raises(TaskError, match="test_patch: is missing.*git diff owner__name-1 owner__name-1~1"):
+        parse_record({**smith, "test_patch": ""}, Defaults())
 
 
 def test_image_templates() -> None:
@@ -206,6 +239,25 @@ def test_check_writes_nothing_and_limit_stops(tmp_path: Path, capsys: pytest.Cap
 
     assert "5 train + 0 val tasks checked" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_tasks_whose_tests_the_agent_could_rewrite_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare: dict[str, Any] = {"test_patch": None, "test_cmd": "make test"}
+    names = ["test_x (app.Case)"]
+    source = write(
+        tmp_path / "in.jsonl",
+        record(1, **bare),
+        record(2, **bare, FAIL_TO_PASS=names, PASS_TO_PASS=None),
+        record(3, test_cmd="make test", FAIL_TO_PASS=names, PASS_TO_PASS=None),
+        record(4, **bare, FAIL_TO_PASS=None, PASS_TO_PASS=None),
+    )
+
+    assert main(["--input", str(source), "--check", "--val-share", "0"]) == 0
+    errors = capsys.readouterr().err
+    assert "2 tasks (owner__name-2, owner__name-4): test_patch: is missing and no test's name holds a file" in errors
+
+    assert main(["--input", str(write(source, record(1))), "--check", "--val-share", "0"]) == 0
+    assert "test_patch" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

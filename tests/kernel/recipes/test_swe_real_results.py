@@ -62,15 +62,17 @@ tests/test_a.py::test_one PASSED                     [ 25%]
 tests/test_a.py::test_two[a b] \x1b[31mFAILED\x1b[0m [ 50%]
 === short test summary info ===
 PASSED tests/test_a.py::TestX::test_three
-FAILED tests/test_a.py::test_four[x - y] - AssertionError: 1 - 2
-ERROR tests/test_a.py::test_five
+FAILED tests/test_a.py::test_four[x - y] - AssertionError: [1 - 2] - [3]
+PASSED tests/test_a.py::test_four[x - z]
+ERROR tests/test_a.py::test_five - OSError: [a] - b
 SKIPPED [1] tests/test_a.py:3: no
 """
     assert parse_log(log) == {
         "tests.test_a.test_one": Outcome.PASSED,
         "tests.test_a.test_two[a b]": Outcome.FAILED,
         "tests.test_a.TestX.test_three": Outcome.PASSED,
-        "tests.test_a.test_four[x": Outcome.FAILED,
+        "tests.test_a.test_four[x - y]": Outcome.FAILED,
+        "tests.test_a.test_four[x - z]": Outcome.PASSED,
         "tests.test_a.test_five": Outcome.FAILED,
     }
 
@@ -90,6 +92,40 @@ test_e (app.tests.Case) The first line of its docstring. ... ERROR
         "app.tests.Case.test_d": Outcome.PASSED,
         "app.tests.Case.test_e": Outcome.FAILED,
     }
+
+
+def test_unittest_logs_with_docstrings_and_what_tests_print() -> None:
+    log = """\
+test_a (utils.Old)
+A docstring is the id in SWE-bench's lists. ... ok
+test_a (m.New.test_a)
+Doc line ... FAIL
+test_b (m.New) ... System check identified no issues (0 silenced).
+Applying a migration ... ok
+ok
+test_c (m.New) ... test_d (m.New) ... ok
+"""
+    assert parse_log(log) == {
+        "utils.Old.test_a": Outcome.PASSED,
+        "A docstring is the id in SWE-bench's lists.": Outcome.PASSED,
+        "m.New.test_a": Outcome.FAILED,
+        "Doc line": Outcome.FAILED,
+        "m.New.test_b": Outcome.PASSED,
+    }, "and nothing of test_c, whose failed subtest leaves its line open"
+
+
+def test_sympy_logs() -> None:
+    log = "sympy/core/tests/test_x.py[7] \ntest_a ok\ntest_b f\ntest_c F\ntest_d E\ntest_e s - slow\ntest_f X\n[FAIL]\n"
+
+    passed, failed, skipped = Outcome.PASSED, Outcome.FAILED, Outcome.SKIPPED
+    assert list(parse_log(log).items()) == [
+        ("test_a", passed),
+        ("test_b", passed),
+        ("test_c", failed),
+        ("test_d", failed),
+        ("test_e", skipped),
+        ("test_f", failed),
+    ]
 
 
 def test_a_test_that_was_not_run_has_not_passed() -> None:
