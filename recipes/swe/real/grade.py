@@ -1,13 +1,15 @@
 """Process of one grading: a fresh sandbox, the agent's patch, the task's tests. ``python -m … RESULT < REQUEST``.
 
 Nothing of the agent's sandbox is reused: only its diff comes over, minus the parts that touch tests or protected
-files. The tests come from the task's test patch, on top of the base commit's own test files.
+files. The tests come from the task's test patch, if it has one, on top of the base commit's own test files.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import shlex
+from collections.abc import Iterable
 
 from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.patches import matching, touched_paths, without_paths
@@ -32,7 +34,8 @@ async def main(raw: bytes) -> GradeResult:
 
 async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
     task = request.task
-    protected = (*request.settings.protected_paths, *sorted(touched_paths(task.test_patch)))
+    files = sorted(touched_paths(task.test_patch) | _test_files(task.expected))
+    protected = (*request.settings.protected_paths, *(f"/{glob.escape(path)}" for path in files))
     patch, dropped = without_paths(request.patch, protected)
     notes = []
     if patch.strip():
@@ -58,6 +61,12 @@ async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
         detail="; ".join(notes),
         exit_code=result.exit_code,
     )
+
+
+def _test_files(names: Iterable[str]) -> frozenset[str]:
+    """Files that pytest's ids name; not those of doctests (``a.py::a.f``), which hold the source as well."""
+    split = (name.partition("::") for name in names)
+    return frozenset(path for path, _, test in split if test and "." not in test.partition("[")[0])
 
 
 async def run_tests(sandbox: Sandbox, command: str, *, limit_s: float) -> tuple[CommandResult, dict[str, Outcome]]:

@@ -59,12 +59,14 @@ def sandbox(tmp_path: Path) -> ShellSandbox:
     return ShellSandbox(scratch)
 
 
-async def graded(sandbox: Sandbox, tmp_path: Path, patch: str) -> GradeResult:
+async def graded(sandbox: Sandbox, tmp_path: Path, patch: str, *, test_patch: str = TEST_PATCH) -> GradeResult:
     folder, base = make_repository(tmp_path / "origin")
     view = AgentView(instance_id="i", repo=str(folder), base_commit=base, problem_statement="p")
     tests = ("test_calc.py::test_add", "test_calc.py::test_double")
     command = f"{sys.executable} -m pytest -q test_calc.py"
-    task = SweTask(view=view, test_command=command, fail_to_pass=tests, test_patch=TEST_PATCH)
+    # A doctest's file is no test file: what is to be repaired may be in it.
+    passing = () if test_patch else ("test_calc.py::test_add_zero", "calc.py::calc.add")
+    task = SweTask(view=view, test_command=command, fail_to_pass=tests, pass_to_pass=passing, test_patch=test_patch)
     await prepare_workspace(sandbox, view, SETTINGS.sandbox)
     request = GradeRequest(token="t", task=task, patch=patch, limit_s=60, settings=SETTINGS)
     return await grade._grade(sandbox, request)
@@ -93,6 +95,20 @@ async def test_a_protected_file_that_hides_behind_another_section_is_taken_out_a
     repository = tmp_path / "scratch" / "repo"
     assert "# changed" in (repository / "calc.py").read_text()
     assert not (repository / "conftest.py").exists()
+
+
+async def test_without_a_test_patch_the_files_of_the_tests_are_those_of_the_base_commit(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    cheat = "--- a/test_calc.py\n+++ b/test_calc.py\n@@ -1 +1,2 @@\n+def test_add(): pass\n from calc import add\n"
+
+    result = await graded(sandbox, tmp_path, EDIT + NEW.format("sub/test_calc.py", "x = 1") + cheat, test_patch="")
+
+    assert (result.num_passed, result.num_tests) == (1, 4)
+    assert result.detail.startswith("left out of the patch: test_calc.py; 1 of 4 tests passed")
+    repository = tmp_path / "scratch" / "repo"
+    assert "# changed" in (repository / "calc.py").read_text()
+    assert (repository / "sub" / "test_calc.py").exists(), "only the one at the tests' path is protected"
 
 
 async def test_a_long_command_that_leaves_a_process_behind_ends_with_its_code_and_output(sandbox: Sandbox) -> None:
