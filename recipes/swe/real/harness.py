@@ -28,7 +28,7 @@ from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.patches import looks_like_patch
 from seamless_verl.recipes.swe.real.protocol import HarnessRequest, HarnessResult
 from seamless_verl.recipes.swe.real.sandbox import INSTALL, CommandResult, Sandbox, SandboxError
-from seamless_verl.recipes.swe.real.workspace import prepare_workspace, worktree_diff
+from seamless_verl.recipes.swe.real.workspace import DiffError, prepare_workspace, worktree_diff
 
 _SUBMIT_LINE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _DIFF_RESERVE_S = 15.0
@@ -185,7 +185,10 @@ async def _run_agent(
         status, submission, detail = "TimedOut", "", f"stopped after {request.limit_s:.0f} s"
     if status in _BROKEN:
         raise MachineError("mini-swe-agent", f"cannot be used ({detail})", INSTALL)
-    patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
+    try:
+        patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
+    except DiffError as error:
+        patch, detail = "", "; ".join(filter(None, (detail, str(error))))
     return HarnessResult(ended=status, patch=patch, detail=detail)
 
 
