@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import shlex
+import time
 from collections.abc import Iterable
 
 from seamless_verl.recipes.swe.real import protocol
@@ -16,23 +17,24 @@ from seamless_verl.recipes.swe.real.patches import matching, touched_paths, with
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
 from seamless_verl.recipes.swe.real.results import Outcome, ReportError, Score, parse_junit, parse_log, score
 from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
-from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, changed_paths, prepare_workspace, restore
+from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, changed_paths, restore, start_workspace
 
 
 async def main(raw: bytes) -> GradeResult:
     """Grade one patch."""
     request = protocol.load_grade_request(raw)
+    deadline = time.monotonic() + request.limit_s
     sandbox = Sandbox(request.settings.sandbox, image=request.task.view.image, token=request.token)
     try:
-        await sandbox.start()
-        await prepare_workspace(sandbox, request.task.view, request.settings.sandbox)
-        result = await _grade(sandbox, request)
+        await start_workspace(sandbox, request.task.view, request.settings.sandbox, limit_s=request.limit_s)
+        protocol.mark_ready()
+        result = await _grade(sandbox, request, deadline=deadline)
     finally:
         unclean = await sandbox.stop()
     return dataclasses.replace(result, unclean=unclean)
 
 
-async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
+async def _grade(sandbox: Sandbox, request: GradeRequest, *, deadline: float) -> GradeResult:
     task = request.task
     files = sorted(touched_paths(task.test_patch) | _test_files(task.expected))
     protected = (*request.settings.protected_paths, *(f"/{glob.escape(path)}" for path in files))
@@ -52,7 +54,8 @@ async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
     if dropped:
         notes.insert(0, f"left out of the patch: {', '.join(dropped[:5])}")
     await apply_tests(sandbox, task.test_patch)
-    result, outcomes = await run_tests(sandbox, task.test_command, limit_s=request.limit_s)
+    limit_s = max(1.0, deadline - time.monotonic())
+    result, outcomes = await run_tests(sandbox, task.test_command, limit_s=limit_s)
     graded = score(task.expected, outcomes, exit_code=None if result.timed_out else result.exit_code)
     notes += _explain(graded, result, outcomes)
     return GradeResult(

@@ -5,6 +5,7 @@ Both the agent and the grader start from `prepare_workspace`, so that a diff mad
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import shlex
 from collections.abc import Iterable
@@ -65,6 +66,23 @@ base64 {path} > {path}.b64
 
 class DiffError(SeamlessError):
     """No diff can be taken of what the agent left: its own doing, the sandbox works."""
+
+
+async def start_workspace(sandbox: Sandbox, view: AgentView, settings: SandboxSettings, *, limit_s: float) -> None:
+    """Start the sandbox and prepare its workspace.
+
+    Raises:
+        SandboxError: it failed, or was not ready in time.
+    """
+
+    async def both() -> None:
+        await sandbox.start()
+        await prepare_workspace(sandbox, view, settings)
+
+    try:
+        await asyncio.wait_for(both(), timeout=limit_s)
+    except asyncio.TimeoutError as error:
+        raise SandboxError(f"the sandbox was not ready within {limit_s:.0f} s") from error
 
 
 async def prepare_workspace(sandbox: Sandbox, view: AgentView, settings: SandboxSettings) -> None:

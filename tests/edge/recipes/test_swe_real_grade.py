@@ -60,16 +60,24 @@ def sandbox(tmp_path: Path) -> ShellSandbox:
 
 
 async def graded(
-    sandbox: Sandbox, tmp_path: Path, patch: str = "", *, work: str = "", test_patch: str = TEST_PATCH
+    sandbox: Sandbox,
+    tmp_path: Path,
+    patch: str = "",
+    *,
+    work: str = "",
+    test_patch: str = TEST_PATCH,
+    test_command: str = f"{sys.executable} -m pytest -q test_calc.py",
+    limit_s: float = 60,
 ) -> GradeResult:
     """The grade of a patch, or of what the commands in ``work`` leave in a sandbox of their own."""
     folder, base = make_repository(tmp_path / "origin")
     view = AgentView(instance_id="i", repo=str(folder), base_commit=base, problem_statement="p")
     tests = ("test_calc.py::test_add", "test_calc.py::test_double")
-    command = f"{sys.executable} -m pytest -q test_calc.py"
     # A doctest's file is no test file: what is to be repaired may be in it.
     passing = () if test_patch else ("test_calc.py::test_add_zero", "calc.py::calc.add")
-    task = SweTask(view=view, test_command=command, fail_to_pass=tests, pass_to_pass=passing, test_patch=test_patch)
+    task = SweTask(
+        view=view, test_command=test_command, fail_to_pass=tests, pass_to_pass=passing, test_patch=test_patch
+    )
     if work:
         (tmp_path / "agent").mkdir()
         agent = ShellSandbox(tmp_path / "agent")
@@ -77,8 +85,8 @@ async def graded(
         await agent.check(work)
         patch = await worktree_diff(agent)
     await prepare_workspace(sandbox, view, SETTINGS.sandbox)
-    request = GradeRequest(token="t", task=task, patch=patch, limit_s=60, settings=SETTINGS)
-    return await grade._grade(sandbox, request)
+    request = GradeRequest(token="t", task=task, patch=patch, limit_s=600, settings=SETTINGS)
+    return await grade._grade(sandbox, request, deadline=time.monotonic() + limit_s)
 
 
 async def test_a_patch_that_repairs_is_graded_so(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -116,6 +124,13 @@ async def test_line_ends_and_bytes_that_are_no_utf_8_arrive(sandbox: Sandbox, tm
 
     assert result.num_passed == 2, result.detail
     assert (tmp_path / "scratch" / "repo" / "dos.txt").read_bytes() == b"caf\xe9\r\nth\xe9\r\n"
+
+
+async def test_tests_that_hang_are_stopped_in_time_for_what_they_printed(sandbox: Sandbox, tmp_path: Path) -> None:
+    hangs = "echo PASSED test_calc.py::test_add; sleep 600"
+    result = await graded(sandbox, tmp_path, test_command=hangs, limit_s=3)
+    assert (result.num_passed, result.num_tests) == (1, 2)
+    assert "the tests were stopped by their time limit" in result.detail
 
 
 async def test_a_diff_without_end_is_refused(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
