@@ -27,12 +27,15 @@ import psutil
 
 from seamless_verl.agents.ties import kill_group
 from seamless_verl.errors import SeamlessError
-from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, TOKEN_VARIABLE
+from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, READY, TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 from seamless_verl.run.supervisor import GRACE, RUN_ID
 
 GRACE_S = 20.0
 """From SIGTERM to SIGKILL: swe-rex may take ten seconds to end a container."""
+
+CLIENT_S = 60.0
+"""For one answer of the container client: a daemon that hangs would hang the attempt past every limit."""
 
 _FORWARD = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE",
@@ -47,7 +50,7 @@ class ChildError(SeamlessError):
 
 
 class ChildTimeout(SeamlessError):
-    """A process of an attempt was stopped by its time limit."""
+    """A process of an attempt was stopped by its time limit, with its sandbox ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +81,8 @@ async def run_child(child: Child) -> Mapping[str, Any]:
 
     Raises:
         ChildTimeout: stopped by its limit.
-        SandboxError: it reports that the sandbox failed.
-        ChildError: it ended without a result, or reports another error.
+        SandboxError: it reports that the sandbox failed, or was stopped by its limit before the sandbox was ready.
+        ChildError: it ended without a result, or reports another error; or containers may be left.
     """
     with tempfile.TemporaryDirectory(prefix=f"seamless-swe-{child.token}-") as folder:
         result = Path(folder, "result.json")
@@ -96,10 +99,17 @@ async def run_child(child: Child) -> Mapping[str, Any]:
                 await asyncio.wait_for(process.communicate(child.request), timeout=child.timeout_s)
                 clean = process.returncode == 0
             except asyncio.TimeoutError as error:
-                raise ChildTimeout(f"{child.module} did not end within {child.timeout_s:.0f} s") from error
+                raise _late(child, Path(folder, READY)) from error
             finally:
                 await _leave_nothing(process, child, clean=clean)
         return _read(result, child, process.returncode, log)
+
+
+def _late(child: Child, ready: Path) -> SeamlessError:
+    limit = f"within {child.timeout_s:.0f} s"
+    if ready.exists():
+        return ChildTimeout(f"{child.module} did not end {limit}")
+    return SandboxError(f"the sandbox of {child.module} was not ready {limit}")
 
 
 async def _leave_nothing(process: asyncio.subprocess.Process, child: Child, *, clean: bool) -> None:
@@ -164,7 +174,13 @@ async def _client(runtime: str, *args: str) -> str:
     process = await asyncio.create_subprocess_exec(
         runtime, *args, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    out, err = await process.communicate()
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), timeout=CLIENT_S)
+    except asyncio.TimeoutError as error:
+        process.kill()
+        await process.wait()
+        problem = f"did not answer within {CLIENT_S:g} s, containers may be left"
+        raise ChildError(f"{runtime} {args[0]} {problem}") from error
     if process.returncode != 0:
         raise ChildError(f"{runtime} {args[0]} failed, containers may be left: {err.decode(errors='replace').strip()}")
     return out.decode()

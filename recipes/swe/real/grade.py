@@ -1,13 +1,16 @@
 """Process of one grading: a fresh sandbox, the agent's patch, the task's tests. ``python -m … RESULT < REQUEST``.
 
 Nothing of the agent's sandbox is reused: only its diff comes over, minus the parts that touch tests or protected
-files. The tests come from the task's test patch, on top of the base commit's own test files.
+files. The tests come from the task's test patch, if it has one, on top of the base commit's own test files.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import shlex
+import time
+from collections.abc import Iterable
 
 from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.patches import matching, touched_paths, without_paths
@@ -15,25 +18,27 @@ from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
 from seamless_verl.recipes.swe.real.results import Outcome, ReportError, Score, parse_junit, parse_log, score
 from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
 from seamless_verl.recipes.swe.real.task import SweTask
-from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, changed_paths, prepare_workspace, restore
+from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, changed_paths, restore, start_workspace
 
 
 async def main(raw: bytes) -> GradeResult:
     """Grade one patch."""
     request = protocol.load_grade_request(raw)
+    deadline = time.monotonic() + request.limit_s
     sandbox = Sandbox(request.settings.sandbox, image=request.task.view.image, token=request.token)
     try:
-        await sandbox.start()
-        await prepare_workspace(sandbox, request.task.view, request.settings.sandbox)
-        result = await _grade(sandbox, request)
+        await start_workspace(sandbox, request.task.view, request.settings.sandbox, limit_s=request.limit_s)
+        protocol.mark_ready()
+        result = await _grade(sandbox, request, deadline=deadline)
     finally:
         unclean = await sandbox.stop()
     return dataclasses.replace(result, unclean=unclean)
 
 
-async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
+async def _grade(sandbox: Sandbox, request: GradeRequest, *, deadline: float) -> GradeResult:
     task = request.task
-    protected = (*request.settings.protected_paths, *sorted(touched_paths(task.test_patch)))
+    files = sorted(touched_paths(task.test_patch) | _test_files(task.expected))
+    protected = (*request.settings.protected_paths, *(f"/{glob.escape(path)}" for path in files))
     patch, dropped = without_paths(request.patch, protected)
     notes = []
     if patch.strip():
@@ -50,7 +55,7 @@ async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
     if dropped:
         notes.insert(0, f"left out of the patch: {', '.join(dropped[:5])}")
     await apply_tests(sandbox, task.test_patch)
-    result, outcomes = await run_tests(sandbox, task, limit_s=request.limit_s)
+    result, outcomes = await run_tests(sandbox, task, limit_s=max(1.0, deadline - time.monotonic()))
     graded = score(task.expected, outcomes, exit_code=None if result.timed_out else result.exit_code)
     notes += _explain(graded, result, outcomes)
     return GradeResult(
@@ -59,6 +64,12 @@ async def _grade(sandbox: Sandbox, request: GradeRequest) -> GradeResult:
         detail="; ".join(notes),
         exit_code=result.exit_code,
     )
+
+
+def _test_files(names: Iterable[str]) -> frozenset[str]:
+    """Files that pytest's ids name; not those of doctests (``a.py::a.f``), which hold the source as well."""
+    split = (name.partition("::") for name in names)
+    return frozenset(path for path, _, test in split if test and "." not in test.partition("[")[0])
 
 
 async def run_tests(sandbox: Sandbox, task: SweTask, *, limit_s: float) -> tuple[CommandResult, dict[str, Outcome]]:

@@ -3,7 +3,7 @@
 ::
 
     event loop (main thread)                    agent (daemon thread)
-      sandbox.start, prepare_workspace
+      start_workspace
       run_agent ─────────────────────────────►  DefaultAgent.run: model call, command, model call, …
       sandbox.run  ◄── SandboxEnvironment ────    env.execute
       deadline or end: take the diff, stop the sandbox
@@ -28,7 +28,7 @@ from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.patches import looks_like_patch
 from seamless_verl.recipes.swe.real.protocol import HarnessRequest, HarnessResult
 from seamless_verl.recipes.swe.real.sandbox import INSTALL, CommandResult, Sandbox, SandboxError
-from seamless_verl.recipes.swe.real.workspace import prepare_workspace, worktree_diff
+from seamless_verl.recipes.swe.real.workspace import DiffError, start_workspace, worktree_diff
 
 _SUBMIT_LINE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _DIFF_RESERVE_S = 15.0
@@ -96,7 +96,8 @@ async def main(raw: bytes) -> HarnessResult:
     config = load_config(request)
     sandbox = Sandbox(request.settings.sandbox, image=request.view.image, token=request.token)
     try:
-        await _prepare(sandbox, request)
+        await start_workspace(sandbox, request.view, request.settings.sandbox, limit_s=request.limit_s)
+        protocol.mark_ready()
         result = await _run_agent(sandbox, request, config, deadline=deadline)
     finally:
         unclean = await sandbox.stop()
@@ -147,17 +148,6 @@ def plain_openai(model: Any) -> Any:
     return model
 
 
-async def _prepare(sandbox: Sandbox, request: HarnessRequest) -> None:
-    async def both() -> None:
-        await sandbox.start()
-        await prepare_workspace(sandbox, request.view, request.settings.sandbox)
-
-    try:
-        await asyncio.wait_for(both(), timeout=request.limit_s)
-    except asyncio.TimeoutError as error:
-        raise SandboxError(f"sandbox was not ready within the attempt's {request.limit_s:.0f} s") from error
-
-
 async def _run_agent(
     sandbox: Sandbox, request: HarnessRequest, config: dict[str, Any], *, deadline: float
 ) -> HarnessResult:
@@ -185,7 +175,10 @@ async def _run_agent(
         status, submission, detail = "TimedOut", "", f"stopped after {request.limit_s:.0f} s"
     if status in _BROKEN:
         raise MachineError("mini-swe-agent", f"cannot be used ({detail})", INSTALL)
-    patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
+    try:
+        patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
+    except DiffError as error:
+        patch, detail = "", "; ".join(filter(None, (detail, str(error))))
     return HarnessResult(ended=status, patch=patch, detail=detail)
 
 

@@ -50,7 +50,8 @@ def without_paths(patch: str, patterns: Iterable[str]) -> tuple[str, tuple[str, 
 
     Args:
         patch: the diff.
-        patterns: shell patterns; one without ``/`` is matched against the file name, else against the whole path.
+        patterns: shell patterns; one without ``/`` is matched against the file name, else against the whole path. A
+            leading ``/`` stands for the repository's root, also before a name without a folder.
 
     Returns:
         The rest of the diff, and the dropped paths in order.
@@ -78,6 +79,8 @@ def looks_like_patch(text: str) -> bool:
 
 
 def _matches(path: str, pattern: str) -> bool:
+    if pattern.startswith("/"):
+        return fnmatch(f"/{path}", pattern)
     return fnmatch(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
 
 

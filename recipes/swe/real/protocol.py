@@ -28,6 +28,9 @@ TOKEN_VARIABLE = "SEAMLESS_SWE_JOB"
 OWNER_VARIABLE = "SEAMLESS_SWE_OWNER"
 """Process id of the runner, whose death ends the processes of its attempts as SIGTERM does."""
 
+READY = "ready"
+"""File beside the result: the sandbox is ready, so that running out of time is the agent's doing from here on."""
+
 _UNCLEAN = 3
 
 
@@ -81,7 +84,7 @@ class GradeRequest:
         token: the job's token.
         task: the task with its tests.
         patch: the agent's diff.
-        limit_s: seconds for the test command.
+        limit_s: seconds for start and tests together; a test command that runs longer is stopped.
         settings: the runner's settings.
     """
 
@@ -152,6 +155,11 @@ def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> in
     partial.write_text(json.dumps(answer), encoding="utf-8")
     partial.replace(target)
     return code
+
+
+def mark_ready() -> None:
+    """Tell the runner, by `READY`, that the sandbox is up with the repository in it."""
+    Path(sys.argv[1]).with_name(READY).touch()
 
 
 async def _until_signal(main: Awaitable[HarnessResult | GradeResult]) -> HarnessResult | GradeResult:

@@ -152,6 +152,7 @@ class MiniSweRunner:
         try:
             return GradeResult(**await run_child(self._child("grade", request, limit_s, self._log(task, token))))
         except ChildTimeout as error:
+            # The sandbox was ready and the tests have a limit of their own: it is the patch that hangs.
             return GradeResult(num_passed=0, num_tests=len(task.expected) or 1, detail=str(error))
 
     def _child(self, module: str, request: HarnessRequest | GradeRequest, limit_s: float, log: Path | None) -> Child:

@@ -62,6 +62,11 @@ class Sandbox:
         settings: kind and options.
         image: the task's image; used by the kinds that start one.
         token: the job's token; labels the container and names the scratch folder.
+
+    Attributes:
+        scratch: folder for our own files.
+        cwd: where commands run.
+        base: commit that the agent's work starts from; see `workspace.prepare_workspace`.
     """
 
     def __init__(self, settings: SandboxSettings, *, image: str, token: str) -> None:
@@ -71,6 +76,7 @@ class Sandbox:
         self._deployment: Any = None
         self.scratch = f"/tmp/seamless-swe-{token}"
         self.cwd: str = "/"
+        self.base = "HEAD"
 
     async def start(self) -> None:
         """Start the deployment and make the scratch folder.

@@ -5,15 +5,19 @@ Both the agent and the grader start from `prepare_workspace`, so that a diff mad
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import shlex
 from collections.abc import Iterable
 
+from seamless_verl.errors import SeamlessError
 from seamless_verl.recipes.swe.real.patches import touched_paths
 from seamless_verl.recipes.swe.real.sandbox import Sandbox, SandboxError
-from seamless_verl.recipes.swe.real.settings import SandboxSettings
+from seamless_verl.recipes.swe.real.settings import MAX_COMMAND_S, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView
 
 SETUP_TIMEOUT_S = 1800.0
+MAX_DIFF_BYTES = 10_000_000
 
 # What agents leave beside the source: their patch file and caches. Kept out of the diff taken for them.
 _NOT_SOURCE = ("patch.txt", "*.pyc", "__pycache__/**", ".pytest_cache/**")
@@ -47,6 +51,39 @@ if [ -n "$(git status --porcelain)" ]; then
 fi
 """
 
+# A killed git leaves its lock behind. Base64, because swe-rex reads files as text and changes bytes and line ends.
+_TAKE_DIFF = """
+set -e
+rm -f .git/index.lock
+git add -A
+mkdir -p {scratch}
+git -c core.fileMode=false -c core.quotePath=true diff --cached --binary {base} -- . {leave_out} > {path}
+size=$(wc -c < {path})
+if [ "$size" -gt {limit} ]; then echo "it has $size bytes, more than {limit}"; exit 1; fi
+base64 {path} > {path}.b64
+"""
+
+
+class DiffError(SeamlessError):
+    """No diff can be taken of what the agent left: its own doing, the sandbox works."""
+
+
+async def start_workspace(sandbox: Sandbox, view: AgentView, settings: SandboxSettings, *, limit_s: float) -> None:
+    """Start the sandbox and prepare its workspace.
+
+    Raises:
+        SandboxError: it failed, or was not ready in time.
+    """
+
+    async def both() -> None:
+        await sandbox.start()
+        await prepare_workspace(sandbox, view, settings)
+
+    try:
+        await asyncio.wait_for(both(), timeout=limit_s)
+    except asyncio.TimeoutError as error:
+        raise SandboxError(f"the sandbox was not ready within {limit_s:.0f} s") from error
+
 
 async def prepare_workspace(sandbox: Sandbox, view: AgentView, settings: SandboxSettings) -> None:
     """Bring the repository to the task's base commit and make it the sandbox's working directory.
@@ -72,6 +109,8 @@ async def prepare_workspace(sandbox: Sandbox, view: AgentView, settings: Sandbox
         if result.exit_code != 0:
             raise SandboxError(f"setup_command failed with {result.exit_code}: {result.output[-2000:]}")
     await sandbox.check(_COMMIT_LEFTOVERS)
+    # The last word: a start-up file of bash may print before.
+    sandbox.base = (await sandbox.check("git rev-parse HEAD")).split()[-1]
 
 
 def repository_url(repo: str, template: str) -> str:
@@ -80,13 +119,28 @@ def repository_url(repo: str, template: str) -> str:
 
 
 async def worktree_diff(sandbox: Sandbox) -> str:
-    """Everything changed since the base commit, new files included, as one diff."""
+    """Everything changed since `prepare_workspace`, new files and commits included, as one diff.
+
+    Bytes that are no UTF-8 come as lone surrogates, which `apply_patch` turns back.
+
+    Raises:
+        DiffError: the agent left a repository of which none can be taken, or changed too much.
+        SandboxError: the sandbox does not answer.
+    """
     leave_out = " ".join(shlex.quote(f":(exclude,glob)**/{name}") for name in _NOT_SOURCE)
     path = f"{sandbox.scratch}/worktree.diff"
-    await sandbox.check("git add -A")
-    await sandbox.check(f"git -c core.fileMode=false diff --cached --binary HEAD -- . {leave_out} > {path}")
-    diff: str = await sandbox.read(path)
-    return diff
+    script = _TAKE_DIFF.format(
+        scratch=sandbox.scratch, base=sandbox.base, leave_out=leave_out, path=path, limit=MAX_DIFF_BYTES
+    )
+    try:
+        result = await sandbox.run(script, timeout_s=MAX_COMMAND_S)
+    except SandboxError as error:
+        sandbox.cwd = "/"
+        await sandbox.check("true")
+        raise DiffError("no diff could be taken: the repository's folder is gone") from error
+    if result.exit_code != 0:
+        raise DiffError(f"no diff could be taken: {' '.join(result.output.split())[-300:]}")
+    return base64.b64decode(await sandbox.read(f"{path}.b64")).decode("utf-8", "surrogateescape")
 
 
 async def apply_patch(sandbox: Sandbox, patch: str, *, name: str) -> str:
@@ -95,7 +149,9 @@ async def apply_patch(sandbox: Sandbox, patch: str, *, name: str) -> str:
     Tried as git has it, then with fuzz: models often get line numbers slightly wrong.
     """
     path = f"{sandbox.scratch}/{name}.diff"
-    await sandbox.write(path, patch if patch.endswith("\n") else patch + "\n")
+    exact = (patch if patch.endswith("\n") else patch + "\n").encode("utf-8", "surrogateescape")
+    await sandbox.write(f"{path}.b64", base64.b64encode(exact).decode())
+    await sandbox.check(f"base64 -d {path}.b64 > {path}")
     first = await sandbox.run(f"git apply --whitespace=nowarn {path}", timeout_s=120)
     if first.exit_code == 0:
         return ""

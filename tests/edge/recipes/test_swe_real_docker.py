@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -24,10 +25,13 @@ import pytest
 
 from seamless_verl.agents.contract import AgentJob
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.recipes.swe.real import child
+from seamless_verl.recipes.swe.real import runner as runner_module
 from seamless_verl.recipes.swe.real.child import ChildError
 from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.runner import MiniSweRunner
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
+from seamless_verl.recipes.swe.real.task import SweTask
 from tests.edge.recipes.test_swe_real_support import (
     SUBMIT_PATCH,
     ModelServer,
@@ -65,6 +69,8 @@ def end(name):
     except (FileNotFoundError, ProcessLookupError):
         pass
 
+if sys.argv[1:3] == ["ps", "--all"] and (STATE / "hung").exists():
+    signal.pause()
 if (STATE / "down").exists():
     sys.exit("Cannot connect to the daemon")
 if sys.argv[1] == "run":
@@ -72,8 +78,11 @@ if sys.argv[1] == "run":
     subprocess.run(["git", "clone", "-q", ORIGIN, IMAGE_REPO], check=True)
     token = args[-1].split("--auth-token ")[1].split()[0]
     server = [sys.executable, "-m", "swerex.server", "--host", "127.0.0.1", "--auth-token", token]
+    server += ["--port", option("-p").split(":")[0]]
+    if (STATE / "asleep").exists():
+        server = ["sleep", "600"]
     inside = {{"PATH": os.environ["PATH"], "HOME": str(STATE)}}
-    running = subprocess.Popen([*server, "--port", option("-p").split(":")[0]], env=inside, start_new_session=True)
+    running = subprocess.Popen(server, env=inside, start_new_session=True)
     (STATE / (option("--name") + ".pid")).write_text(str(running.pid))
     (STATE / (option("--name") + ".label")).write_text(option("--label"))
     sys.exit(running.wait())
@@ -177,6 +186,35 @@ async def test_a_killed_harness_leaves_no_container(serve: Serve, docker: Path, 
 
     await swe.close()
     assert "rm --force --volumes" in (docker / "calls").read_text()
+
+
+async def test_a_container_that_does_not_come_up_is_no_reward(
+    serve: Serve, docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (child, runner_module):  # else the process itself tells the time before swe-rex blocks its loop
+        monkeypatch.setattr(module, "GRACE_S", 0.5)
+    (docker / "asleep").touch()
+    swe = runner(options={"startup_timeout": 0.5})
+    job = dataclasses.replace(task(tmp_path, serve(["ls"])), deadline_s=68.0)
+
+    with pytest.raises(SandboxError, match=r"the sandbox of .*\.harness was not ready within 8 s"):
+        await swe.run(job)
+    with pytest.raises(SandboxError, match=r"the sandbox of .*\.grade was not ready within 8 s"):
+        await swe._grade(SweTask.from_mapping(job.task), "", secrets.token_hex(8), 8.0)
+
+    await swe.close()
+    assert "run " in (docker / "calls").read_text()
+
+
+async def test_a_daemon_that_hangs_does_not_hang_the_attempt(
+    docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "CLIENT_S", 0.5)
+    (docker / "hung").touch()
+    gone = child.Child(module="no.such.module", token="t", request=b"", timeout_s=60, container_runtime="docker")
+
+    with pytest.raises(ChildError, match=r"docker ps did not answer within 0\.5 s, containers may be left"):
+        await child.run_child(gone)
 
 
 RUNNER = """

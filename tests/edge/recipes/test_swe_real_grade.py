@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from seamless_verl.recipes.swe.real import grade
+from seamless_verl.recipes.swe.real import grade, workspace
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
 from seamless_verl.recipes.swe.real.results import Outcome
 from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
-from seamless_verl.recipes.swe.real.workspace import prepare_workspace
-from tests.edge.recipes.test_swe_real_support import TEST_PATCH, make_repository
+from seamless_verl.recipes.swe.real.workspace import DiffError, prepare_workspace, worktree_diff
+from tests.edge.recipes.test_swe_real_support import FIX, TEST_PATCH, make_repository
 
 SETTINGS = RunnerSettings(sandbox=SandboxSettings(kind="local", allow_unsandboxed=True))
 EDIT = """\
@@ -51,7 +51,7 @@ class ShellSandbox(Sandbox):
         await asyncio.to_thread(Path(path).write_text, content)
 
     async def read(self, path: str) -> str:
-        return await asyncio.to_thread(Path(path).read_text)
+        return await asyncio.to_thread(Path(path).read_text, encoding="utf-8", errors="replace")
 
 
 @pytest.fixture
@@ -60,15 +60,34 @@ def sandbox(tmp_path: Path) -> ShellSandbox:
     return ShellSandbox(scratch)
 
 
-async def graded(sandbox: Sandbox, tmp_path: Path, patch: str) -> GradeResult:
+async def graded(
+    sandbox: Sandbox,
+    tmp_path: Path,
+    patch: str = "",
+    *,
+    work: str = "",
+    test_patch: str = TEST_PATCH,
+    test_command: str = f"{sys.executable} -m pytest -q test_calc.py",
+    limit_s: float = 60,
+) -> GradeResult:
+    """The grade of a patch, or of what the commands in ``work`` leave in a sandbox of their own."""
     folder, base = make_repository(tmp_path / "origin")
     view = AgentView(instance_id="i", repo=str(folder), base_commit=base, problem_statement="p")
     tests = ("test_calc.py::test_add", "test_calc.py::test_double")
-    command = f"{sys.executable} -m pytest -q test_calc.py"
-    task = SweTask(view=view, test_command=command, fail_to_pass=tests, test_patch=TEST_PATCH)
+    # A doctest's file is no test file: what is to be repaired may be in it.
+    passing = () if test_patch else ("test_calc.py::test_add_zero", "calc.py::calc.add")
+    task = SweTask(
+        view=view, test_command=test_command, fail_to_pass=tests, pass_to_pass=passing, test_patch=test_patch
+    )
+    if work:
+        (tmp_path / "agent").mkdir()
+        agent = ShellSandbox(tmp_path / "agent")
+        await prepare_workspace(agent, view, SETTINGS.sandbox)
+        await agent.check(work)
+        patch = await worktree_diff(agent)
     await prepare_workspace(sandbox, view, SETTINGS.sandbox)
-    request = GradeRequest(token="t", task=task, patch=patch, limit_s=60, settings=SETTINGS)
-    return await grade._grade(sandbox, request)
+    request = GradeRequest(token="t", task=task, patch=patch, limit_s=600, settings=SETTINGS)
+    return await grade._grade(sandbox, request, deadline=time.monotonic() + limit_s)
 
 
 async def test_a_patch_that_repairs_is_graded_so(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -111,6 +130,45 @@ async def test_a_protected_file_that_hides_behind_another_section_is_taken_out_a
     repository = tmp_path / "scratch" / "repo"
     assert "# changed" in (repository / "calc.py").read_text()
     assert not (repository / "conftest.py").exists()
+
+
+async def test_a_repair_that_the_agent_committed_counts(sandbox: Sandbox, tmp_path: Path) -> None:
+    commit = "git -c user.name=a -c user.email=a@b commit -qam repaired"
+    assert (await graded(sandbox, tmp_path, work=f"{FIX} && {commit}")).num_passed == 2
+
+
+async def test_line_ends_and_bytes_that_are_no_utf_8_arrive(sandbox: Sandbox, tmp_path: Path) -> None:
+    result = await graded(sandbox, tmp_path, work=f"{FIX}; printf 'th\\351\\r\\n' >> dos.txt")
+
+    assert result.num_passed == 2, result.detail
+    assert (tmp_path / "scratch" / "repo" / "dos.txt").read_bytes() == b"caf\xe9\r\nth\xe9\r\n"
+
+
+async def test_tests_that_hang_are_stopped_in_time_for_what_they_printed(sandbox: Sandbox, tmp_path: Path) -> None:
+    hangs = "echo PASSED test_calc.py::test_add; sleep 600"
+    result = await graded(sandbox, tmp_path, test_command=hangs, limit_s=3)
+    assert (result.num_passed, result.num_tests) == (1, 2)
+    assert "the tests were stopped by their time limit" in result.detail
+
+
+async def test_a_diff_without_end_is_refused(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "MAX_DIFF_BYTES", 1000)
+    with pytest.raises(DiffError, match=r"no diff could be taken: it has [0-9]{4} bytes, more than 1000"):
+        await graded(sandbox, tmp_path, work="seq 999 > numbers")
+
+
+async def test_without_a_test_patch_the_files_of_the_tests_are_those_of_the_base_commit(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    cheat = "--- a/test_calc.py\n+++ b/test_calc.py\n@@ -1 +1,2 @@\n+def test_add(): pass\n from calc import add\n"
+
+    result = await graded(sandbox, tmp_path, EDIT + NEW.format("sub/test_calc.py", "x = 1") + cheat, test_patch="")
+
+    assert (result.num_passed, result.num_tests) == (1, 4)
+    assert result.detail.startswith("left out of the patch: test_calc.py; 1 of 4 tests passed")
+    repository = tmp_path / "scratch" / "repo"
+    assert "# changed" in (repository / "calc.py").read_text()
+    assert (repository / "sub" / "test_calc.py").exists(), "only the one at the tests' path is protected"
 
 
 async def test_a_long_command_that_leaves_a_process_behind_ends_with_its_code_and_output(sandbox: Sandbox) -> None:

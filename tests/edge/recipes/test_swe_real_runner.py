@@ -146,6 +146,18 @@ async def test_tests_cannot_be_rewritten(serve: Serve, repository: Repository) -
     assert "left out of the patch: conftest.py, test_calc.py" in report.detail
 
 
+@pytest.mark.parametrize(
+    ("damage", "reward"), [("touch .git/index.lock", 1.0), ("rm -rf .git", 0.0), ('rm -rf "$PWD"', 0.0)]
+)
+async def test_an_agent_that_damages_its_repository_is_graded(
+    serve: Serve, repository: Repository, damage: str, reward: float
+) -> None:
+    report = await attempt(job_of(repository, serve([f"{FIX}; {damage}", "exit 1"])), step_limit=2)
+
+    assert report.reward == reward
+    assert ("no diff could be taken: " in report.detail) == (reward == 0.0), report.detail
+
+
 async def test_a_patch_that_does_not_apply_is_worth_nothing(serve: Serve, repository: Repository) -> None:
     bad = "--- a/calc.py\\n+++ b/calc.py\\n@@ -1,1 +1,1 @@\\n-no such line\\n+x\\n"
     server = serve([f"{SUBMIT}; printf -- '{bad}'"])

@@ -132,6 +132,7 @@ def make_repository(folder: Path) -> tuple[Path, str]:
     run("init", "-q", "-b", "main")
     broken = "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return add(a, a)\n"
     (folder / "calc.py").write_text(broken)
+    (folder / "dos.txt").write_bytes(b"caf\xe9\r\n")
     (folder / "test_calc.py").write_text("from calc import add\n\n\ndef test_add_zero():\n    assert add(3, 0) == 3\n")
     run("add", "-A")
     run("commit", "-qm", "start")

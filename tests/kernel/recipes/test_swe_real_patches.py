@@ -45,6 +45,7 @@ def test_a_pattern_without_a_folder_holds_everywhere() -> None:
     deep = NEW.replace("conftest.py", "a/b/conftest.py")
 
     assert without_paths(deep, ["conftest.py"]) == ("", ("a/b/conftest.py",))
+    assert without_paths(deep + NEW, ["/conftest.py"]) == (deep, ("conftest.py",))
 
 
 def test_prose_is_no_patch() -> None:
