@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ import psutil
 
 from seamless_verl import nursery
 from seamless_verl.agents.ties import adopt_orphans, die_with_parent
-from seamless_verl.machine import APART, WEIGHTS, identity
+from seamless_verl.machine import APART, WEIGHTS, identity, mapped_files
 
 RUN_ID = "SEAMLESS_RUN_ID"
 # Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and
@@ -94,7 +94,7 @@ def run_trainer(
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
-        code = _wait(trainer, interrupts, owner)
+        code = _wait(trainer, interrupts, owner, spared)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
         _tidy_up(swept, run_id, ray_dir, run_dir, started)
@@ -128,10 +128,13 @@ def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: flo
     shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
 
 
-def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path) -> int:
+def _wait(
+    trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path, spared: frozenset[psutil.Process]
+) -> int:
     """The trainer's exit code, or 128 + the signal that the user sent; an interrupted trainer has ``_GRACE_S``.
 
-    One that does not even end by force is left to the sweep, which names it. Meanwhile ``owner`` is touched.
+    One that does not even end by force is left to the sweep, which names it. Meanwhile ``owner`` is touched, and what
+    agents leave behind is waited for: zombies count against the limit on processes.
     """
     if interrupts:  # before there was a trainer to hand them on to
         trainer.kill()
@@ -143,6 +146,7 @@ def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path) 
             code = trainer.wait(timeout=1.0)
             break
         except subprocess.TimeoutExpired:
+            _reap_orphans({trainer.pid, *(child.pid for child in spared)})
             if time.monotonic() > touch_at:
                 touch_at += _SIGN_S
                 with contextlib.suppress(OSError):  # removed by hand, or its disk is away
@@ -236,13 +240,13 @@ def sweep(
         leave = waited_s >= limit_s or seen > max(before, 1)
         forced = [process for process in left if leave or seen > before or waited_s >= _patience(process, patience_s)]
         for process in left:
-            shared |= _mapped_files(process.pid).keys()
+            shared |= mapped_files(process.pid).keys()
         for process in forced if asked else left:
             _send(process, signal.SIGKILL if process in forced else signal.SIGTERM)
         asked = True
         until = begun + limit_s if not leave else 0.0
         left = _await_end(left, min(until, time.monotonic() + patience_s), interrupts, seen)
-        _reap_orphans()
+        _reap_orphans(() if spared is None else [child.pid for child in spared])
         if leave:
             return Swept(shared=shared, survivors=tuple(left))
         stubborn = [process for process in left if process in forced]
@@ -353,26 +357,20 @@ def _remove_shared_memory(files: set[str], since: float) -> None:
                 if found.st_ctime >= since and found.st_uid == os.getuid():
                     files.add(str(candidate))
     files = {file for file in files if Path(file).parent == _SHARED_MEMORY}
-    in_use = {inode for process in psutil.process_iter() for inode in _mapped_files(process.pid).values()}
+    in_use = {inode for process in psutil.process_iter() for inode in mapped_files(process.pid).values()}
     for file in files:
         with contextlib.suppress(OSError):  # gone meanwhile
             if os.stat(file).st_ino not in in_use:
                 os.unlink(file)
 
 
-def _mapped_files(pid: int) -> dict[str, int]:
-    """Inodes by name: glibc maps a semaphore under another name than the one it leaves in the folder."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return {}  # ended meanwhile, or not ours to look into
-    return {line.split(maxsplit=5)[-1]: int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-
-
-def _reap_orphans() -> None:
+def _reap_orphans(others: Collection[int]) -> None:
+    """Take the status of every child that has ended but of ``others``, which somebody here waits for."""
     with contextlib.suppress(ChildProcessError):  # no child is left
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # else spare the look at all processes
+            for child in psutil.Process().children():
+                if child.pid not in others:
+                    os.waitpid(child.pid, os.WNOHANG)
 
 
 def _collect_logs(ray_dir: Path, target: Path) -> None:

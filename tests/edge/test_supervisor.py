@@ -199,8 +199,40 @@ def test_a_run_gives_signs_of_life_to_other_machines(tmp_path, monkeypatch):
     owner.touch()
     os.utime(owner, (1, 1))
     with subprocess.Popen(["sleep", "1.5"]) as trainer:
-        assert supervisor._wait(trainer, [], owner) == 0
+        assert supervisor._wait(trainer, [], owner, frozenset()) == 0
     assert owner.stat().st_mtime > 1
+
+
+def test_orphans_that_ended_are_gone_while_the_trainer_runs_and_statuses_of_others_are_left_to_them(tmp_path):
+    """The trainer goes on when a zombie of each kind was there and the orphan's is not any more."""
+    goes_on = tmp_path / "goes on"
+    os.mkfifo(goes_on)
+    program = """
+        import os, subprocess, sys, threading
+        from pathlib import Path
+        import psutil
+        from seamless_verl.agents.ties import adopt_orphans
+        from seamless_verl.run import supervisor
+
+        adopt_orphans()
+        owned = subprocess.Popen(["sh", "-c", "exit 7"])
+        os.waitid(os.P_PID, owned.pid, os.WEXITED | os.WNOWAIT)
+        spared = frozenset(psutil.Process().children())
+        ends = "sh -c 'sh -c \\"exit 0\\" & echo $!'; read waits < \\"$0\\""
+        trainer = subprocess.Popen(["sh", "-c", ends, sys.argv[1]], stdout=subprocess.PIPE)
+        orphan = int(trainer.stdout.readline())
+
+        def await_end():
+            while psutil.pid_exists(orphan):
+                threading.Event().wait(0.1)
+            Path(sys.argv[1]).write_text("go on\\n")
+
+        threading.Thread(target=await_end, daemon=True).start()
+        print(supervisor._wait(trainer, [], Path(sys.argv[1] + ".pid"), spared), owned.wait())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(goes_on)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "0 7\n", ended.stderr
 
 
 def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_path):
