@@ -67,8 +67,9 @@ def main(run_dir: Path) -> int:
 
 
 def _tell(run_dir: Path, terminal: TextIO, story: str) -> None:
-    terminal.write(f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})\n")
-    terminal.flush()
+    with contextlib.suppress(OSError):  # the terminal is gone; the exit code says whether to start again
+        terminal.write(f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})\n")
+        terminal.flush()
 
 
 def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:
