@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import signal
+import sys
 import textwrap
 
 import pytest
@@ -212,6 +214,22 @@ def test_a_cluster_of_the_runs_own_keeps_its_logs_where_the_supervisor_looks(
     settings = None if address is None else {"address": address}
     job._start_ray(OmegaConf.create({"ray_kwargs": {"ray_init": settings}}), {"env_vars": {}})
     assert told[0].get("_temp_dir") == folder
+
+
+def test_what_ends_the_run_with_its_clean_up_is_set_again_after_rays_own(monkeypatch):
+    import ray
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter import job
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(job.os, "environ", {})
+    monkeypatch.setattr(ray, "init", lambda **_: ray._private.utils.set_sigterm_handler(lambda *_: sys.exit(1)))
+    try:
+        job._start_ray(OmegaConf.create({"ray_kwargs": {}}), {"env_vars": {}})
+        assert signal.getsignal(signal.SIGTERM) is job._interrupt
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
