@@ -35,6 +35,8 @@ _KEEP_ENVIRONMENT = "SPT_NOENV"
 MARKS = (RUN_ID, _KEEP_ENVIRONMENT)
 """Variables by which processes of a run are found."""
 INTERPRETER = "SEAMLESS_INTERPRETER"
+JOURNALS = "SEAMLESS_JOURNALS"
+"""In the environment of the trainer: `machine.JOURNAL_DIR`."""
 GRACE = "SEAMLESS_GRACE_S"
 """In the environment of a process that needs so many seconds between SIGTERM and SIGKILL to clean up behind it."""
 
@@ -97,9 +99,9 @@ def run_trainer(
         code = _wait(trainer, interrupts, owner, spared)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
-        _tidy_up(swept, run_id, ray_dir, run_dir, started)
+        _tidy_up(swept, run_id, ray_dir, run_dir, started, journals := environment.get(JOURNALS) or "")
         if joined := environment.get(_CLUSTER):
-            _sweep_other_nodes(run_id, started, joined, interrupts)
+            _sweep_other_nodes(run_id, started, journals, joined, interrupts)
         owner.unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -119,13 +121,19 @@ def _environment(added: Mapping[str, str | None], run_id: str, ray_dir: Path) ->
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: float) -> None:
+def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: float, journals: str) -> None:
     if swept.survivors:
         _say(f"could not be ended and still run: {_named(swept.survivors)}")
     _collect_logs(ray_dir, run_dir / "logs")
     shutil.rmtree(ray_dir, ignore_errors=True)
+    _remove_files(swept, run_id, since, journals)
+
+
+def _remove_files(swept: Swept, run_id: str, since: float, journals: str) -> None:
+    """What a run left on this node outside of its folders: shared memory, published weights, journals."""
     _remove_shared_memory(swept.shared, since)
-    shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
+    for begin in (WEIGHTS, Path(journals or tempfile.gettempdir()) / APART):
+        shutil.rmtree(f"{begin}{run_id}", ignore_errors=True)
 
 
 def _wait(
@@ -239,10 +247,10 @@ def sweep(
         waited_s = time.monotonic() - begun
         leave = waited_s >= limit_s or seen > max(before, 1)
         forced = [process for process in left if leave or seen > before or waited_s >= _patience(process, patience_s)]
-        for process in left:
-            shared |= mapped_files(process.pid).keys()
+        shared.update(*(mapped_files(process.pid) for process in left))
         for process in forced if asked else left:
-            _send(process, signal.SIGKILL if process in forced else signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL if process in forced else signal.SIGTERM)
         asked = True
         until = begun + limit_s if not leave else 0.0
         left = _await_end(left, min(until, time.monotonic() + patience_s), interrupts, seen)
@@ -255,23 +263,20 @@ def sweep(
             _say(f"waiting up to {limit_s:.0f} s for what does not end: {_named(stubborn)}; Ctrl-C leaves sooner")
 
 
-def sweep_node(run_id: str, since: float) -> str:
+def sweep_node(run_id: str, since: float, journals: str) -> str:
     """End and remove what is left of a run on this node, without a subreaper: processes, shared memory, journals.
 
     Returns:
         What could not be ended, for people; empty: nothing is left.
     """
     swept = sweep(run_id, limit_s=_SWEEP_S)
-    _remove_shared_memory(swept.shared, since)
-    shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
+    _remove_files(swept, run_id, since, journals)
     return f"could not be ended and still run: {_named(swept.survivors)}" if swept.survivors else ""
 
 
-def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequence[int]) -> None:
+def _sweep_other_nodes(run_id: str, since: float, journals: str, address: str, interrupts: Sequence[int]) -> None:
     """`sweep_node` on the other nodes of a joined Ray cluster; what remains there is said. An interrupt leaves it."""
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
-    command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since)]
+    command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since), journals]
     env = {**os.environ, _CLUSTER: address}
     apart, nothing = partial(_apart, os.getpid()), subprocess.DEVNULL
     far = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, preexec_fn=apart)
@@ -286,11 +291,6 @@ def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequ
 
 def _left(run_id: str, spared: frozenset[psutil.Process] | None) -> list[psutil.Process]:
     return list({*processes_of(run_id), *(() if spared is None else _children_but(spared))})
-
-
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
 
 
 def _await_end(

@@ -22,7 +22,16 @@ import pytest
 from seamless_verl.machine import APART
 from seamless_verl.recipes.swe.real import child
 from seamless_verl.run import supervisor
-from seamless_verl.run.supervisor import GRACE, RUN_ID, _apart, _collect_logs, _remove_shared_memory, sweep, sweep_node
+from seamless_verl.run.supervisor import (
+    GRACE,
+    JOURNALS,
+    RUN_ID,
+    _apart,
+    _collect_logs,
+    _remove_shared_memory,
+    sweep,
+    sweep_node,
+)
 
 # Prints its pid and waits for ever.
 NAMELESS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
@@ -271,6 +280,15 @@ def test_ctrl_c_while_a_dead_trainer_is_swept_up_after_starts_nothing_again(tmp_
     assert done.returncode == code
 
 
+def test_the_journals_of_a_killed_trainer_go_from_where_the_user_wants_them(tmp_path):
+    scratch = tmp_path / "scratch"
+    for run in ("a-run", "another"):
+        (scratch / f"{APART}{run}" / "agent_loop_worker_0").mkdir(parents=True)
+    program = ENDED.replace("{}, ()", f"{{{JOURNALS!r}: {str(scratch)!r}}}, ()")
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), "kill -9 $$"], timeout=60)
+    assert [folder.name for folder in scratch.iterdir()] == [f"{APART}another"]
+
+
 WAITING = """
 import sys
 from pathlib import Path
@@ -400,8 +418,9 @@ def test_semaphores_of_a_run_beside_this_one_stay_and_those_of_the_dead_go(alone
         left.unlink(missing_ok=True)
 
 
-def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch, tmp_path, is_named):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere" if is_named else tmp_path))
     journal = tmp_path / f"{APART}far-run" / "worker_0" / "journal.sqlite"
     journal.parent.mkdir(parents=True)
     journal.touch()
@@ -410,7 +429,7 @@ def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch,
     env = {**os.environ, RUN_ID: "far-run"}
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(segment)], env=env, stdout=subprocess.PIPE) as engine:
         engine.stdout.readline()
-        assert sweep_node("far-run", started) == ""
+        assert sweep_node("far-run", started, str(tmp_path) if is_named else "") == ""
         assert not psutil.pid_exists(engine.pid)
     assert not segment.exists()
     assert list(tmp_path.iterdir()) == []
@@ -424,7 +443,7 @@ def test_what_a_node_keeps_is_named(alone_in_shared_memory, monkeypatch):
         process.stdout.readline()
         try:
             story = f"could not be ended and still run: {process.pid} python"
-            assert sweep_node("undead-far-run", time.time()) == story
+            assert sweep_node("undead-far-run", time.time(), "") == story
         finally:
             process.kill()
 

@@ -172,6 +172,7 @@ def test_what_verl_sets_for_its_keys_we_set(monkeypatch, rollout, judge, logger)
     from verl.trainer import main_ppo
 
     from seamless_verl.run.environment import trainer_environment
+    from seamless_verl.run.supervisor import JOURNALS
 
     class Enough(Exception):
         pass
@@ -194,6 +195,8 @@ def test_what_verl_sets_for_its_keys_we_set(monkeypatch, rollout, judge, logger)
         main_ppo.run_ppo(OmegaConf.create(config), task_runner_class=None)
     set_by_verl = {name: value for name, value in os.environ.items() if before.get(name) != value}
     assert trainer_environment(config) == set_by_verl
+    config["seamless"] = {"proxy": {"journal_dir": "/scratch"}}
+    assert trainer_environment(config) == set_by_verl | {JOURNALS: "/scratch"}
 
 
 @pytest.mark.parametrize(
