@@ -26,7 +26,7 @@ import psutil
 
 from seamless_verl import nursery
 from seamless_verl.agents.ties import adopt_orphans, die_with_parent
-from seamless_verl.machine import APART, WEIGHTS, identity, mapped_files
+from seamless_verl.machine import APART, WEIGHTS, identity, mapped_files, sees_all_users
 
 RUN_ID = "SEAMLESS_RUN_ID"
 # Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and
@@ -348,9 +348,10 @@ def _children_but(spared: frozenset[psutil.Process]) -> Iterator[psutil.Process]
 def _remove_shared_memory(files: set[str], since: float) -> None:
     """Remove segments that killed processes of the run could not: those seen in use, and those that appeared meanwhile.
 
-    Python's, verl's and NCCL's names only, ours, made during the run, and used by no living process.
+    Python's, verl's and NCCL's names only, ours, made during the run, and used by no living process. Where others may
+    use what they made unseen, those seen in use only.
     """
-    for prefix in ("psm_", "verl_weights_", "sem.mp-", "nccl-"):
+    for prefix in ("psm_", "verl_weights_", "sem.mp-", "nccl-") if sees_all_users() else ():
         for candidate in _SHARED_MEMORY.glob(prefix + "*"):
             with contextlib.suppress(OSError):  # gone meanwhile
                 found = candidate.stat()

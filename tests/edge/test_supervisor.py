@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from seamless_verl.machine import APART
+from seamless_verl.machine import APART, HOSTS_IPC
 from seamless_verl.recipes.swe.real import child
 from seamless_verl.run import supervisor
 from seamless_verl.run.supervisor import (
@@ -402,6 +402,22 @@ def test_shared_memory_of_killed_nccl_ranks_goes_and_that_of_others_stays(segmen
         there = [file.exists() for file in (before, left, used)]
         holder.kill()
     assert there == [True, False, True]
+
+
+@pytest.mark.parametrize("apart", [(), ("--ipc",)])
+def test_who_does_not_see_all_that_share_its_memory_removes_only_what_its_own_had_in_use(segments, apart):
+    """As in a container with --ipc=host, and in one with all of its own."""
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", *apart]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("unshare --pid is missing or not allowed here")
+    if not apart and os.readlink("/proc/self/ns/ipc") != HOSTS_IPC:
+        pytest.skip("this container has shared memory of its own")
+    since = time.time() - 1.0
+    used, found = segments("used"), segments("found")
+    program = "import sys; from seamless_verl.run import supervisor as s; s._remove_shared_memory"
+    program += f"({{sys.argv[1]}}, {since})"
+    subprocess.run([*alone, sys.executable, "-c", program, str(used)], check=True)
+    assert (used.exists(), found.exists()) == (False, not apart)
 
 
 def test_semaphores_of_a_run_beside_this_one_stay_and_those_of_the_dead_go(alone_in_shared_memory):
