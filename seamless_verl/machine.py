@@ -29,6 +29,7 @@ APART = "seamless-journal-"
 """How a folder of journals is called that is not in the run's."""
 WEIGHTS = Path("/dev/shm/seamless-weights-")
 """How the folder begins in which a run publishes weights; its id follows."""
+HOSTS_IPC, _HOSTS_PIDS = "ipc:[4026531839]", "pid:[4026531836]"  # constants of the kernel's
 _MOUNTS = Path("/proc/self/mounts")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _OF_CLUSTERS = ("beegfs", "ceph", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs")
@@ -216,3 +217,17 @@ def started_ticks(number: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def sees_all_users() -> bool:
+    """Whether all who use this shared memory can be seen: not from a container that has only it of the host's."""
+    return os.readlink("/proc/self/ns/pid") == _HOSTS_PIDS or os.readlink("/proc/self/ns/ipc") != HOSTS_IPC
+
+
+def mapped_files(pid: int) -> dict[str, int]:
+    """Inodes of its shared memory by name: glibc maps a semaphore under another name than the one in the folder."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return {}  # ended meanwhile, or not ours to look into
+    return {line.split(maxsplit=5)[-1]: int(line.split()[4]) for line in lines if "/dev/shm/" in line}

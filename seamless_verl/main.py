@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,8 +227,9 @@ def _explain_end(code: int, run_dir: Path, *, is_interrupted: bool) -> None:
 
 def _say(line: str, stream: Any = None) -> None:
     stream = stream or sys.stdout
-    stream.write(line + "\n")
-    stream.flush()
+    with suppress(OSError):  # the terminal is gone; the run is not
+        stream.write(line + "\n")
+        stream.flush()
 
 
 if __name__ == "__main__":

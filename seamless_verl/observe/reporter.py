@@ -10,6 +10,7 @@ One writer per run; each record is one line, flushed at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -199,8 +200,9 @@ class Reporter:
         self.say(f"checkpoint of step {step} written")
 
     def say(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # the terminal is gone; the training goes on, and its records are files
+            self._stream.write(line + "\n")
+            self._stream.flush()
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if self._folder is None:

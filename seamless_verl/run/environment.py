@@ -13,9 +13,11 @@ from typing import Any
 
 from seamless_verl.checked import value_of
 from seamless_verl.config import ResourceConfig
+from seamless_verl.machine import JOURNAL_DIR
 from seamless_verl.memory.book import BOOK
 from seamless_verl.run.check_combinations import uses_critic
 from seamless_verl.run.check_machine import snapshots
+from seamless_verl.run.supervisor import JOURNALS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REWARD = "reward.reward_model"
@@ -67,7 +69,7 @@ IMPORTED = (
 
 
 def trainer_environment(config: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that verl sets before it starts Ray; it hands them on to all workers itself.
+    """Variables that verl sets before it starts Ray, which it hands on to all workers itself, and one of the sweep's.
 
     `PYTHONHASHSEED` counts from a process's start, hence the environment of the trainer's process and not the process.
     """
@@ -80,6 +82,8 @@ def trainer_environment(config: Mapping[str, Any]) -> dict[str, str]:
     loggers = value_of(config, "trainer.logger", None) or []
     if "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers):
         environment["VERL_RL_INSIGHT_ENABLE"] = "1"
+    if journals := value_of(config, JOURNAL_DIR, None):
+        environment[JOURNALS] = journals
     return environment
 
 

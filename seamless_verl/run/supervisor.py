@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ import psutil
 
 from seamless_verl import nursery
 from seamless_verl.agents.ties import adopt_orphans, die_with_parent
-from seamless_verl.machine import APART, WEIGHTS, identity
+from seamless_verl.machine import APART, WEIGHTS, identity, mapped_files, sees_all_users
 
 RUN_ID = "SEAMLESS_RUN_ID"
 # Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and
@@ -35,6 +35,8 @@ _KEEP_ENVIRONMENT = "SPT_NOENV"
 MARKS = (RUN_ID, _KEEP_ENVIRONMENT)
 """Variables by which processes of a run are found."""
 INTERPRETER = "SEAMLESS_INTERPRETER"
+JOURNALS = "SEAMLESS_JOURNALS"
+"""In the environment of the trainer: `machine.JOURNAL_DIR`."""
 GRACE = "SEAMLESS_GRACE_S"
 """In the environment of a process that needs so many seconds between SIGTERM and SIGKILL to clean up behind it."""
 
@@ -94,12 +96,12 @@ def run_trainer(
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
-        code = _wait(trainer, interrupts, owner)
+        code = _wait(trainer, interrupts, owner, spared)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
-        _tidy_up(swept, run_id, ray_dir, run_dir, started)
+        _tidy_up(swept, run_id, ray_dir, run_dir, started, journals := environment.get(JOURNALS) or "")
         if joined := environment.get(_CLUSTER):
-            _sweep_other_nodes(run_id, started, joined, interrupts)
+            _sweep_other_nodes(run_id, started, journals, joined, interrupts)
         owner.unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -119,19 +121,28 @@ def _environment(added: Mapping[str, str | None], run_id: str, ray_dir: Path) ->
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: float) -> None:
+def _tidy_up(swept: Swept, run_id: str, ray_dir: Path, run_dir: Path, since: float, journals: str) -> None:
     if swept.survivors:
         _say(f"could not be ended and still run: {_named(swept.survivors)}")
     _collect_logs(ray_dir, run_dir / "logs")
     shutil.rmtree(ray_dir, ignore_errors=True)
+    _remove_files(swept, run_id, since, journals)
+
+
+def _remove_files(swept: Swept, run_id: str, since: float, journals: str) -> None:
+    """What a run left on this node outside of its folders: shared memory, published weights, journals."""
     _remove_shared_memory(swept.shared, since)
-    shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
+    for begin in (WEIGHTS, Path(journals or tempfile.gettempdir()) / APART):
+        shutil.rmtree(f"{begin}{run_id}", ignore_errors=True)
 
 
-def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path) -> int:
+def _wait(
+    trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path, spared: frozenset[psutil.Process]
+) -> int:
     """The trainer's exit code, or 128 + the signal that the user sent; an interrupted trainer has ``_GRACE_S``.
 
-    One that does not even end by force is left to the sweep, which names it. Meanwhile ``owner`` is touched.
+    One that does not even end by force is left to the sweep, which names it. Meanwhile ``owner`` is touched, and what
+    agents leave behind is waited for: zombies count against the limit on processes.
     """
     if interrupts:  # before there was a trainer to hand them on to
         trainer.kill()
@@ -143,6 +154,7 @@ def _wait(trainer: subprocess.Popen[bytes], interrupts: list[int], owner: Path) 
             code = trainer.wait(timeout=1.0)
             break
         except subprocess.TimeoutExpired:
+            _reap_orphans({trainer.pid, *(child.pid for child in spared)})
             if time.monotonic() > touch_at:
                 touch_at += _SIGN_S
                 with contextlib.suppress(OSError):  # removed by hand, or its disk is away
@@ -235,14 +247,14 @@ def sweep(
         waited_s = time.monotonic() - begun
         leave = waited_s >= limit_s or seen > max(before, 1)
         forced = [process for process in left if leave or seen > before or waited_s >= _patience(process, patience_s)]
-        for process in left:
-            shared |= _mapped_files(process.pid).keys()
+        shared.update(*(mapped_files(process.pid) for process in left))
         for process in forced if asked else left:
-            _send(process, signal.SIGKILL if process in forced else signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL if process in forced else signal.SIGTERM)
         asked = True
         until = begun + limit_s if not leave else 0.0
         left = _await_end(left, min(until, time.monotonic() + patience_s), interrupts, seen)
-        _reap_orphans()
+        _reap_orphans(() if spared is None else [child.pid for child in spared])
         if leave:
             return Swept(shared=shared, survivors=tuple(left))
         stubborn = [process for process in left if process in forced]
@@ -251,23 +263,20 @@ def sweep(
             _say(f"waiting up to {limit_s:.0f} s for what does not end: {_named(stubborn)}; Ctrl-C leaves sooner")
 
 
-def sweep_node(run_id: str, since: float) -> str:
+def sweep_node(run_id: str, since: float, journals: str) -> str:
     """End and remove what is left of a run on this node, without a subreaper: processes, shared memory, journals.
 
     Returns:
         What could not be ended, for people; empty: nothing is left.
     """
     swept = sweep(run_id, limit_s=_SWEEP_S)
-    _remove_shared_memory(swept.shared, since)
-    shutil.rmtree(f"{WEIGHTS}{run_id}", ignore_errors=True)
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
+    _remove_files(swept, run_id, since, journals)
     return f"could not be ended and still run: {_named(swept.survivors)}" if swept.survivors else ""
 
 
-def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequence[int]) -> None:
+def _sweep_other_nodes(run_id: str, since: float, journals: str, address: str, interrupts: Sequence[int]) -> None:
     """`sweep_node` on the other nodes of a joined Ray cluster; what remains there is said. An interrupt leaves it."""
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"{APART}{run_id}", ignore_errors=True)
-    command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since)]
+    command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since), journals]
     env = {**os.environ, _CLUSTER: address}
     apart, nothing = partial(_apart, os.getpid()), subprocess.DEVNULL
     far = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, preexec_fn=apart)
@@ -282,11 +291,6 @@ def _sweep_other_nodes(run_id: str, since: float, address: str, interrupts: Sequ
 
 def _left(run_id: str, spared: frozenset[psutil.Process] | None) -> list[psutil.Process]:
     return list({*processes_of(run_id), *(() if spared is None else _children_but(spared))})
-
-
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
 
 
 def _await_end(
@@ -344,35 +348,30 @@ def _children_but(spared: frozenset[psutil.Process]) -> Iterator[psutil.Process]
 def _remove_shared_memory(files: set[str], since: float) -> None:
     """Remove segments that killed processes of the run could not: those seen in use, and those that appeared meanwhile.
 
-    Python's, verl's and NCCL's names only, ours, made during the run, and used by no living process.
+    Python's, verl's and NCCL's names only, ours, made during the run, and used by no living process. Where others may
+    use what they made unseen, those seen in use only.
     """
-    for prefix in ("psm_", "verl_weights_", "sem.mp-", "nccl-"):
+    for prefix in ("psm_", "verl_weights_", "sem.mp-", "nccl-") if sees_all_users() else ():
         for candidate in _SHARED_MEMORY.glob(prefix + "*"):
             with contextlib.suppress(OSError):  # gone meanwhile
                 found = candidate.stat()
                 if found.st_ctime >= since and found.st_uid == os.getuid():
                     files.add(str(candidate))
     files = {file for file in files if Path(file).parent == _SHARED_MEMORY}
-    in_use = {inode for process in psutil.process_iter() for inode in _mapped_files(process.pid).values()}
+    in_use = {inode for process in psutil.process_iter() for inode in mapped_files(process.pid).values()}
     for file in files:
         with contextlib.suppress(OSError):  # gone meanwhile
             if os.stat(file).st_ino not in in_use:
                 os.unlink(file)
 
 
-def _mapped_files(pid: int) -> dict[str, int]:
-    """Inodes by name: glibc maps a semaphore under another name than the one it leaves in the folder."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return {}  # ended meanwhile, or not ours to look into
-    return {line.split(maxsplit=5)[-1]: int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-
-
-def _reap_orphans() -> None:
+def _reap_orphans(others: Collection[int]) -> None:
+    """Take the status of every child that has ended but of ``others``, which somebody here waits for."""
     with contextlib.suppress(ChildProcessError):  # no child is left
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # else spare the look at all processes
+            for child in psutil.Process().children():
+                if child.pid not in others:
+                    os.waitpid(child.pid, os.WNOHANG)
 
 
 def _collect_logs(ray_dir: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's sweep on the other nodes: ``python -m seamless_verl.verl_adapter.far_sweep RUN_ID SINCE``.
+"""The supervisor's sweep on other nodes: ``python -m seamless_verl.verl_adapter.far_sweep RUN_ID SINCE JOURNALS``.
 
 A Ray cluster that a run joined outlives it. Ray ends the run's actors and tasks on every node when their driver ends,
 but not what those have started (engines, agents), nor the shared memory and the journals of those that were killed. The
@@ -22,12 +22,13 @@ from seamless_verl.run.supervisor import sweep_node
 _LIMIT_S = 60.0
 
 
-def sweep_nodes(run_id: str, since: float, limit_s: float = _LIMIT_S) -> dict[str, str]:
+def sweep_nodes(run_id: str, since: float, journals: str, limit_s: float = _LIMIT_S) -> dict[str, str]:
     """Sweep every living node but this one, all at once.
 
     Args:
         run_id: mark of the run's processes.
         since: start of the run, seconds since the epoch.
+        journals: the run's `JOURNAL_DIR`; empty: it has none.
         limit_s: of all nodes together.
 
     Returns:
@@ -39,7 +40,7 @@ def sweep_nodes(run_id: str, since: float, limit_s: float = _LIMIT_S) -> dict[st
     asked = {}
     for node in there.keys() - {here}:
         on_it = NodeAffinitySchedulingStrategy(node, soft=False)
-        asked[task.options(scheduling_strategy=on_it).remote(run_id, since)] = there[node]
+        asked[task.options(scheduling_strategy=on_it).remote(run_id, since, journals)] = there[node]
     if not asked:
         return {}
     ended, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
@@ -54,9 +55,9 @@ def sweep_nodes(run_id: str, since: float, limit_s: float = _LIMIT_S) -> dict[st
     return problems
 
 
-def main(run_id: str, since: float) -> int:
+def main(run_id: str, since: str, journals: str) -> int:
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
-    problems = sweep_nodes(run_id, since)
+    problems = sweep_nodes(run_id, float(since), journals)
     ray.shutdown()
     for address, problem in problems.items():
         sys.stderr.write(f"on {address}: {problem}\n")
@@ -64,4 +65,4 @@ def main(run_id: str, since: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], float(sys.argv[2])))
+    sys.exit(main(*sys.argv[1:]))

@@ -53,7 +53,8 @@ def main(run_dir: Path) -> int:
     start_up.lap("compose_and_check")
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     terminal = _redirect_output(run_dir / "logs" / _LOG)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         _train(run_dir, terminal, start_up)
     except KeyboardInterrupt:
@@ -67,8 +68,9 @@ def main(run_dir: Path) -> int:
 
 
 def _tell(run_dir: Path, terminal: TextIO, story: str) -> None:
-    terminal.write(f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})\n")
-    terminal.flush()
+    with contextlib.suppress(OSError):  # the terminal is gone; the exit code says whether to start again
+        terminal.write(f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})\n")
+        terminal.flush()
 
 
 def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:
@@ -274,6 +276,7 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     if cluster_address(settings.get("address")) is None:
         settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))  # where the supervisor looks for logs
     ray.init(**settings, runtime_env=merged)
+    signal.signal(signal.SIGTERM, _interrupt)  # Ray sets its own, which ends without a word
 
 
 def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> None:
@@ -309,7 +312,14 @@ def _redirect_output(log: Path) -> TextIO:
     return terminal
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(number: int, _: object) -> None:
+    """End the run once: Slurm's SIGTERM beside the supervisor's SIGINT, in either order, leaves the clean-up in peace.
+
+    SIGINT stays what it is after another SIGINT: the watchdog repeats it until it is heard. A user who cannot wait
+    sends SIGKILL (the supervisor does, at the second Ctrl-C). Not SIG_IGN, which processes started now would inherit.
+    """
+    for late in {signal.SIGTERM} if number == signal.SIGINT else {signal.SIGTERM, signal.SIGINT}:
+        signal.signal(late, lambda *_: None)
     raise KeyboardInterrupt
 
 

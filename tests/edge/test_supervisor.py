@@ -19,10 +19,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from seamless_verl.machine import APART
+from seamless_verl.machine import APART, HOSTS_IPC
 from seamless_verl.recipes.swe.real import child
 from seamless_verl.run import supervisor
-from seamless_verl.run.supervisor import GRACE, RUN_ID, _apart, _collect_logs, _remove_shared_memory, sweep, sweep_node
+from seamless_verl.run.supervisor import (
+    GRACE,
+    JOURNALS,
+    RUN_ID,
+    _apart,
+    _collect_logs,
+    _remove_shared_memory,
+    sweep,
+    sweep_node,
+)
 
 # Prints its pid and waits for ever.
 NAMELESS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
@@ -199,8 +208,40 @@ def test_a_run_gives_signs_of_life_to_other_machines(tmp_path, monkeypatch):
     owner.touch()
     os.utime(owner, (1, 1))
     with subprocess.Popen(["sleep", "1.5"]) as trainer:
-        assert supervisor._wait(trainer, [], owner) == 0
+        assert supervisor._wait(trainer, [], owner, frozenset()) == 0
     assert owner.stat().st_mtime > 1
+
+
+def test_orphans_that_ended_are_gone_while_the_trainer_runs_and_statuses_of_others_are_left_to_them(tmp_path):
+    """The trainer goes on when a zombie of each kind was there and the orphan's is not any more."""
+    goes_on = tmp_path / "goes on"
+    os.mkfifo(goes_on)
+    program = """
+        import os, subprocess, sys, threading
+        from pathlib import Path
+        import psutil
+        from seamless_verl.agents.ties import adopt_orphans
+        from seamless_verl.run import supervisor
+
+        adopt_orphans()
+        owned = subprocess.Popen(["sh", "-c", "exit 7"])
+        os.waitid(os.P_PID, owned.pid, os.WEXITED | os.WNOWAIT)
+        spared = frozenset(psutil.Process().children())
+        ends = "sh -c 'sh -c \\"exit 0\\" & echo $!'; read waits < \\"$0\\""
+        trainer = subprocess.Popen(["sh", "-c", ends, sys.argv[1]], stdout=subprocess.PIPE)
+        orphan = int(trainer.stdout.readline())
+
+        def await_end():
+            while psutil.pid_exists(orphan):
+                threading.Event().wait(0.1)
+            Path(sys.argv[1]).write_text("go on\\n")
+
+        threading.Thread(target=await_end, daemon=True).start()
+        print(supervisor._wait(trainer, [], Path(sys.argv[1] + ".pid"), spared), owned.wait())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(goes_on)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "0 7\n", ended.stderr
 
 
 def test_interrupts_during_the_sweep_turn_to_force_then_leave(undead_run, tmp_path):
@@ -237,6 +278,15 @@ sys.exit(supervisor.run_trainer(Path(sys.argv[1]), "a-run", {}, (), []))
 def test_ctrl_c_while_a_dead_trainer_is_swept_up_after_starts_nothing_again(tmp_path, end, code):
     done = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path), end], timeout=60)
     assert done.returncode == code
+
+
+def test_the_journals_of_a_killed_trainer_go_from_where_the_user_wants_them(tmp_path):
+    scratch = tmp_path / "scratch"
+    for run in ("a-run", "another"):
+        (scratch / f"{APART}{run}" / "agent_loop_worker_0").mkdir(parents=True)
+    program = ENDED.replace("{}, ()", f"{{{JOURNALS!r}: {str(scratch)!r}}}, ()")
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), "kill -9 $$"], timeout=60)
+    assert [folder.name for folder in scratch.iterdir()] == [f"{APART}another"]
 
 
 WAITING = """
@@ -354,6 +404,22 @@ def test_shared_memory_of_killed_nccl_ranks_goes_and_that_of_others_stays(segmen
     assert there == [True, False, True]
 
 
+@pytest.mark.parametrize("apart", [(), ("--ipc",)])
+def test_who_does_not_see_all_that_share_its_memory_removes_only_what_its_own_had_in_use(segments, apart):
+    """As in a container with --ipc=host, and in one with all of its own."""
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", *apart]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("unshare --pid is missing or not allowed here")
+    if not apart and os.readlink("/proc/self/ns/ipc") != HOSTS_IPC:
+        pytest.skip("this container has shared memory of its own")
+    since = time.time() - 1.0
+    used, found = segments("used"), segments("found")
+    program = "import sys; from seamless_verl.run import supervisor as s; s._remove_shared_memory"
+    program += f"({{sys.argv[1]}}, {since})"
+    subprocess.run([*alone, sys.executable, "-c", program, str(used)], check=True)
+    assert (used.exists(), found.exists()) == (False, not apart)
+
+
 def test_semaphores_of_a_run_beside_this_one_stay_and_those_of_the_dead_go(alone_in_shared_memory):
     """A process that opens one by its name later, as spawned ones do, would else find none."""
     since = time.time() - 1.0
@@ -368,8 +434,9 @@ def test_semaphores_of_a_run_beside_this_one_stay_and_those_of_the_dead_go(alone
         left.unlink(missing_ok=True)
 
 
-def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch, tmp_path, is_named):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere" if is_named else tmp_path))
     journal = tmp_path / f"{APART}far-run" / "worker_0" / "journal.sqlite"
     journal.parent.mkdir(parents=True)
     journal.touch()
@@ -378,7 +445,7 @@ def test_a_node_without_a_supervisor_is_swept_by_the_mark(segments, monkeypatch,
     env = {**os.environ, RUN_ID: "far-run"}
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(segment)], env=env, stdout=subprocess.PIPE) as engine:
         engine.stdout.readline()
-        assert sweep_node("far-run", started) == ""
+        assert sweep_node("far-run", started, str(tmp_path) if is_named else "") == ""
         assert not psutil.pid_exists(engine.pid)
     assert not segment.exists()
     assert list(tmp_path.iterdir()) == []
@@ -392,7 +459,7 @@ def test_what_a_node_keeps_is_named(alone_in_shared_memory, monkeypatch):
         process.stdout.readline()
         try:
             story = f"could not be ended and still run: {process.pid} python"
-            assert sweep_node("undead-far-run", time.time()) == story
+            assert sweep_node("undead-far-run", time.time(), "") == story
         finally:
             process.kill()
 

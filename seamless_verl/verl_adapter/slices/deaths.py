@@ -293,8 +293,8 @@ class Watchdog:
                 return
 
     def _end_the_wait(self, story: str) -> None:
-        """Again and again: `asyncio.run` takes the first interrupt for a cancellation, which whoever blocks the loop
-        (`ray.get` in a coroutine of verl's) never sees.
+        """Again and again: an interrupt is lost where it is caught, or where `asyncio.run`, under Python's own handler,
+        takes the first for a cancellation, which whoever blocks the loop (`ray.get` in a coroutine) never sees.
         """
         last_resort = threading.Timer(_LAST_RESORT_S, self._last_word, [story])
         last_resort.daemon = True

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ pytest.importorskip("verl")
 import ray
 from omegaconf import OmegaConf
 
+from seamless_verl.run.restarts import Exit
 from seamless_verl.verl_adapter import job
 
 # verl warns of engines that are not installed when its trainer is imported.
@@ -85,3 +90,57 @@ def test_a_worker_that_does_not_answer_costs_a_line_and_not_the_others(
     assert "rollout worker 1: no answer within 1 s" in line
     assert "rollout worker 2" not in line
     ray.kill(stuck)
+
+
+# `job.main`, where training waits for a signal and its clean-up for a line.
+CLEANING = """
+import sys, threading
+from pathlib import Path
+from seamless_verl.verl_adapter import job
+
+def train(run_dir, terminal, start_up):
+    try:
+        terminal.write("begun\\n")
+        while True:
+            threading.Event().wait(0.1)
+    finally:
+        terminal.write("cleaning\\n")
+        sys.stdin.readline()
+        terminal.write("clean\\n")
+
+job._train = train
+sys.exit(job.main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_slurms_signal_beside_the_supervisors_does_not_cut_the_clean_up_short(first: int, tmp_path: Path) -> None:
+    command, pipe = [sys.executable, "-c", CLEANING, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "begun\n"
+        trainer.send_signal(first)
+        assert trainer.stdout.readline() == "cleaning\n"
+        trainer.send_signal(signal.SIGINT if first == signal.SIGTERM else signal.SIGTERM)
+        assert trainer.communicate("go on\n")[0] == "clean\n"
+    assert trainer.returncode == 130
+
+
+def test_a_pipe_that_is_gone_does_not_change_what_the_supervisor_is_told(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from seamless_verl.run.restarts import RunBroken
+from seamless_verl.verl_adapter import job
+
+def train(run_dir, terminal, start_up):
+    raise RunBroken("rollout worker 0 died")
+
+job._train = train
+sys.exit(job.main(Path(sys.argv[1])))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=writer, check=False)
+    os.close(writer)
+    assert ended.returncode == Exit.DIED

@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import signal
+import sys
 import textwrap
 
 import pytest
@@ -170,6 +172,7 @@ def test_what_verl_sets_for_its_keys_we_set(monkeypatch, rollout, judge, logger)
     from verl.trainer import main_ppo
 
     from seamless_verl.run.environment import trainer_environment
+    from seamless_verl.run.supervisor import JOURNALS
 
     class Enough(Exception):
         pass
@@ -192,6 +195,8 @@ def test_what_verl_sets_for_its_keys_we_set(monkeypatch, rollout, judge, logger)
         main_ppo.run_ppo(OmegaConf.create(config), task_runner_class=None)
     set_by_verl = {name: value for name, value in os.environ.items() if before.get(name) != value}
     assert trainer_environment(config) == set_by_verl
+    config["seamless"] = {"proxy": {"journal_dir": "/scratch"}}
+    assert trainer_environment(config) == set_by_verl | {JOURNALS: "/scratch"}
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,22 @@ def test_a_cluster_of_the_runs_own_keeps_its_logs_where_the_supervisor_looks(
     settings = None if address is None else {"address": address}
     job._start_ray(OmegaConf.create({"ray_kwargs": {"ray_init": settings}}), {"env_vars": {}})
     assert told[0].get("_temp_dir") == folder
+
+
+def test_what_ends_the_run_with_its_clean_up_is_set_again_after_rays_own(monkeypatch):
+    import ray
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter import job
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(job.os, "environ", {})
+    monkeypatch.setattr(ray, "init", lambda **_: ray._private.utils.set_sigterm_handler(lambda *_: sys.exit(1)))
+    try:
+        job._start_ray(OmegaConf.create({"ray_kwargs": {}}), {"env_vars": {}})
+        assert signal.getsignal(signal.SIGTERM) is job._interrupt
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("succeeds", [True, False])

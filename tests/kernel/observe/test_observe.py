@@ -1,8 +1,11 @@
 """Statistics, records, the step line and the summary, on data small enough to check by hand."""
 
+import contextlib
 import io
 import json
 import math
+import os
+import pty
 import resource
 
 import pytest
@@ -155,6 +158,16 @@ def test_records_survive_the_way_through_the_file(tmp_path):
     reporter.step(step(1), {"actor/loss": float("nan"), "text": "not a number", "n": 3})
     assert read_records(tmp_path / STEPS) == [as_record(step(1))]
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1, "actor/loss": None, "n": 3}]
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_training(tmp_path):
+    owner, terminal = pty.openpty()
+    os.close(owner)
+    stream = os.fdopen(terminal, "w", buffering=1)
+    Reporter(tmp_path, stream).step(step(1), {})
+    with contextlib.suppress(OSError):
+        stream.close()
+    assert [record["step"] for record in read_records(tmp_path / STEPS)] == [1]
 
 
 def test_lines_cut_short_by_a_crash_are_left_out_and_told_of_wherever_they_stand(tmp_path, caplog):

@@ -1,11 +1,14 @@
 """Which ends are worth another start, and how often."""
 
+import contextlib
+import os
 import signal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seamless_verl import main
 from seamless_verl.config import SuperviseConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.run.restarts import WITHIN_S, End, Exit, Restarts, RunBroken, exit_of, obstacle, visible
@@ -142,3 +145,12 @@ def test_never_too_often_never_against_the_user_and_always_while_there_is_room(m
 def test_a_number_of_restarts_that_is_none_is_refused(value):
     with pytest.raises(ConfigError, match=r"seamless\.supervise\.restarts"):
         SuperviseConfig(restarts=value)
+
+
+def test_a_pipe_that_is_gone_does_not_keep_a_run_from_starting_again():
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    main._say("the trainer died; it starts again", stream)
+    with contextlib.suppress(OSError):
+        stream.close()
