@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from seamless_verl.errors import SeamlessError
-from seamless_verl.run.check_machine import cluster_address
+from seamless_verl.errors import MachineError, SeamlessError
+from seamless_verl.run.check_machine import ADDRESS, cluster_address
 from seamless_verl.run.checkpoints import have_one
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
 from seamless_verl.run.supervisor import INTERPRETER, MARKS
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _LOG = "trainer.log"
 _CLOSE_S = 30.0  # more than a runner's child may take to end its container, less than an interrupted trainer has
+_DYING_S = 30.0  # until Ray notices that the controller of this run's last life is gone
 
 
 class StartUp:
@@ -95,6 +96,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     start_up.lap("start_ray")
 
     config.transfer_queue.enable = True
+    _check_alone()
     tq.init(config.transfer_queue)
     reporter = Reporter(run_dir, terminal)
     try:
@@ -244,6 +246,23 @@ def _transfer_queue() -> dict[str, Any]:
     entries = ray.util.list_named_actors(all_namespaces=True)
     found = [(entry["name"], entry["namespace"]) for entry in entries if entry["name"].startswith("TransferQueue")]
     return {name: ray.get_actor(name, namespace=namespace) for name, namespace in sorted(found)}
+
+
+def _check_alone() -> None:
+    """TransferQueue joins a controller that it finds, and all runs call their partitions train and val.
+
+    Raises:
+        MachineError: another run's controller is there; it and this run would train, clear and end each other's.
+    """
+    import ray
+
+    until = time.monotonic() + _DYING_S
+    controller = {"name": "TransferQueueController", "namespace": "transfer_queue"}
+    while controller in ray.util.list_named_actors(all_namespaces=True):
+        if time.monotonic() > until:
+            found = "another verl run is on it, and TransferQueue is one per cluster: each would train the other's rows"
+            raise MachineError("Ray cluster", found, f"wait for its end, or start your own: ++{ADDRESS}=local")
+        time.sleep(0.2)
 
 
 def _servers(trainer: Any) -> dict[str, Any]:
