@@ -114,11 +114,14 @@ def _run_one(config: DictConfig, machine: Machine, started: float, interrupts: l
         machine = replace(machine, disk_free=shutil.disk_usage(run_dir).free)
     _check(config, seamless, machine, run_dir)
     find_or_build(config, seamless)
+    compose.make_absolute(config)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-    checkpoints.mend_tracker(Path(config.trainer.default_local_dir))
-    resumed = checkpoints.have_one(Path(config.trainer.default_local_dir))
+    folder = Path(config.trainer.default_local_dir)
+    checkpoints.mend_tracker(folder)
+    resumed = config.trainer.resume_mode == "auto" and checkpoints.have_one(folder)
+    origin = "" if folder.is_relative_to(run_dir) else f" from {folder}"
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
-    _say(f"{'continuing' if resumed else 'run folder:'} {run_dir}")
+    _say(f"continuing {run_dir}{origin}" if resumed else f"run folder: {run_dir}")
     environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **trainer_environment(plain(config))}
     on_cpu = config.trainer.device == "cpu"
     if (cluster := _cluster(config)) is not None:

@@ -20,7 +20,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import is_alive
@@ -56,6 +56,13 @@ _MODES = {
     "-sc": "--shell-completion",
 }
 GROUPS = ("seamless", "platform", "recipe")
+_WRITTEN = tuple(f"trainer.{name}_dir" for name in ("default_local", "rollout_data", "validation_data"))
+_READ = (
+    "trainer.resume_from_path",
+    *(f"{part}.model.{name}" for part in ("actor_rollout_ref", "critic") for name in ("path", "tokenizer_path")),
+    "reward.custom_reward_function.path",
+    "data.custom_cls.path",
+)
 _QUIET_S = 300.0  # without a sign of life, after which the run on another machine is taken for dead
 
 
@@ -267,6 +274,17 @@ def _absolute_config_path(flag: str, before: str) -> str:
     if not relative.is_dir():
         return flag
     return f"{prefix}={relative}" if prefix else str(relative)
+
+
+def make_absolute(config: DictConfig) -> None:
+    """Relative paths become those that the user means, from the folder of the command.
+
+    Actors on a Ray cluster that was there before would open them from the folder of its ``ray start``.
+    """
+    for key in (*_WRITTEN, *_READ):
+        path = OmegaConf.select(config, key)
+        if path and "://" not in path and (key in _WRITTEN or Path(path).exists()):  # else a model of the hub
+            OmegaConf.update(config, key, os.path.abspath(path))
 
 
 def quoted(value: object) -> str:

@@ -250,3 +250,16 @@ def test_help_lists_every_recipe_and_the_keys_of_staleness_and_resources(command
         assert word in text.replace("=", " ").split()
     for key in ("seamless.staleness.in_flight=", "seamless.resources="):
         assert key in text
+
+
+def test_checkpoints_of_another_place_than_the_runs_are_named_and_their_folder_is_absolute(
+    on_machine, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    own = on_machine("+recipe=arithmetic", cards=1)
+    assert own.out.endswith(f"run folder: {own.folder}\n"), own.err
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "latest_checkpointed_iteration.txt").write_text("5")
+    started = on_machine("+recipe=arithmetic", "trainer.default_local_dir=kept", cards=1)
+    assert started.out.endswith(f"continuing {started.folder} from {tmp_path / 'kept'}\n"), started.err
+    assert OmegaConf.load(started.folder / "config.yaml").trainer.default_local_dir == str(tmp_path / "kept")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from hydra.errors import MissingConfigException
 
 from seamless_verl.errors import ConfigError
@@ -187,3 +188,22 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_key_and_the_systems_answ
 
 def test_other_refusals_keep_their_own_words():
     assert compose.explain(ValueError("no viable alternative at input"), []) == "no viable alternative at input"
+
+
+def test_paths_are_those_of_the_commands_folder_wherever_actors_open_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    written = {"default_local_dir": "checkpoints/${.name}", "name": "x", "rollout_data_dir": "hdfs://a/b"}
+    config = OmegaConf.create(
+        {
+            "trainer": {**written, "validation_data_dir": None, "resume_from_path": "/here/global_step_5"},
+            "actor_rollout_ref": {"model": {"path": "model"}},
+            "critic": {"model": {"path": "Qwen/Qwen3-8B"}},
+        }
+    )
+    before = OmegaConf.to_container(config, resolve=True)
+    OmegaConf.set_struct(config, True)
+    compose.make_absolute(config)
+    before["trainer"]["default_local_dir"] = str(tmp_path / "checkpoints" / "x")
+    before["actor_rollout_ref"]["model"]["path"] = str(tmp_path / "model")
+    assert OmegaConf.to_container(config, resolve=True) == before
