@@ -70,6 +70,7 @@ def _run_hydra(
 
     compose.register_ours()
     points: list[int] = []
+    used: set[Path] = set()
 
     def task(config: DictConfig) -> None:
         points.append(len(points))
@@ -77,6 +78,7 @@ def _run_hydra(
             return
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
         try:
+            checkpoints.check_own(config.trainer, used)
             codes.append(_run_one(config, machine, started if not codes else time.time(), interrupts))
         except (SeamlessError, OmegaConfBaseException) as error:
             _say(f"error: {error}", sys.stderr)

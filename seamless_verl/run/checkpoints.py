@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+from seamless_verl.errors import ConfigError
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl's, beside the checkpoints: the number of the last complete one
 _FOLDER = "global_step_"
@@ -13,6 +16,24 @@ _FULL = 64 << 20
 def have_one(folder: Path) -> bool:
     """Whether a run can go on from a checkpoint in ``folder``."""
     return (folder / _TRACKER).exists()
+
+
+def check_own(trainer: Any, used: set[Path]) -> None:
+    """Whether a sweep's next point has its checkpoints for itself.
+
+    Args:
+        trainer: the section.
+        used: folders of the points before; this one's is added.
+
+    Raises:
+        ConfigError: it is the folder of an earlier point that wrote one there.
+    """
+    folder = Path(trainer.default_local_dir).absolute()
+    if folder in used and have_one(folder) and trainer.save_freq > 0:
+        problem = "holds the checkpoints of an earlier point of the sweep, which this one would continue"
+        fix = "write 'trainer.default_local_dir=${seamless.run_dir}/checkpoints'"
+        raise ConfigError("trainer.default_local_dir", trainer.default_local_dir, problem, fix)
+    used.add(folder)
 
 
 def mend_tracker(folder: Path) -> None:
