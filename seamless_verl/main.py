@@ -109,11 +109,19 @@ def _run_one(config: DictConfig, machine: Machine, started: float, interrupts: l
     if seamless.run_dir and Path(seamless.run_dir).absolute() != run_dir:
         fix = f"leave it out, and write hydra.run.dir={compose.quoted(seamless.run_dir)}"
         raise ConfigError("seamless.run_dir", seamless.run_dir, "is filled in: it is Hydra's folder", fix)
-    if compose.run_is_alive(run_dir):
-        fix = f"choose another folder; where its machine is gone, remove {run_dir / 'pid'}"
-        raise ConfigError("hydra.run.dir", run_dir, "belongs to a run that is still going", fix)
-    if run_dir.is_dir():  # as Hydra makes it; it may be on another disk than runs/
-        machine = replace(machine, disk_free=shutil.disk_usage(run_dir).free)
+    with compose.claimed(run_dir, _say):
+        return _run_in(run_dir, config, seamless, machine, started, interrupts)
+
+
+def _run_in(
+    run_dir: Path,
+    config: DictConfig,
+    seamless: SeamlessConfig,
+    machine: Machine,
+    started: float,
+    interrupts: list[int],
+) -> int:
+    machine = replace(machine, disk_free=shutil.disk_usage(run_dir).free)  # it may be on another disk than runs/
     _check(config, seamless, machine, run_dir)
     find_or_build(config, seamless)
     compose.make_absolute(config)

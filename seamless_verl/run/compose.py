@@ -11,7 +11,8 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.machine import is_alive
+from seamless_verl.machine import identity, is_alive
 
 _FLAGS_WITH_VALUE = frozenset(
     [
@@ -64,6 +65,7 @@ _READ = (
     "data.custom_cls.path",
 )
 _QUIET_S = 300.0  # without a sign of life, after which the run on another machine is taken for dead
+_LOOK_S = 1.0
 
 
 def verl_config_dir() -> Path:
@@ -298,10 +300,8 @@ def quoted(value: object) -> str:
 def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) -> Path | None:
     """With ``trainer.resume_mode=auto`` on the command line: the newest unfinished run of the same recipe.
 
-    Without a recipe the value is verl's own default and means verl's own checkpoint folder.
-
-    Raises:
-        ConfigError: whether that one still runs is not known yet; an older one is not what was asked for.
+    Without a recipe the value is verl's own default and means verl's own checkpoint folder. A run that may still go on
+    on another machine is not passed over: an older one is not what was asked for, and `claimed` waits for it.
     """
     if "trainer.resume_mode=auto" not in arguments or recipe is None or not runs.is_dir():
         return None
@@ -310,13 +310,46 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
     for folder in sorted(candidates, key=lambda path: path.stat().st_mtime, reverse=True):
         if (folder / "summary.json").exists() or not (folder / "config.yaml").exists():
             continue
-        if not run_is_alive(folder):
+        if not run_is_alive(folder) or is_alive((folder / "pid").read_text()) is None:
             return folder
-        if is_alive((folder / "pid").read_text()) is None:
-            problem = f"{folder} may still go on on another machine"
-            fix = f"wait {_QUIET_S / 60:.0f} minutes; or remove {folder / 'pid'}; or name another run (hydra.run.dir=…)"
-            raise ConfigError("trainer.resume_mode", "auto", problem, fix)
     return None
+
+
+@contextmanager
+def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """A run folder is this process's, from the checks of its run to the end of its last life.
+
+    Where it was another machine's, that one may be gone: it is given time to give a sign of life.
+
+    Raises:
+        ConfigError: the run whose folder it is goes on.
+    """
+    pid = folder / "pid"
+    fix = f"choose another folder; where its machine is gone, remove {pid}"
+    refusal = ConfigError("hydra.run.dir", folder, "belongs to a run that is still going", fix)
+    sign = None
+    while run_is_alive(folder):
+        try:
+            owner, before, sign = pid.read_text(), sign, pid.stat().st_mtime
+        except FileNotFoundError:  # it has just ended
+            break
+        if is_alive(owner) is not None or before not in (None, sign):
+            raise refusal
+        if before is None:
+            host, ago = owner.rpartition(" ")[2], max(0.0, time.time() - sign)
+            say(f"{folder} is of a run on {host}, heard of {ago:.0f} s ago; waiting for {_QUIET_S:.0f} s of silence")
+        time.sleep(_LOOK_S)
+    pid.unlink(missing_ok=True)  # a dead run's
+    try:
+        file = pid.open("x")
+    except FileExistsError:
+        raise refusal from None
+    try:
+        with file:
+            file.write(identity(os.getpid()))
+        yield
+    finally:
+        pid.unlink(missing_ok=True)
 
 
 def run_is_alive(folder: Path) -> bool:

@@ -26,7 +26,7 @@ import psutil
 
 from seamless_verl import nursery
 from seamless_verl.agents.ties import adopt_orphans, die_with_parent
-from seamless_verl.machine import APART, WEIGHTS, identity, mapped_files, sees_all_users
+from seamless_verl.machine import APART, WEIGHTS, mapped_files, sees_all_users
 
 RUN_ID = "SEAMLESS_RUN_ID"
 # Ray and vLLM rename their processes; without it the new title is written over the environment that /proc shows, and
@@ -90,19 +90,17 @@ def run_trainer(
     ray_dir = _short_folder()
     started = time.time()
     try:
-        (owner := run_dir / "pid").write_text(identity(os.getpid()))
         command = [sys.executable, "-m", "seamless_verl.verl_adapter.job", str(run_dir)]
         env = _environment(environment, run_id, ray_dir)
         if imported:
             env[INTERPRETER] = _start_nursery(ray_dir, run_dir, env, imported)
         trainer = subprocess.Popen(command, env=env, preexec_fn=partial(_apart, os.getpid()))
-        code = _wait(trainer, interrupts, owner, spared)
+        code = _wait(trainer, interrupts, run_dir / "pid", spared)
     finally:
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
         _tidy_up(swept, run_id, ray_dir, run_dir, started, journals := environment.get(JOURNALS) or "")
         if joined := environment.get(_CLUSTER):
             _sweep_other_nodes(run_id, started, journals, joined, interrupts)
-        owner.unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
     ended = 128 + interrupts[0] if interrupts and code else code  # else a dead trainer would start again
@@ -147,7 +145,7 @@ def _wait(
     if interrupts:  # before there was a trainer to hand them on to
         trainer.kill()
     deadline: float | None = None
-    touch_at = time.monotonic() + _SIGN_S
+    touch_at = time.monotonic()
     code = -signal.SIGKILL
     while True:
         try:

@@ -1,5 +1,6 @@
 """Override lists of verl's own example scripts compose to the same configuration plus ours, key by key."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,13 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
+import seamless_verl.main as ours
 from seamless_verl.config import SeamlessConfig
+from seamless_verl.errors import ConfigError
+from seamless_verl.machine import identity
 from seamless_verl.main import main
 from seamless_verl.run import compose
+from seamless_verl.run.restarts import Exit
 
 LISTS = sorted((Path(__file__).parent / "overrides").glob("*.txt"))
 OURS = {"trainer.v1.trainer_mode"}
@@ -263,3 +268,21 @@ def test_checkpoints_of_another_place_than_the_runs_are_named_and_their_folder_i
     started = on_machine("+recipe=arithmetic", "trainer.default_local_dir=kept", cards=1)
     assert started.out.endswith(f"continuing {started.folder} from {tmp_path / 'kept'}\n"), started.err
     assert OmegaConf.load(started.folder / "config.yaml").trainer.default_local_dir == str(tmp_path / "kept")
+
+
+def test_a_folder_is_its_runs_from_the_checks_to_the_end_of_its_last_life(on_machine, monkeypatch):
+    def again(config, seamless):
+        with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*belongs to a run that is still going"):
+            ours._run_one(config, None, 0.0, [])
+
+    def life(run_dir, *_):
+        owners.append((run_dir / "pid").read_text())
+        return [Exit.DIED, 0][len(owners) - 1]
+
+    owners = []
+    monkeypatch.setattr(ours, "find_or_build", again)
+    monkeypatch.setattr(ours, "run_trainer", life)
+    started = on_machine("+recipe=arithmetic", "trainer.save_freq=1", cards=1)
+    assert started.code == 0, started.err
+    assert owners == [identity(os.getpid())] * 2
+    assert not (started.folder / "pid").exists()

@@ -2,12 +2,13 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import identity
@@ -108,11 +109,36 @@ def test_resuming_passes_over_no_run_that_may_still_go_on_elsewhere(tmp_path):
         (folder / "config.yaml").write_text("{}")
         (folder / "pid").write_text("7 123 a-boot another-host")
         os.utime(folder, (number, number))
-    with pytest.raises(ConfigError, match=rf"{_RUNS[1]} may still go on .*wait 5 minutes; or remove .*{_RUNS[1]}/pid"):
-        arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
-    os.utime(tmp_path / _RUNS[1] / "pid", (1, 1))
     made = arguments("+recipe=swe", "trainer.resume_mode=auto", runs=tmp_path)
     assert f"hydra.run.dir={tmp_path / _RUNS[1]}" in made
+
+
+def test_a_run_of_another_machine_is_waited_for_and_taken_over_without_a_sign_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(compose, "_LOOK_S", 0.01)
+    owner, said = tmp_path / "pid", []
+    owner.write_text("7 123 a-boot another-host")
+
+    def quiet(line):
+        said.append(line)
+        os.utime(owner, (1, 1))
+
+    with compose.claimed(tmp_path, quiet):
+        assert owner.read_text() == identity(os.getpid())
+    assert not owner.exists()
+    assert "of a run on another-host" in said[0]
+
+
+def test_a_run_of_another_machine_that_gives_a_sign_of_life_keeps_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(compose, "_LOOK_S", 0.01)
+    owner = tmp_path / "pid"
+    owner.write_text("7 123 a-boot another-host")
+    later = time.time() + 30
+    with (
+        pytest.raises(ConfigError, match="belongs to a run that is still going"),
+        compose.claimed(tmp_path, lambda _: os.utime(owner, (later, later))),
+    ):
+        pass
+    assert owner.read_text() == "7 123 a-boot another-host"
 
 
 def test_a_run_on_another_machine_is_alive_while_its_supervisor_touches_its_file(tmp_path):
