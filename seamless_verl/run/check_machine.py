@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
@@ -89,7 +91,8 @@ def check_cluster(settings: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: a setting is for a cluster that the run starts itself; Ray raises then, after verl was imported.
-        MachineError: nothing answers there; the file of a cluster that was killed stays behind.
+        MachineError: nothing answers there (the file of a cluster that was killed stays behind), or this machine is
+            none of its nodes, which Ray's drivers are on.
     """
     address = cluster_address(settings.get("address"))
     if address is None:
@@ -110,6 +113,25 @@ def check_cluster(settings: Mapping[str, Any]) -> None:
             f"start it (ray start --head), name another ({VARIABLE}=HOST:PORT), or start a cluster of this run's own "
             f"(++{ADDRESS}=local); `ray stop` removes the file of a cluster that is gone",
         ) from None
+    if "://" not in address and not _is_node(port):
+        found = f"this machine is no node of the one at {address}"
+        raise MachineError("Ray cluster", found, f"first ray start --address={address} here, or go to one of its nodes")
+
+
+def _is_node(port: str) -> bool:
+    """Whether a node of a cluster with this port runs here: hosts have several names, and Ray compares them itself.
+
+    A container may hide the processes; the socket that drivers use is then there.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # ended meanwhile, or not ours to look into
+            words = process.cmdline()
+            if any(word.startswith("--gcs-address=") and word.endswith(f":{port}") for word in words):
+                return True
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as node:
+        node.connect(str(address_file().parent / "session_latest" / "sockets" / "raylet"))
+        return True
+    return False
 
 
 def _named_by(given: str | None) -> str:

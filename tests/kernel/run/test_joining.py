@@ -1,6 +1,10 @@
 """Which Ray cluster a run joins: as Ray would decide in the user's environment; what cannot be joined is refused."""
 
 import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -62,10 +66,45 @@ def test_a_cluster_that_is_gone_is_refused_with_the_file_that_names_it(tmp_path,
     check_cluster({"address": "local"})
 
 
-def test_a_cluster_that_answers_is_joined_and_settings_of_a_new_one_are_refused(tmp_path):
+@pytest.fixture
+def cluster(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         start_ray(tmp_path, f"127.0.0.1:{server.getsockname()[1]}")
-        check_cluster({"num_cpus": None})
-        with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_cpus=96: cannot change.*address=local"):
-            check_cluster({"num_cpus": 96})
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def node(cluster):
+    """A process with the word that Ray gives to its own (`_find_address_from_flag` of ray 2.60 looks for it)."""
+    wait = "print(flush=True); input()"
+    words = [sys.executable, "-c", wait, f"--gcs-address=203.0.113.7:{cluster}"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield
+        process.communicate(b"\n")
+
+
+def test_a_cluster_that_answers_is_joined_and_settings_of_a_new_one_are_refused(node):
+    check_cluster({"num_cpus": None})
+    with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_cpus=96: cannot change.*address=local"):
+        check_cluster({"num_cpus": 96})
     check_cluster({"num_cpus": 96, "address": "local"})
+
+
+def test_a_cluster_is_joined_on_its_nodes_only(cluster):
+    with pytest.raises(MachineError, match=rf"no node of the one at 127\.0\.0\.1:{cluster}.*ray start --address=127"):
+        check_cluster({})
+    check_cluster({"address": f"ray://127.0.0.1:{cluster}"})
+
+
+def test_a_node_whose_processes_a_container_hides_is_known_by_its_socket(cluster, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as raylet:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        start_ray(Path(short), f"127.0.0.1:{cluster}")
+        sockets = Path(short, "ray", "session_latest", "sockets")
+        sockets.mkdir(parents=True)
+        raylet.bind(str(sockets / "raylet"))
+        with pytest.raises(MachineError, match="no node of"):
+            check_cluster({})
+        raylet.listen()
+        check_cluster({})
