@@ -74,6 +74,7 @@ def _run_hydra(
 
     def task(config: DictConfig) -> None:
         points.append(len(points))
+        compose.check_launcher(HydraConfig.get().runtime.choices)
         if interrupts:  # the user has ended the sweep, not just one point of it
             return
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.

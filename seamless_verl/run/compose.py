@@ -19,7 +19,7 @@ from typing import Any
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
-from hydra.errors import MissingConfigException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
@@ -287,6 +287,17 @@ def make_absolute(config: DictConfig) -> None:
         path = OmegaConf.select(config, key)
         if path and "://" not in path and (key in _WRITTEN or Path(path).exists()):  # else a model of the hub
             OmegaConf.update(config, key, os.path.abspath(path))
+
+
+def check_launcher(choices: Mapping[str, Any]) -> None:
+    """Refuse launchers that run a sweep's points in processes of their own, whose exit codes nobody here would see.
+
+    Raises:
+        HydraException: Hydra brings it back from such a process, other than errors of ours.
+    """
+    if (launcher := choices.get("hydra/launcher")) not in (None, "basic"):
+        problem = "would run points side by side, in processes that the command knows nothing of"
+        raise HydraException(str(ConfigError("hydra/launcher", launcher, problem, "leave it out")))
 
 
 def quoted(value: object) -> str:

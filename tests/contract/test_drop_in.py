@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import seamless_verl.main as ours
@@ -286,3 +287,14 @@ def test_a_folder_is_its_runs_from_the_checks_to_the_end_of_its_last_life(on_mac
     assert started.code == 0, started.err
     assert owners == [identity(os.getpid())] * 2
     assert not (started.folder / "pid").exists()
+
+
+def test_a_launcher_that_runs_points_elsewhere_is_refused(on_machine, tmp_path):
+    """Hydra's own one under another name; joblib's is not installed."""
+    basic = {"_target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher"}
+    ConfigStore.instance().store(group="hydra/launcher", name="joblib", node=basic)
+    words = ("+recipe=arithmetic", "-m", f"hydra.sweep.dir={tmp_path}", "trainer.save_freq=1,2")
+    assert on_machine(*words, cards=1).code == 0
+    refused = on_machine(*words, "hydra/launcher=joblib", cards=1)
+    assert refused.code == 2
+    assert "\nerror: hydra/launcher=joblib: would run points side by side" in refused.err

@@ -29,6 +29,7 @@ def sweep(monkeypatch, tmp_path):
             return code
 
         monkeypatch.setattr(main, "_run_one", one)
+        monkeypatch.setattr(main.HydraConfig, "get", lambda: OmegaConf.create({"runtime": {"choices": {}}}))
         monkeypatch.setattr(main.hydra, "main", lambda **_: lambda task: lambda: [task(point) for point in points])
         codes: list[int] = []
         main._run_hydra([], None, 0.0, codes, [])
