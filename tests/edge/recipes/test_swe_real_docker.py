@@ -125,14 +125,8 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     yield folder
     assert not list(folder.glob("*.label")), "a container is left"
-    assert not [path for path in folder.glob("*.pid") if runs(int(path.read_text()))]
-
-
-def runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+    assert psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)[1] == []
 
 
 def containers(docker: Path) -> list[str]:
