@@ -91,6 +91,7 @@ def test_a_runner_checks_its_options_and_the_machine_that_will_run_its_attempts(
     with pytest.raises(MachineError, match="none for blue"):
         check(config(), agent=named("blue"))
     # Ray joins the cluster that the environment names, unless the configuration says `local`.
+    monkeypatch.setattr("seamless_verl.run.check_machine._is_node", lambda port: True)
     with socket.create_server(("127.0.0.1", 0)) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{cluster.getsockname()[1]}")
         check(config(ray_kwargs__ray_init__address=None), agent=named("blue"))
