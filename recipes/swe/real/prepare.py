@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(
             f"warning: {len(summary.unprotected)} tasks ({', '.join(summary.unprotected[:3])}): test_patch: is missing "
             "and no test's name holds a file, so agents can rewrite tests. Fix: add test_patch, or the tests' files "
-            "to seamless.agent.kwargs.protected_paths.\n"
+            "to seamless.agent.kwargs.protected_paths, beside its defaults.\n"
         )
     where = f"written to {options.output}" if options.output else "checked, nothing written (--check)"
     left_out = f", {summary.num_problems} left out" if summary.num_problems else ""

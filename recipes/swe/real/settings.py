@@ -102,7 +102,7 @@ class RunnerSettings:
         max_concurrent: attempts at a time in this process, where `seamless.agent.max_concurrent` allows more; others
             wait, and their deadline with them.
         protected_paths: patterns of files that an agent's patch may not change; such parts are dropped, and so are
-            those that touch a file of the test patch or of the tests that have to pass.
+            those that touch a file of the test patch or of the tests that have to pass. Yours replace these four.
         forward_env: variables of this process that the attempt's processes get, beside paths, locale and proxies.
         log_dir: keeps logs and trajectories of every attempt; ``None`` keeps none.
     """
