@@ -119,7 +119,8 @@ def test_the_check_of_shared_prefixes_asks_a_gpu_for_what_is_not_refused(tmp_pat
     from seamless_verl.verl_adapter.shared_prefix import trie_engine
 
     monkeypatch.setattr(trie_engine, "get_device_name", lambda: "cuda")
-    engine = SimpleNamespace(ulysses_sequence_parallel_size=1, pad_to_length=False)
+    mixed = {"param_dtype": asked["dtype"]}
+    engine = SimpleNamespace(ulysses_sequence_parallel_size=1, pad_to_length=False, mixed_precision=mixed)
     trie_engine.refuse(engine, Qwen3Config(**asked["shape"]), 8192 + 512)
 
 
