@@ -109,7 +109,8 @@ def _late(child: Child, ready: Path) -> SeamlessError:
     limit = f"within {child.timeout_s:.0f} s"
     if ready.exists():
         return ChildTimeout(f"{child.module} did not end {limit}")
-    return SandboxError(f"the sandbox of {child.module} was not ready {limit}")
+    not_ready: SeamlessError = SandboxError(f"the sandbox of {child.module} was not ready {limit}")
+    return not_ready
 
 
 async def _leave_nothing(process: asyncio.subprocess.Process, child: Child, *, clean: bool) -> None:
