@@ -42,12 +42,7 @@ def load_digest(run: Path, *, running: bool = False) -> RunDigest:
     if not recording.events and not steps:
         raise NoRunFolder(_why_nothing(run, running=running))
     return digest(
-        recording,
-        steps,
-        read_records(run / VALIDATION),
-        start_up_s=_start_up(run),
-        running=running,
-        guard=_guard(run),
+        recording, steps, read_records(run / VALIDATION), start_up_s=_start_up(run), running=running, guard=_guard(run)
     )
 
 

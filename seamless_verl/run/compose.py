@@ -190,9 +190,11 @@ def _explain_missing(error: MissingConfigException) -> str:
     group, _, name = str(error.missing_cfg_file or "").rpartition("/")
     options = list(error.options or [])
     if group in GROUPS and options:
-        near = difflib.get_close_matches(name, options, n=1) or options
+        near = (difflib.get_close_matches(name, options, n=1) or options)[0]
+        own = next(Path().glob(f"*/{group}/{name}.yaml"), None)  # as `seamless-verl new` makes it
+        fix = f"--config-dir {own.parts[0]}" if own else f"+{group}={near}"
         problem = f"is not a configuration of this group; known: {', '.join(options)}"
-        return str(ConfigError(f"+{group}", name, problem, f"write +{group}={near[0]}"))
+        return str(ConfigError(f"+{group}", name, problem, f"write {fix}"))
     text, _, folders = str(error).partition("\nConfig search path:")
     text = " ".join(text.split())
     looked_in = re.findall(r"path=(\S+)", folders)

@@ -198,6 +198,15 @@ def test_an_unknown_choice_of_ours_is_one_line_with_the_known_ones(group, wrong,
     assert text.endswith(f"Fix: write +{group}={right}.")
 
 
+def test_a_recipe_in_a_folder_beside_the_command_is_pointed_to(tmp_path, monkeypatch):
+    (tmp_path / "my_task" / "recipe").mkdir(parents=True)
+    (tmp_path / "my_task" / "recipe" / "my_task.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    for name, fix in (("my_task", "write --config-dir my_task."), ("swee", "write +recipe=swe.")):
+        missing = MissingConfigException("", f"recipe/{name}", compose.known("recipe"))
+        assert compose.explain(missing, []).endswith(fix)
+
+
 def test_another_missing_configuration_is_one_line_with_the_folders():
     said = "In 'my': Could not load 'x'.\n\nConfig search path:\n\tprovider=main, path=file:///a\n"
     text = compose.explain(MissingConfigException(said, "x", None), [])
