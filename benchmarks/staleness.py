@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.records import Record, arguments, report
 from benchmarks.unlike_storm import unlike_replicas
-from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
+from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
 
 
@@ -184,10 +184,9 @@ def simulate(
         waiting_since = rollout.now
         while protocol.num_available < batch:
             blocked = bool(protocol.stuck())
-            for command in policy.treat(protocol, rollout.now - waiting_since) if blocked else []:
-                if isinstance(command, Retry):
-                    rollout.retry(command.group, version)
-                    retries += 1
+            for group in policy.treat(protocol, rollout.now - waiting_since) if blocked else []:
+                rollout.retry(group, version)
+                retries += 1
             if protocol.num_available >= batch:
                 break
             waited = rollout.next_end()

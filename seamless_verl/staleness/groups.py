@@ -93,25 +93,12 @@ class GroupProgress:
 
 
 class Treatment(Enum):
+    """What a straggler gets: nothing; a new start from its prompt (`StalenessProtocol.abort`, and reserved again); an
+    end where its generations are, after which it finishes as any other group."""
+
     WAIT = "wait"
     RETRY = "retry"
     TRUNCATE = "truncate"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """Stop generating ``group``; `StalenessProtocol.abort` it, reserve it again and start it from its prompt."""
-
-    group: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truncate:
-    """End the generations of ``group`` where they are; it then finishes as any other group."""
-
-    group: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +108,17 @@ class StuckPolicy:
     treatment: Treatment = Treatment.WAIT
     patience_s: float = 60.0
 
-    def treat(self, protocol: StalenessProtocol, waited_s: float) -> list[Retry | Truncate]:
-        """Commands for the stragglers of the step being filled, oldest first.
+    def treat(self, protocol: StalenessProtocol, waited_s: float) -> tuple[str, ...]:
+        """Stragglers of the step being filled that get ``treatment`` now, oldest first.
 
         Args:
             waited_s: seconds that the trainer has waited for this step without getting a group.
         """
         if self.treatment is Treatment.WAIT or waited_s < self.patience_s:
-            return []
+            return ()
         stragglers = protocol.stuck()
-        reason = f"step {protocol.version} lacks {len(stragglers)} groups after {waited_s:.0f} s"
-        if self.treatment is Treatment.TRUNCATE:
-            return [Truncate(group=group, reason=reason) for group in stragglers]
         # Without a finished group to take the place, a retry would only lose tokens.
-        return [Retry(group=group, reason=reason) for group in stragglers[: protocol.num_ahead]]
+        return stragglers[: protocol.num_ahead] if self.treatment is Treatment.RETRY else stragglers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

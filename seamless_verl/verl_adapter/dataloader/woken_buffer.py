@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.staleness.groups import Retry, StuckPolicy, Treatment
+from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
 from seamless_verl.verl_adapter.rollout.attempt_watch import AttemptDesk, attended
 
@@ -140,12 +140,11 @@ class Stragglers:
         """
         if self._since is None:
             return {}
-        commands = self.policy.treat(protocol, self._waited_s + self._clock() - self._since)
-        if not commands or not self._workers:
+        uids = self.policy.treat(protocol, self._waited_s + self._clock() - self._since)
+        if not uids or not self._workers:
             return {}
         self.got_some()  # those that are treated now are given as much time again
-        uids = [command.group for command in commands]
-        if isinstance(commands[0], Retry):
+        if self.policy.treatment is Treatment.RETRY:
             return {"training/stuck/retried_total": self._restart(protocol, version, uids)}
         living([worker.cut_groups.remote(uids) for worker in self._workers], self._look)
         return {"training/stuck/truncated_total": len(uids)}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.staleness.groups import GroupProgress, GroupState, Retry, StuckPolicy, Treatment, Truncate
+from seamless_verl.staleness.groups import GroupProgress, GroupState, StuckPolicy, Treatment
 from seamless_verl.staleness.protocol import StalenessProtocol
 
 
@@ -51,20 +51,19 @@ def stuck() -> StalenessProtocol:
 
 
 def test_waiting_is_the_default_and_patience_comes_first() -> None:
-    assert StuckPolicy().treat(stuck(), waited_s=1e9) == []
-    assert StuckPolicy(treatment=Treatment.RETRY, patience_s=60).treat(stuck(), waited_s=59) == []
+    assert StuckPolicy().treat(stuck(), waited_s=1e9) == ()
+    assert StuckPolicy(treatment=Treatment.RETRY, patience_s=60).treat(stuck(), waited_s=59) == ()
 
 
 def test_a_straggler_starts_anew_only_when_a_finished_group_takes_its_place() -> None:
     protocol, policy = stuck(), StuckPolicy(treatment=Treatment.RETRY, patience_s=60)
-    (command,) = policy.treat(protocol, waited_s=60)
-    assert isinstance(command, Retry)
-    protocol.abort(command.group)
+    (straggler,) = policy.treat(protocol, waited_s=60)
+    protocol.abort(straggler)
     assert protocol.num_available == 1, "done moved up"
-    assert protocol.reserve(command.group, 1) == 2
+    assert protocol.reserve(straggler, 1) == 2
     alone = StalenessProtocol(eta=0, batch_size=1)
     alone.reserve("only", 0)
-    assert policy.treat(alone, waited_s=60) == []
+    assert policy.treat(alone, waited_s=60) == ()
 
 
 def test_truncation_names_every_straggler() -> None:
@@ -72,10 +71,7 @@ def test_truncation_names_every_straggler() -> None:
     for group in "abc":
         protocol.reserve(group, 0)
     protocol.occupy("b")
-    commands = StuckPolicy(treatment=Treatment.TRUNCATE, patience_s=0).treat(protocol, waited_s=5)
-    assert [type(command) for command in commands] == [Truncate, Truncate]
-    assert [command.group for command in commands] == ["a", "c"]
-    assert commands[0].reason == "step 0 lacks 2 groups after 5 s"
+    assert StuckPolicy(treatment=Treatment.TRUNCATE, patience_s=0).treat(protocol, waited_s=5) == ("a", "c")
 
 
 def test_where_fewer_prompts_are_under_way_those_of_later_steps_are_stragglers_too() -> None:
@@ -85,9 +81,9 @@ def test_where_fewer_prompts_are_under_way_those_of_later_steps_are_stragglers_t
         protocol.reserve(group, 0)
     protocol.occupy("b")
     assert (protocol.capacity(0), protocol.num_available) == (0, 1)
-    commands = StuckPolicy(treatment=Treatment.TRUNCATE, patience_s=0).treat(protocol, waited_s=5)
-    assert len(commands) == len({command.group for command in commands} - {"b"}) == 2
-    for command in commands:
-        protocol.occupy(command.group)
+    groups = StuckPolicy(treatment=Treatment.TRUNCATE, patience_s=0).treat(protocol, waited_s=5)
+    assert len(groups) == len({*groups} - {"b"}) == 2
+    for group in groups:
+        protocol.occupy(group)
     assert protocol.num_available == 3
     assert protocol.stuck() == ()
