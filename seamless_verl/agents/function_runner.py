@@ -16,7 +16,6 @@ Invariant: a reward comes from ``score`` or the attempt fails. Where the agent r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import os
@@ -25,7 +24,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from seamless_verl.agents.agent_pool import OWNER, AgentPool, JobTimedOut, WorkerDied, serve
+from seamless_verl.agents.agent_pool import OWNER, AgentPool, JobTimedOut, WorkerDied, serve, take_pipes
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused, checked_reward
 from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import ConfigError, meant
@@ -170,14 +169,14 @@ def graded(agent: Callable[..., Any], reward: Callable[..., Any], payload: Mappi
 
 def main() -> None:
     """The worker: ``python -m seamless_verl.agents.function_runner AGENT REWARD``."""
-    die_with_owner(OWNER)  # before the imports: what they start is of its group, and ends with it
-    with contextlib.redirect_stdout(sys.stderr):  # the owner reads the other one, which `serve` keeps to itself
-        agent, reward = (_function(key, name) for key, name in zip(_ARGUMENTS, sys.argv[1:3], strict=True))
+    die_with_owner(OWNER)  # before the imports: what they start is of its group, ends with it, and has no pipe of ours
+    pipes = take_pipes()
+    agent, reward = (_function(key, name) for key, name in zip(_ARGUMENTS, sys.argv[1:3], strict=True))
 
     def handle(payload: dict[str, Any], _: threading.Event) -> dict[str, Any]:
         return graded(agent, reward, payload)
 
-    serve(handle)
+    serve(handle, pipes)
 
 
 if __name__ == "__main__":
