@@ -19,6 +19,7 @@ import asyncio
 import importlib
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from seamless_verl.places import error_in_words, places_of
 
 _KEY = "seamless.agent.kwargs"
 _GRADE_S = 60.0  # for the reward of an attempt that left no outcome
+_OWN = re.compile(rf"({re.escape(sys.prefix)}|{re.escape(sys.base_prefix)})/(local/)?lib(64)?/python[\d.]")
 _ARGUMENTS = {"agent": ("task", "base_url", "api_key", "model"), "reward": ("task", "outcome")}
 
 
@@ -48,9 +50,11 @@ class FunctionRunner:
     def __init__(self, *, agent: str, reward: str, processes: int = 1, threads: int = 32) -> None:
         self.max_concurrent = processes * threads  # who admits jobs is told; in the pool their deadline would run
         command = (sys.executable, "-m", __name__, agent, reward)
-        # The functions are found where this process would find them.
-        path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-        self._pool = AgentPool(command, processes=processes, threads=threads, environment=path)
+        # The functions are found where this process would find them; what its interpreter brings, another one that an
+        # agent starts (the tests of a project) must not.
+        path = (entry or os.getcwd() for entry in sys.path if not _OWN.match(entry))
+        environment = {"PYTHONPATH": os.pathsep.join(path)}
+        self._pool = AgentPool(command, processes=processes, threads=threads, environment=environment)
 
     @staticmethod
     def check_options(options: Mapping[str, Any]) -> None:
