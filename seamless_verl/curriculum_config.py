@@ -49,7 +49,7 @@ class CurriculumConfig:
         accuracy_key: what the reward function returns beside ``score`` that is 1 for a correct answer. Needed with
             ``history_resampling`` and ``stages``.
         pool_floor: prompts that always stay; None: ``data.train_batch_size``.
-        readmit_after_epochs: epochs after which a prompt that left comes back; None: never.
+        readmit_after_epochs: epochs that a prompt that left stays away; None: it never comes back.
         stages: named stages over data sources, in order, for example
             ``[{name: math, sources: [gsm8k], until_step: 100}, {name: all, sources: [gsm8k, code]}]``.
         zero_overlong_advantage: rows with an answer that was cut off get zero advantage. Works without the rest.

@@ -63,7 +63,7 @@ class Resampling:
 
     Attributes:
         floor: prompts that stay in the pool of a stage, however many are solved.
-        readmit_after: epochs after which a removed prompt comes back to be tested again; ``None``: never.
+        readmit_after: epochs that a removed prompt stays away before it is tested again; ``None``: for ever.
     """
 
     floor: int = 1
