@@ -235,7 +235,8 @@ class Curriculum:
         return events
 
     def _close(self, epoch: _Epoch) -> list[EpochEnded | StageEntered]:
-        members = self._members[self._progress.index]
+        # Solved prompts count as solved while they are away, or removing them would look like a loss of accuracy.
+        away = sum(p not in self._pool and p not in epoch.outcomes for p in self._members[self._progress.index])
         changes = []
         if self._resampling is not None:
             solved = [prompt for prompt, outcome in epoch.outcomes.items() if outcome is Outcome.ALL_CORRECT]
@@ -252,8 +253,6 @@ class Curriculum:
                 pool=self.pool_size,
             )
         ]
-        # Solved prompts count as solved after they left, or removing them would look like a loss of accuracy.
-        away = sum(prompt not in self._pool and prompt not in epoch.outcomes for prompt in members)
         graded = sum(outcome is not Outcome.FAILED for outcome in epoch.outcomes.values()) + away
         of_this_stage = epoch.stage == self._progress.index and graded
         if of_this_stage and self._progress.epoch_ended((epoch.accuracy + away) / graded):

@@ -207,7 +207,19 @@ def test_removing_what_is_solved_does_not_look_like_a_loss_of_accuracy() -> None
     curriculum = Curriculum(sources=["a"] * 4, stages=stages, resampling=Resampling())
     run_epoch(curriculum, {0: RIGHT, 1: RIGHT, 2: WRONG, 3: WRONG}, 4)  # 2 of 4
     run_epoch(curriculum, {2: RIGHT, 3: WRONG}, 2)  # 3 of 4, though only half of those asked
-    assert curriculum.stage == "one"
+    assert (curriculum.epochs_ended, curriculum.stage) == (2, "one")
+
+
+def test_taking_back_what_was_solved_does_not_look_like_a_loss_of_accuracy() -> None:
+    stages = [
+        Stage(name="one", sources=("a",), until_plateau=Plateau(epochs=1, min_gain=0.1)),
+        Stage(name="two", sources=("a",)),
+    ]
+    curriculum = Curriculum(sources=["a"] * 4, stages=stages, resampling=Resampling(readmit_after=1))
+    run_epoch(curriculum, {0: RIGHT, 1: RIGHT, 2: WRONG, 3: WRONG}, 4)  # 2 of 4
+    events = run_epoch(curriculum, {2: RIGHT, 3: WRONG}, 2)  # 3 of 4; 0 and 1 come back with its end
+    assert isinstance(events[0], EpochEnded)
+    assert (events[0].readmitted, curriculum.stage) == ((0, 1), "one")
 
 
 @pytest.mark.parametrize(
