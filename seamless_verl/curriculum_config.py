@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from seamless_verl.checked import switch, whole
@@ -19,6 +20,11 @@ class PlateauConfig:
 
     epochs: int
     min_gain: float = 0.01
+
+    def check(self, key: str) -> None:
+        whole(f"{key}.epochs", self.epochs, 1, "write 1 or more")
+        if type(self.min_gain) not in (int, float) or not 0 <= self.min_gain < math.inf:
+            raise ConfigError(f"{key}.min_gain", self.min_gain, "must be a number >= 0", "write for example 0.01")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +71,14 @@ class CurriculumConfig:
     def __post_init__(self) -> None:
         for name in ("history_resampling", "zero_overlong_advantage"):
             switch(f"seamless.curriculum.{name}", getattr(self, name))
-        for name in ("pool_floor", "readmit_after_epochs"):
-            if (value := getattr(self, name)) is not None:
+        figures: dict[str, object] = {"pool_floor": self.pool_floor, "readmit_after_epochs": self.readmit_after_epochs}
+        for position, stage in enumerate(self.stages):
+            key = f"stages[{position}].until_"
+            figures |= {f"{key}step": stage.until_step, f"{key}epoch": stage.until_epoch}
+            if stage.until_plateau is not None:
+                stage.until_plateau.check(f"seamless.curriculum.{key}plateau")
+        for name, value in figures.items():
+            if value is not None:
                 whole(f"seamless.curriculum.{name}", value, 1, "write 1 or more")
         if self.enabled and not self.accuracy_key:
             raise ConfigError(

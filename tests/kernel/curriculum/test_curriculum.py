@@ -229,7 +229,6 @@ def test_taking_back_what_was_solved_does_not_look_like_a_loss_of_accuracy() -> 
         ([Stage(name="x", sources=())], r"names no data source"),
         ([Stage(name="x", sources=("math",)), Stage(name="y", sources=("math",))], "x never|never ends, so stage y"),
         ([Stage(name="x", sources=("math",), until_step=1), Stage(name="x", sources=("math",))], "used twice"),
-        ([Stage(name="x", sources=("math",), until_epoch=0), Stage(name="y", sources=("math",))], r"until_epoch=0"),
     ],
 )
 def test_stages_that_cannot_work_are_refused(stages: list[Stage], words: str) -> None:
