@@ -21,11 +21,6 @@ class PlateauConfig:
     epochs: int
     min_gain: float = 0.01
 
-    def check(self, key: str) -> None:
-        whole(f"{key}.epochs", self.epochs, 1, "write 1 or more")
-        if type(self.min_gain) not in (int, float) or not 0 <= self.min_gain < math.inf:
-            raise ConfigError(f"{key}.min_gain", self.min_gain, "must be a number >= 0", "write for example 0.01")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
@@ -73,10 +68,13 @@ class CurriculumConfig:
             switch(f"seamless.curriculum.{name}", getattr(self, name))
         figures: dict[str, object] = {"pool_floor": self.pool_floor, "readmit_after_epochs": self.readmit_after_epochs}
         for position, stage in enumerate(self.stages):
-            key = f"stages[{position}].until_"
+            key, plateau = f"stages[{position}].until_", stage.until_plateau
             figures |= {f"{key}step": stage.until_step, f"{key}epoch": stage.until_epoch}
-            if stage.until_plateau is not None:
-                stage.until_plateau.check(f"seamless.curriculum.{key}plateau")
+            if plateau is not None:
+                key, gain = f"seamless.curriculum.{key}plateau", plateau.min_gain
+                whole(f"{key}.epochs", plateau.epochs, 1, "write 1 or more")
+                if type(gain) not in (int, float) or not 0 <= gain < math.inf:
+                    raise ConfigError(f"{key}.min_gain", gain, "must be a number >= 0", "write for example 0.01")
         for name, value in figures.items():
             if value is not None:
                 whole(f"seamless.curriculum.{name}", value, 1, "write 1 or more")

@@ -52,9 +52,8 @@ class FunctionRunner:
         command = (sys.executable, "-m", __name__, agent, reward)
         # The functions are found where this process would find them; what its interpreter brings, another one that an
         # agent starts (the tests of a project) must not.
-        path = (entry or os.getcwd() for entry in sys.path if not _OWN.match(entry))
-        environment = {"PYTHONPATH": os.pathsep.join(path)}
-        self._pool = AgentPool(command, processes=processes, threads=threads, environment=environment)
+        path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path if not _OWN.match(entry))}
+        self._pool = AgentPool(command, processes=processes, threads=threads, environment=path)
 
     @staticmethod
     def check_options(options: Mapping[str, Any]) -> None:

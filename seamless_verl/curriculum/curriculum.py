@@ -210,11 +210,9 @@ class Curriculum:
         raise CurriculumError(f"{draw} is not in flight: never drawn, or finished before")
 
     def _begin(self, number: int) -> _Epoch:
-        epoch = _Epoch(number=number, stage=self._progress.index)
-        self._fill(epoch)
-        return epoch
+        return self._fill(_Epoch(number=number, stage=self._progress.index))
 
-    def _fill(self, epoch: _Epoch) -> None:
+    def _fill(self, epoch: _Epoch) -> _Epoch:
         """Queue, in its order, what is in the pool and was not drawn for it."""
         seen = epoch.in_flight.keys() | epoch.failed.keys() | epoch.outcomes.keys()
         queue = [prompt for prompt in self._members[epoch.stage] if prompt in self._pool and prompt not in seen]
@@ -225,6 +223,7 @@ class Curriculum:
             solved = {p for other in self._epochs for p, o in other.outcomes.items() if o is Outcome.ALL_CORRECT}
             queue.sort(key=lambda prompt: prompt in solved)
         epoch.queue = deque(queue)
+        return epoch
 
     def _close_consumed(self) -> list[EpochEnded | StageEntered]:
         events: list[EpochEnded | StageEntered] = []
