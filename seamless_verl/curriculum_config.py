@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from seamless_verl.checked import switch, whole
@@ -49,7 +50,7 @@ class CurriculumConfig:
         accuracy_key: what the reward function returns beside ``score`` that is 1 for a correct answer. Needed with
             ``history_resampling`` and ``stages``.
         pool_floor: prompts that always stay; None: ``data.train_batch_size``.
-        readmit_after_epochs: epochs after which a prompt that left comes back; None: never.
+        readmit_after_epochs: epochs that a prompt that left stays away; None: it never comes back.
         stages: named stages over data sources, in order, for example
             ``[{name: math, sources: [gsm8k], until_step: 100}, {name: all, sources: [gsm8k, code]}]``.
         zero_overlong_advantage: rows with an answer that was cut off get zero advantage. Works without the rest.
@@ -65,8 +66,17 @@ class CurriculumConfig:
     def __post_init__(self) -> None:
         for name in ("history_resampling", "zero_overlong_advantage"):
             switch(f"seamless.curriculum.{name}", getattr(self, name))
-        for name in ("pool_floor", "readmit_after_epochs"):
-            if (value := getattr(self, name)) is not None:
+        figures: dict[str, object] = {"pool_floor": self.pool_floor, "readmit_after_epochs": self.readmit_after_epochs}
+        for position, stage in enumerate(self.stages):
+            key, plateau = f"stages[{position}].until_", stage.until_plateau
+            figures |= {f"{key}step": stage.until_step, f"{key}epoch": stage.until_epoch}
+            if plateau is not None:
+                key, gain = f"seamless.curriculum.{key}plateau", plateau.min_gain
+                whole(f"{key}.epochs", plateau.epochs, 1, "write 1 or more")
+                if type(gain) not in (int, float) or not 0 <= gain < math.inf:
+                    raise ConfigError(f"{key}.min_gain", gain, "must be a number >= 0", "write for example 0.01")
+        for name, value in figures.items():
+            if value is not None:
                 whole(f"seamless.curriculum.{name}", value, 1, "write 1 or more")
         if self.enabled and not self.accuracy_key:
             raise ConfigError(

@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, BinaryIO
 
 from seamless_verl.agents.ties import die_with_owner, kill_group
 from seamless_verl.errors import SeamlessError
@@ -308,15 +308,25 @@ async def _let_go_of_pipes(process: asyncio.subprocess.Process) -> None:
     process._transport.close()  # type: ignore[attr-defined]
 
 
-def serve(handler: Handler) -> None:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Jobs and results, for this process alone: what it starts reads nothing and prints to standard error."""
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # not held in a buffer, which would be lost with a worker that dies
+    return pipes
+
+
+def serve(handler: Handler, pipes: tuple[BinaryIO, BinaryIO] | None = None) -> None:
     """The worker's side: answer jobs from standard input until it closes. Call it from the script's main thread.
 
     ``handler`` runs in a thread per job; what it returns must be JSON-compatible, what it raises fails the job. What
-    is printed goes to standard error, whose last lines the owner quotes when the worker dies.
+    is printed goes to standard error, whose last lines the owner quotes when the worker dies. ``pipes``: of a script
+    that had to take them before its imports.
     """
     die_with_owner(OWNER)
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    jobs, results = pipes or take_pipes()
     writing = threading.Lock()
     forgotten: dict[int, threading.Event] = {}
     threads_of: dict[int, int] = {}  # job -> identity of its thread
@@ -335,10 +345,10 @@ def serve(handler: Handler) -> None:
         finally:
             del forgotten[job], threads_of[job]
 
-    threads = json.loads(sys.stdin.buffer.readline() or "{}").get("threads", 1)
+    threads = json.loads(jobs.readline() or "{}").get("threads", 1)
     executor = ThreadPoolExecutor(threads, thread_name_prefix="job")
     answer({"ready": os.getpid()})
-    for line in sys.stdin.buffer:
+    for line in jobs:
         message: dict[str, Any] = json.loads(line)
         if "where" in message:
             frame = sys._current_frames().get(threads_of.get(message["where"], 0))

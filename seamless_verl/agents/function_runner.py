@@ -16,16 +16,16 @@ Invariant: a reward comes from ``score`` or the attempt fails. Where the agent r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from seamless_verl.agents.agent_pool import OWNER, AgentPool, JobTimedOut, WorkerDied, serve
+from seamless_verl.agents.agent_pool import OWNER, AgentPool, JobTimedOut, WorkerDied, serve, take_pipes
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused, checked_reward
 from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import ConfigError, meant
@@ -33,6 +33,7 @@ from seamless_verl.places import error_in_words, places_of
 
 _KEY = "seamless.agent.kwargs"
 _GRADE_S = 60.0  # for the reward of an attempt that left no outcome
+_OWN = re.compile(rf"({re.escape(sys.prefix)}|{re.escape(sys.base_prefix)})/(local/)?lib(64)?/python[\d.]")
 _ARGUMENTS = {"agent": ("task", "base_url", "api_key", "model"), "reward": ("task", "outcome")}
 
 
@@ -49,8 +50,9 @@ class FunctionRunner:
     def __init__(self, *, agent: str, reward: str, processes: int = 1, threads: int = 32) -> None:
         self.max_concurrent = processes * threads  # who admits jobs is told; in the pool their deadline would run
         command = (sys.executable, "-m", __name__, agent, reward)
-        # The functions are found where this process would find them.
-        path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+        # The functions are found where this process would find them; what its interpreter brings, another one that an
+        # agent starts (the tests of a project) must not.
+        path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path if not _OWN.match(entry))}
         self._pool = AgentPool(command, processes=processes, threads=threads, environment=path)
 
     @staticmethod
@@ -170,14 +172,14 @@ def graded(agent: Callable[..., Any], reward: Callable[..., Any], payload: Mappi
 
 def main() -> None:
     """The worker: ``python -m seamless_verl.agents.function_runner AGENT REWARD``."""
-    die_with_owner(OWNER)  # before the imports: what they start is of its group, and ends with it
-    with contextlib.redirect_stdout(sys.stderr):  # the owner reads the other one, which `serve` keeps to itself
-        agent, reward = (_function(key, name) for key, name in zip(_ARGUMENTS, sys.argv[1:3], strict=True))
+    die_with_owner(OWNER)  # before the imports: what they start is of its group, ends with it, and has no pipe of ours
+    pipes = take_pipes()
+    agent, reward = (_function(key, name) for key, name in zip(_ARGUMENTS, sys.argv[1:3], strict=True))
 
     def handle(payload: dict[str, Any], _: threading.Event) -> dict[str, Any]:
         return graded(agent, reward, payload)
 
-    serve(handle)
+    serve(handle, pipes)
 
 
 if __name__ == "__main__":

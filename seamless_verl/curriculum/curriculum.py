@@ -3,8 +3,8 @@
     draw ──► in flight ──► finished | failed, surplus (drawn once more) ──► epoch ends when its last prompt is consumed
 
 Prompts are drawn ahead of consumption, so the next epoch begins before the last one has ended. What the last one then
-removes is skipped where it was not drawn yet, and what is already known to be solved is put at the end of the order, so
-running ahead costs few wasted rollouts and never a wait.
+removes is skipped where it was not drawn yet, what it brings back joins the next one, and what is already known to be
+solved is put at the end of the order, so running ahead costs few wasted rollouts and never a wait.
 
 Invariant: an epoch hands every prompt of its order out exactly once, except those that left the pool meanwhile; a
 prompt without a group (it failed, or was surplus) is handed out a second time.
@@ -65,7 +65,7 @@ class StageEntered:
 class _Epoch:
     number: int
     stage: int
-    queue: deque[int]
+    queue: deque[int] = field(default_factory=deque)
     in_flight: dict[int, int] = field(default_factory=dict)  # prompt -> failures so far
     failed: dict[int, int] = field(default_factory=dict)  # waiting to be drawn again -> failures so far
     outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -156,11 +156,10 @@ class Curriculum:
                     prompt = next(iter(epoch.failed))
                     epoch.in_flight[prompt] = epoch.failed.pop(prompt)
                     return Draw(prompt=prompt, epoch=epoch.number)
-            while last.queue:
+            if last.queue:
                 prompt = last.queue.popleft()
-                if prompt in self._pool:
-                    last.in_flight[prompt] = 0
-                    return Draw(prompt=prompt, epoch=last.number)
+                last.in_flight[prompt] = 0
+                return Draw(prompt=prompt, epoch=last.number)
             if not last.failed:
                 self._epochs.append(self._begin(last.number + 1))
 
@@ -211,15 +210,20 @@ class Curriculum:
         raise CurriculumError(f"{draw} is not in flight: never drawn, or finished before")
 
     def _begin(self, number: int) -> _Epoch:
-        stage = self._progress.index
-        members = [prompt for prompt in self._members[stage] if prompt in self._pool]
+        return self._fill(_Epoch(number=number, stage=self._progress.index))
+
+    def _fill(self, epoch: _Epoch) -> _Epoch:
+        """Queue, in its order, what is in the pool and was not drawn for it."""
+        seen = epoch.in_flight.keys() | epoch.failed.keys() | epoch.outcomes.keys()
+        queue = [prompt for prompt in self._members[epoch.stage] if prompt in self._pool and prompt not in seen]
         if self._seed is not None:
-            members.sort(key=lambda prompt: _shuffle_key(self._seed, number, prompt))
-        if self._resampling is not None and number:
+            queue.sort(key=lambda prompt: _shuffle_key(self._seed, epoch.number, prompt))
+        if self._resampling is not None and epoch.number:
             # Solved in an epoch that has not ended yet: likely to leave the pool before it is drawn.
-            solved = {p for epoch in self._epochs for p, o in epoch.outcomes.items() if o is Outcome.ALL_CORRECT}
-            members.sort(key=lambda prompt: prompt in solved)
-        return _Epoch(number=number, stage=stage, queue=deque(members))
+            solved = {p for other in self._epochs for p, o in other.outcomes.items() if o is Outcome.ALL_CORRECT}
+            queue.sort(key=lambda prompt: prompt in solved)
+        epoch.queue = deque(queue)
+        return epoch
 
     def _close_consumed(self) -> list[EpochEnded | StageEntered]:
         events: list[EpochEnded | StageEntered] = []
@@ -230,11 +234,13 @@ class Curriculum:
         return events
 
     def _close(self, epoch: _Epoch) -> list[EpochEnded | StageEntered]:
-        members = self._members[self._progress.index]
+        # Solved prompts count as solved while they are away, or removing them would look like a loss of accuracy.
+        away = sum(p not in self._pool and p not in epoch.outcomes for p in self._members[self._progress.index])
         changes = []
         if self._resampling is not None:
             solved = [prompt for prompt, outcome in epoch.outcomes.items() if outcome is Outcome.ALL_CORRECT]
             changes = self._pool.resample(epoch.number, solved, self._members[self._progress.index :])
+            self._fill(self._epochs[-1])  # begun already: less what left, and with what came back
         counts = {outcome: list(epoch.outcomes.values()).count(outcome) for outcome in Outcome}
         events: list[EpochEnded | StageEntered] = [
             EpochEnded(
@@ -246,8 +252,6 @@ class Curriculum:
                 pool=self.pool_size,
             )
         ]
-        # Solved prompts count as solved after they left, or removing them would look like a loss of accuracy.
-        away = sum(prompt not in self._pool and prompt not in epoch.outcomes for prompt in members)
         graded = sum(outcome is not Outcome.FAILED for outcome in epoch.outcomes.values()) + away
         of_this_stage = epoch.stage == self._progress.index and graded
         if of_this_stage and self._progress.epoch_ended((epoch.accuracy + away) / graded):
@@ -310,7 +314,7 @@ class Curriculum:
             _Epoch(
                 number=epoch["number"],
                 stage=epoch["stage"],
-                queue=deque(epoch["queue"]),
+                queue=deque(prompt for prompt in epoch["queue"] if prompt in self._pool),  # older states hold others
                 in_flight=dict(epoch["in_flight"]),
                 failed=dict(epoch["failed"]),
                 outcomes={prompt: Outcome(value) for prompt, value in epoch["outcomes"]},

@@ -63,7 +63,7 @@ class Resampling:
 
     Attributes:
         floor: prompts that stay in the pool of a stage, however many are solved.
-        readmit_after: epochs after which a removed prompt comes back to be tested again; ``None``: never.
+        readmit_after: epochs that a removed prompt stays away before it is tested again; ``None``: for ever.
     """
 
     floor: int = 1
@@ -137,7 +137,7 @@ class StageProgress:
 
     Raises:
         ConfigError: no stages, a name twice, a source that the data does not have, a stage that cannot end before
-            another one, a rule that cannot apply.
+            another one.
     """
 
     def __init__(self, stages: Sequence[StageConfig], known_sources: Collection[str]) -> None:
@@ -199,10 +199,3 @@ def _check(stages: Sequence[StageConfig], known: Collection[str]) -> None:
                 f"never ends, so stage {names[position + 1]} never begins",
                 "give it until_step, until_epoch or until_plateau",
             )
-        for rule, value in (
-            ("until_step", stage.until_step),
-            ("until_epoch", stage.until_epoch),
-            ("until_plateau.epochs", stage.until_plateau.epochs if stage.until_plateau else None),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{_KEY}[{position}].{rule}", value, "must be an integer >= 1", "write 1 or more")

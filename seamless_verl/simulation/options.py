@@ -264,7 +264,7 @@ def _check_figure(name: str, value: object, *, whole: bool) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}: {value} is no number (in YAML 8e3 is text, write 8000)")
-    if whole and value != int(value):
+    if whole and value % 1:  # also of inf and nan
         raise ValueError(f"{name}: {value} is no whole number")
     if name.endswith("sigma") and value > _WIDEST:
         raise ValueError(f"{name}: {value} is no spread of a logarithm, write e.g. 0.9")

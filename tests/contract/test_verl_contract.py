@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import inspect
 import itertools
+import re
 import types
 
 import numpy as np
@@ -803,6 +804,18 @@ def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leav
     reports = validation_report(3, ["code", "code", "math", "math"], ["a", "b", "c", "d"], infos)
     found = {report.name: (report.metric, report.mean, report.rollouts) for report in reports}
     assert found == {"code": ("passed", 0.5, 2), "math": ("reward", 0.375, 2)}
+
+
+def test_verls_reward_managers_call_a_plain_number_acc():
+    """Why the curriculum refuses an ``acc`` that comes alone; may go when verl tells the two apart."""
+    from verl.experimental.reward_loop.reward_manager import dapo, naive
+
+    importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
+    from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import _OF_A_PLAIN_NUMBER
+
+    assert 'reward_extra_info["acc"] = score' in inspect.getsource(naive)
+    told = set(re.findall(r'reward_extra_info\["(\w+)"\]', inspect.getsource(dapo)))
+    assert told == _OF_A_PLAIN_NUMBER
 
 
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():

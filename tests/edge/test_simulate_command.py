@@ -242,6 +242,8 @@ def test_parquet_has_one_column_per_figure(tmp_path: Path) -> None:
         (["--set", "workload={kind: constant, answer: -5}"], "answer: -5 must be positive"),
         (["--set", "workload={kind: constant, answer: many}"], "answer: many is no number"),
         (["--set", "workload={kind: constant, answer: 1.5}"], "answer: 1.5 is no whole number"),
+        (["--set", "workload={kind: constant, answer: .inf}"], "answer: inf is no whole number"),
+        (["--set", "workload={kind: constant, answer: .nan}"], "answer: nan is no whole number"),
         (["--set", "workload={kind: constant}"], "lacks answer (constant takes answer, prompt)"),
         (["--set", "workload={kind: constant, answer: 5, mean: 5}"], "mean: not known (constant takes answer, prompt)"),
         (["--set", "workload={kind: lognormal, mean: 900, sigma: 99, cap: 4000}"], "no spread of a logarithm"),

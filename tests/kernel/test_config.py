@@ -75,6 +75,17 @@ def test_an_unknown_key_names_the_nearest_known_one(section, key, near):
         ({"curriculum": {"history_resampling": "yes"}}, "seamless.curriculum.history_resampling"),
         ({"curriculum": {"pool_floor": 0}}, "seamless.curriculum.pool_floor"),
         ({"curriculum": {"stages": "math"}}, "seamless.curriculum.stages"),
+        *[
+            ({"curriculum": {"stages": [{"name": "a", "sources": [], **end}]}}, f"seamless.curriculum.stages[0].{key}")
+            for end, key in (
+                ({"until_step": "10"}, "until_step"),
+                ({"until_epoch": 0}, "until_epoch"),
+                ({"until_plateau": {"epochs": 2.5}}, "until_plateau.epochs"),
+                ({"until_plateau": {"epochs": None}}, "until_plateau.epochs"),
+                ({"until_plateau": {"epochs": 2, "min_gain": "0.01"}}, "until_plateau.min_gain"),
+                ({"until_plateau": {"epochs": 2, "min_gain": float("nan")}}, "until_plateau.min_gain"),
+            )
+        ],
         ({"curriculum": {"stages": [{"name": "a"}]}}, "seamless.curriculum.stages[0].sources"),
         ({"curriculum": {"stages": [{"name": "a", "sourcs": []}]}}, "seamless.curriculum.stages[0].sourcs"),
         ({"staleness": 0}, "seamless.staleness"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import transfer_queue as tq
 from omegaconf import DictConfig
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -17,6 +20,9 @@ from seamless_verl.curriculum_config import CurriculumConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.observe.reporter import EpochReport, PoolStanding, Reporter
 from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
+
+# All that verl's reward managers tell of a reward that is a plain number: "acc" is that number; the others are DAPO's.
+_OF_A_PLAIN_NUMBER = {"acc", "overlong", "overlong_reward"}
 
 
 class CurriculumLoader:
@@ -123,15 +129,18 @@ class CurriculumLoader:
         }
 
     def _accuracy(self, extra_fields: Mapping[str, Any]) -> float:
-        info = extra_fields.get("reward_extra_info") or {}
-        if self._accuracy_key not in info:
-            raise ConfigError(
-                "seamless.curriculum.accuracy_key",
-                self._accuracy_key,
-                f"the reward of a rollout has {sorted(info) or 'nothing'} beside its score",
-                "name one of these, or return it from the reward function as a dict with 'score'",
-            )
-        return float(info[self._accuracy_key])
+        name, info = self._accuracy_key, extra_fields.get("reward_extra_info") or {}
+        value = info.get(name)
+        if name not in info:
+            problem = f"the reward of a rollout has {sorted(info) or 'nothing'} beside its score"
+        elif not isinstance(value, (Real, np.bool_)) or not math.isfinite(value):
+            problem = f"the reward of a rollout has {value!r} there, which is no finite number"
+        elif info.keys() <= _OF_A_PLAIN_NUMBER and value not in (0, 1):
+            problem = f"the reward is a plain number ({value}), and its score does not say what is solved"
+        else:
+            return float(value)
+        fix = f"return {{'score': …, '{name}': 1 or 0}} from the reward function, or name another that it returns"
+        raise ConfigError("seamless.curriculum.accuracy_key", name, problem, fix)
 
     def _tell(self, events: Sequence[EpochEnded | StageEntered]) -> None:
         for event in events:

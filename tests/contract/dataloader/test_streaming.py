@@ -6,6 +6,7 @@ import json
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from seamless_verl.curriculum_config import CurriculumConfig, StageConfig
@@ -68,15 +69,18 @@ class Rollout:
         self.running |= dict.fromkeys(uids, self.version)
         return count
 
-    def finish(self, uid, accuracies=(1.0, 0.0), version=None, seq_len=3):
-        """``version``: of the first token of its rows, or a list with that of each."""
+    def finish(self, uid, accuracies=(1.0, 0.0), version=None, seq_len=3, **beside):
+        """``version``: of the first token of its rows, or a list with that of each; ``beside``: what verl's manager
+        brings with the accuracy.
+        """
         version = self.running.pop(uid) if version is None else version
         self.running.pop(uid, None)
         keys = [f"{uid}_{member}_0" for member in range(self.n)]
         versions = version if isinstance(version, list) else [version] * self.n
         tags = [{"status": "success", "seq_len": seq_len, "min_global_steps": began} for began in versions]
         fields = [
-            {"extra_fields": {"reward_extra_info": {"acc": accuracy}}, "rm_scores": accuracy} for accuracy in accuracies
+            {"extra_fields": {"reward_extra_info": {"acc": accuracy, **beside}}, "rm_scores": accuracy}
+            for accuracy in accuracies
         ]
         self.queue.kv_batch_put(keys, "train", tags, fields)
         self.queue.kv_batch_put([uid], "train", [{"status": "finished"}])
@@ -598,6 +602,33 @@ def test_a_reward_without_the_accuracy_key_is_refused_with_what_it_has(queue):
     rollout.finish("u0")
     with pytest.raises(ConfigError, match=r"accuracy_key=accuracy: .*\['acc'\]"):
         rollout.sample(1)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "beside", "words"),
+    [
+        (None, {"score": 1.0}, "no finite number"),
+        ("1", {"score": 1.0}, "no finite number"),
+        (float("nan"), {"score": 1.0}, "no finite number"),
+        (3.0, {}, "plain number"),
+        (0.1, {"overlong": False, "overlong_reward": 0.0}, "plain number"),
+    ],
+)
+def test_a_reward_whose_accuracy_is_none_is_refused(queue, accuracy, beside, words):
+    rollout = Rollout(queue, eta=0, batch_size=1, dataset=DATASET, curriculum=RESAMPLING)
+    rollout.buffer.admit(1)
+    rollout.finish("u0", (1.0, accuracy), **beside)
+    with pytest.raises(ConfigError, match=rf"accuracy_key=acc: .*{words}.*return .*'acc': 1 or 0"):
+        rollout.sample(1)
+
+
+def test_a_score_that_is_only_ever_right_or_wrong_is_an_accuracy(queue):
+    rollout = Rollout(queue, eta=0, batch_size=3, dataset=DATASET, curriculum=RESAMPLING)
+    rollout.buffer.admit(1)
+    rollout.finish("u0", (True, 0))
+    rollout.finish("u1", (np.bool_(True), np.float32(0.5)), score=0.7)
+    rollout.finish("u2", (np.float64(1.0), np.int64(0)))
+    assert len(rollout.sample(3)[0]) == 3
 
 
 def test_other_data_is_refused(queue):

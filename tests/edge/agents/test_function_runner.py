@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +21,11 @@ server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"
 def attempt(task, base_url, api_key, model):
     if task["way"] == "returns":
         return [base_url, api_key, model]
+    if task["way"] == "asks people":
+        ask = [sys.executable, "-c", "input()"]
+        return [str(subprocess.run(ask, timeout=20).returncode)]
+    if task["way"] == "tells its path":
+        raise LookupError(f"|{os.environ['PYTHONPATH']}|")
     if task["way"] == "raises":
         raise LookupError("no such thing")
     if task["way"] in ("blocks", "both block"):
@@ -26,6 +33,7 @@ def attempt(task, base_url, api_key, model):
     if task["way"] == "is cancelled":
         raise asyncio.CancelledError
     if task["way"] == "dies":
+        print("my last words")
         os._exit(7)
 
 def score(task, outcome):
@@ -69,14 +77,15 @@ async def test_every_end_of_an_attempt_is_graded_or_refused(
     raised = await run(runner, "raises")
     assert (raised.status, raised.reward, raised.rewards) == (AgentStatus.FAILED, 0.0, {"length": 0.0})
     assert "LookupError: no such thing in /" in raised.detail
-    assert "their_task.py:8 in attempt" in raised.detail
+    assert "their_task.py:13 in attempt" in raised.detail
     died = await run(runner, "dies")
     assert (died.status, died.reward) == (AgentStatus.FAILED, 0.0)
     assert "status 7" in died.detail
+    assert "my last words" in died.detail
     # The only thread hangs for good: the worker is replaced, which the grade after it waits for.
     blocked = await run(runner, "blocks", deadline_s=1.0)
     assert (blocked.status, blocked.reward) == (AgentStatus.TIMED_OUT, 0.0)
-    assert "their_task.py:10 in attempt: threading.Event().wait()" in blocked.detail
+    assert "their_task.py:15 in attempt: threading.Event().wait()" in blocked.detail
     with monkeypatch.context() as quickly:
         quickly.setattr(function_runner, "_GRADE_S", 1.5)
         story = r"1\.0 s; it stands in .* in attempt: .*; nor came its reward: no result after 1\.5 s; it"
@@ -92,3 +101,22 @@ async def test_every_end_of_an_attempt_is_graded_or_refused(
     assert (cancelled.status, cancelled.reward) == (AgentStatus.FAILED, 0.0)
     assert "CancelledError" in cancelled.detail
     assert (await run(runner, "returns")).reward == 1.0
+
+
+async def test_what_an_attempt_starts_cannot_read_the_jobs_of_others(runner: FunctionRunner) -> None:
+    """Nor what its module started: the pipe would be open in it, and it would wait there for a line of input."""
+    asked = await run(runner, "asks people")
+    assert (asked.status, asked.rewards) == (AgentStatus.FINISHED, {"length": 1.0})  # ended at once, with an EOFError
+    (worker,) = runner._pool.pids
+    (server,) = psutil.Process(worker).children()
+    for number in (0, 1):
+        pipe = os.readlink(f"/proc/{server.pid}/fd/{number}")
+        assert pipe in ("/dev/null", os.readlink(f"/proc/{worker}/fd/2"))
+
+
+async def test_another_python_that_an_attempt_starts_does_not_find_the_trainers_packages(
+    runner: FunctionRunner, tmp_path: Path
+) -> None:
+    found = (await run(runner, "tells its path")).detail.split("|")[1].split(os.pathsep)
+    assert found[0] == str(tmp_path)
+    assert not {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} & set(found)
