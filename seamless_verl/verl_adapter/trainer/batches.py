@@ -2,7 +2,8 @@
 
 * Rows of like length lie side by side within each optimizer step, which saves padding. Every rank cuts its share in
   order into mini-batches, one per optimizer step (``TrainingWorker.train_mini_batch``). Which rows a step gets stays as
-  verl has it, or its gradient would depend on their lengths; the order within a step does not change the loss.
+  verl has it, or its gradient would depend on their lengths. The order within a step changes no loss but those that
+  compare or average within a micro-batch, whatever its rows (``clip_cov``, ``kl_cov``, ``geo_mean``).
   Where prefixes are shared, rows of a group lie side by side instead, on one rank.
 * Padding is spread over the optimizer steps. verl 0.9.1 fills a batch up to whole mini-batches, with padding at its
   end: one session more with a second row, and that row alone would be a step, with the weight of all others.
