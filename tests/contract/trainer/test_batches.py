@@ -85,6 +85,17 @@ def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
             adopted(f"{key}={value}", "seamless.staleness.correction=a3po")
 
 
+@pytest.mark.parametrize(("name", "value"), [("use_policy_gradient", True), ("use_task_rewards", False)])
+def test_a_teachers_loss_does_not_take_a3pos_weights_for_its_own(name, value):
+    from seamless_verl.errors import ConfigError
+
+    a3po, key = "seamless.staleness.correction=a3po", f"distillation.distillation_loss.{name}"
+    adopted(a3po, f"{key}={value}")  # no teacher
+    adopted(a3po, "distillation.enabled=true")  # beside a loss of a3po's
+    with pytest.raises(ConfigError, match=rf"{key}={value}: .*a3po.*write {str(not value).lower()}"):
+        adopted(a3po, "distillation.enabled=true", f"{key}={value}")
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("rollout_is", "token"), ("rollout_rs", "seq_mean_k1"), ("loss_type", "reinforce")]
 )
