@@ -187,15 +187,15 @@ VERL = (
     ),
     Workaround(
         module="verl.trainer.ppo.core_algos",
-        install=f"{_ROOM}.trainer.a3po:take_empty_bypassed",
+        install=f"{_ROOM}.trainer.a3po:mend_bypass_mode",
         mends="policy loss bypass_mode raises where no token of a micro-batch counts: padding, or all are too old",
         until="it is zero there, as verl's other losses",
     ),
     Workaround(
         module="verl.trainer.distillation.losses",
-        install=f"{_ROOM}.trainer.a3po:take_empty_distilled",
-        mends="losses of distillation raise there, or report what is no number",
-        until="they are zero there",
+        install=f"{_ROOM}.trainer.a3po:mend_distillation",
+        mends="distillation raises there, too, and its policy gradient wherever tokens have weights for the lag",
+        until="they are zero there, and rollout_is_weights are padded as old_log_probs are",
     ),
 )
 

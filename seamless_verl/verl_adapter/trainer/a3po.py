@@ -62,7 +62,7 @@ def compute_policy_loss_a3po(
     return loss, metrics
 
 
-def take_empty_bypassed(core_algos: ModuleType) -> None:
+def mend_bypass_mode(core_algos: ModuleType) -> None:
     losses, original = core_algos.POLICY_LOSS_REGISTRY, core_algos.POLICY_LOSS_REGISTRY["bypass_mode"]
 
     def bypass_mode(**given: Any) -> Any:
@@ -75,16 +75,17 @@ def take_empty_bypassed(core_algos: ModuleType) -> None:
     losses["bypass_mode"] = bypass_mode
 
 
-def take_empty_distilled(losses: ModuleType) -> None:
+def mend_distillation(losses: ModuleType) -> None:
     module: Any = losses
     original = module.distillation_loss
     nothing = {module.AggregationType.MIN: math.inf, module.AggregationType.MAX: -math.inf}
 
     def distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> Any:
-        mask = data["response_mask"]
+        mask, data = data["response_mask"], data.copy()
+        if (weights := data.get("rollout_is_weights", None)) is not None and weights.is_nested:
+            data["rollout_is_weights"] = weights.to_padded_tensor(0.0)
         if (mask.values() if mask.is_nested else mask).any():
             return original(config, distillation_config, model_output, data)
-        data = data.copy()
         data["response_mask"] = _one_counted(mask)
         loss, metrics = original(config, distillation_config, model_output, data)
         for key, value in metrics.items():

@@ -1,4 +1,6 @@
-"""A micro-batch of padding alone, or of tokens that are all too old, in every loss of verl's that a run can name."""
+"""A micro-batch of padding alone, or of tokens that are all too old, in every loss of verl's that a run can name.
+
+And weights for the lag in a teacher's."""
 
 import importlib
 import math
@@ -62,8 +64,8 @@ def test_a_policy_loss_is_zero_where_no_token_counts(mode, loss_type):
     assert found[0].keys() == found[1].keys(), "all ranks report the same"
 
 
-@pytest.mark.parametrize(("mode", "by_gradient"), [("forward_kl_topk", False), ("k1", True), ("k3", False)])
-def test_a_teachers_loss_is_zero_where_no_token_counts(mode, by_gradient):
+def taught(mode, by_gradient, counted, weight=1.0):
+    """Loss of two rows, gradient of what the model said, metrics."""
     from tensordict import NonTensorData, TensorDict
     from verl.trainer.distillation import losses
     from verl.workers.config import DistillationConfig, DistillationLossConfig
@@ -72,22 +74,28 @@ def test_a_teachers_loss_is_zero_where_no_token_counts(mode, by_gradient):
         return torch.nested.nested_tensor([torch.ones(length) for length in lengths], layout=torch.jagged)
 
     asked = DistillationLossConfig(loss_mode=mode, topk=2, use_policy_gradient=by_gradient, use_task_rewards=False)
+    whole = torch.nested.nested_tensor([torch.full((3,), -1.0), torch.full((4,), -2.0)], layout=torch.jagged)
+    model = torch.full((7,), -0.5, requires_grad=True)
+    said = torch.nested.nested_tensor_from_jagged(model, whole.offsets())
+    of_topk = ("distillation_losses", "student_mass", "teacher_mass")
+    fields = {"prompts": rows(1, 2), "responses": rows(2, 2), "response_mask": rows(2, 2) * counted}
+    fields |= {"teacher_logprobs": whole.unsqueeze(-1), "old_log_probs": rows(2, 2) * -0.5}
+    fields["rollout_is_weights"] = rows(2, 2) * weight
+    info = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 2}
+    data = TensorDict({**fields, **{key: NonTensorData(value) for key, value in info.items()}}, batch_size=2)
+    outputs = {"log_probs": said, **dict.fromkeys(of_topk, -said)}
+    loss, metrics = losses.distillation_loss(actor(), DistillationConfig(distillation_loss=asked), outputs, data)
+    loss.backward()
+    assert data["response_mask"].values().tolist() == [counted] * 4
+    return loss.item(), model.grad, metrics
+
+
+@pytest.mark.parametrize(("mode", "by_gradient"), [("forward_kl_topk", False), ("k1", True), ("k3", False)])
+def test_a_teachers_loss_is_zero_where_no_token_counts(mode, by_gradient):
     found = {}
     for counted in (0, 1):
-        whole = torch.nested.nested_tensor([torch.full((3,), -1.0), torch.full((4,), -2.0)], layout=torch.jagged)
-        model = torch.full((7,), -0.5, requires_grad=True)
-        said = torch.nested.nested_tensor_from_jagged(model, whole.offsets())
-        of_topk = ("distillation_losses", "student_mass", "teacher_mass")
-        fields = {"prompts": rows(1, 2), "responses": rows(2, 2), "response_mask": rows(2, 2) * counted}
-        fields |= {"teacher_logprobs": whole.unsqueeze(-1), "old_log_probs": rows(2, 2) * -0.5}
-        info = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 2}
-        data = TensorDict({**fields, **{key: NonTensorData(value) for key, value in info.items()}}, batch_size=2)
-        outputs = {"log_probs": said, **dict.fromkeys(of_topk, -said)}
-        loss, metrics = losses.distillation_loss(actor(), DistillationConfig(distillation_loss=asked), outputs, data)
-        loss.backward()
-        found[counted] = metrics
-        assert (loss.item() == 0, not model.grad.any().item()) == (not counted,) * 2
-        assert data["response_mask"].values().tolist() == [counted] * 4
+        loss, gradient, found[counted] = taught(mode, by_gradient, counted)
+        assert (loss == 0, not gradient.any()) == (not counted,) * 2
     assert found[0].keys() == found[1].keys(), "all ranks report the same"
     for key, value in found[0].items():
         if key.endswith(("_min", "_max")):
@@ -95,3 +103,7 @@ def test_a_teachers_loss_is_zero_where_no_token_counts(mode, by_gradient):
             assert value.aggregate() == found[1][key].aggregate(), "no token is no extreme"
         else:
             assert getattr(value, "values", [value]) == [0.0]
+
+
+def test_a_teachers_policy_gradient_takes_the_weights_of_the_lag():
+    assert taught("k1", True, 1, weight=0.5)[0] == pytest.approx(taught("k1", True, 1)[0] / 2)
