@@ -372,21 +372,22 @@ def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> N
         raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
     key = f"{_ROLLOUT}.calculate_log_probs"
     recorded = value_of(config, key, False)
-    is_corrected = value_of(config, "algorithm.rollout_correction", None) is not None
-    if staleness.correction == "a3po" and not (recorded and is_corrected):
-        raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")
     correction, loss = "algorithm.rollout_correction", f"{_ACTOR}.policy_loss"
-    replaced = (
-        (f"{loss}.loss_mode", ("vanilla", "a3po")),
-        (f"{correction}.rollout_is", (None,)),
-        (f"{correction}.rollout_rs", (None,)),
-    )
-    for key, fitting in replaced:
+    if staleness.correction == "a3po" and (not recorded or value_of(config, correction, None) is None):
+        raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")
+    replaced: dict[str, tuple[Any, str]] = {
+        f"{loss}.loss_mode": (("vanilla", "a3po"), "vanilla"),
+        f"{correction}.rollout_is": ((None,), "null"),
+        f"{correction}.rollout_rs": ((None,), "null"),
+    }
+    if value_of(config, "distillation.enabled", False):  # what takes the weights for its own, or no other loss
+        replaced["distillation.distillation_loss.use_policy_gradient"] = ((False,), "false")
+        replaced["distillation.distillation_loss.use_task_rewards"] = ((True,), "true")
+    for key, (fitting, word) in replaced.items():
         value = value_of(config, key, fitting[0])
         if staleness.correction == "a3po" and value not in fitting:
-            problem = "would do nothing: seamless.staleness.correction=a3po brings its own loss and its own weights"
-            fix = f"write {fitting[0] or 'null'}, or seamless.staleness.correction=verl"
-            raise ConfigError(key, value, problem, fix)
+            problem = "does not go with seamless.staleness.correction=a3po, which brings its own loss and weights"
+            raise ConfigError(key, value, problem, f"write {word}, or seamless.staleness.correction=verl")
     if staleness.correction == "a3po" or not value_of(config, f"{correction}.bypass_mode", False):
         return
     told = value_of(config, f"{loss}.loss_mode", None) == "bypass_mode"

@@ -185,6 +185,18 @@ VERL = (
         mends="an engine takes weights from a socket only, and one that they do not fill does not notice",
         until="verl's worker extension takes tensors, and tells which parameters they filled",
     ),
+    Workaround(
+        module="verl.trainer.ppo.core_algos",
+        install=f"{_ROOM}.trainer.a3po:mend_bypass_mode",
+        mends="policy loss bypass_mode raises where no token of a micro-batch counts: padding, or all are too old",
+        until="it is zero there, as verl's other losses",
+    ),
+    Workaround(
+        module="verl.trainer.distillation.losses",
+        install=f"{_ROOM}.trainer.a3po:mend_distillation",
+        mends="distillation raises there, too, and its policy gradient wherever tokens have weights for the lag",
+        until="they are zero there, and rollout_is_weights are padded as old_log_probs are",
+    ),
 )
 
 

@@ -39,7 +39,7 @@ class SessionSpec:
 
     Attributes:
         group: prompt uid; sessions of one group answer the same task.
-        index: number of this session in its group.
+        index: number of this session in its group; mixed with an agent's own seed.
         deadline_s: seconds from opening after which the session takes no more requests.
         max_turns, max_tokens: budgets of the whole session, in answers and in generated tokens.
         max_model_len: prompt and answer of one turn together, in tokens; None for the model's own limit.
@@ -291,12 +291,14 @@ class Session:
         if call.logprobs:
             sampling["logprobs"] = call.logprobs
         each = [dict(sampling) for _ in range(call.n)]
-        if "seed" in decided:
-            for number, asked in enumerate(each):
-                mixed = f"{decided['seed']}:{answer_digest(digest, number).hex()}:{self.num_started + number}".encode()
-                asked["seed"] = int.from_bytes(blake2b(mixed, digest_size=4).digest(), "little") & 0x7FFFFFFF
-        elif "seed" in sampling:
-            for number, asked in enumerate(each):
+        if "seed" in sampling and "seed" not in decided and self.spec.group:
+            overrides.append("seed=mixed")
+        for number, asked in enumerate(each):
+            if "seed" in decided:
+                asked["seed"] = _mixed(decided["seed"], answer_digest(digest, number).hex(), self.num_started + number)
+            elif "seed" in sampling and self.spec.group:  # the rollouts of a group would be copies of one
+                asked["seed"] = _mixed(sampling["seed"], self.spec.index, number)
+            elif "seed" in sampling:
                 asked["seed"] += number
         return each, tuple(overrides)
 
@@ -382,6 +384,11 @@ class _Entry:
     def num_bytes(self) -> int:
         num_chars = self.num_chars + sum(map(len, self.transcript.tools))
         return _BYTES_PER_MESSAGE * len(self.transcript.messages) + _BYTES_PER_CHAR * num_chars
+
+
+def _mixed(*parts: object) -> int:
+    mixed = ":".join(map(str, parts)).encode()
+    return int.from_bytes(blake2b(mixed, digest_size=4).digest(), "little") & 0x7FFFFFFF
 
 
 def _common_length(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> int:

@@ -44,6 +44,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
       the section for `VersionedLLMClient`: under verl's own entry point nobody has filled it in.
     * ``rollout.scheduling_policy`` = priority with vLLM, unless ``seamless.router.oldest_first`` is off.
     * `_correct_lag`: what is done about log-probs of older weights.
+    * ``loss_scale_factor`` of Dr. GRPO's mean, unless set: ``data.max_response_length``, as in verl's old trainer. Its
+      V1 trainer would divide by the longest answer of each micro-batch: the bias by length that this mode is against.
     * with ``seamless.weights.sync=rolling`` the checkpoint engine that publishes into shared memory; else
       a checkpoint engine ``naive`` (verl's default, refused in asynchronous modes) becomes the platform's own.
     """
@@ -72,6 +74,9 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
         _choose_carrier(config, rolls=seamless.weights.sync == "rolling")
         _correct_lag(config, seamless.staleness)
+        for losses in (config.actor_rollout_ref.actor, config.get("critic", {})):
+            if losses.get("loss_agg_mode") == "seq-mean-token-sum-norm" and losses.get("loss_scale_factor") is None:
+                losses["loss_scale_factor"] = config.data.max_response_length
     return seamless
 
 

@@ -2,7 +2,8 @@
 
 * Rows of like length lie side by side within each optimizer step, which saves padding. Every rank cuts its share in
   order into mini-batches, one per optimizer step (``TrainingWorker.train_mini_batch``). Which rows a step gets stays as
-  verl has it, or its gradient would depend on their lengths; the order within a step does not change the loss.
+  verl has it, or its gradient would depend on their lengths. The order within a step changes no loss but those that
+  compare or average within a micro-batch, whatever its rows (``clip_cov``, ``kl_cov``, ``geo_mean``).
   Where prefixes are shared, rows of a group lie side by side instead, on one rank.
 * Padding is spread over the optimizer steps. verl 0.9.1 fills a batch up to whole mini-batches, with padding at its
   end: one session more with a second row, and that row alone would be a step, with the weight of all others.
@@ -12,7 +13,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD
 
 Limits = tuple[int, int | None]
 """Tokens of a response (``data.max_response_length``), and of a row (``rollout.max_model_len``)."""
+_OF_REWARDS = ("advantages", "returns", "token_level_rewards", "rollout_is_weights")  # new in `_compute_advantage`
 
 
 def in_training_order(
@@ -105,6 +108,24 @@ def kin_together(batch: KVBatchMeta, lengths: Sequence[int], ranks: int) -> KVBa
             order[place] = step[row]
     batch.reorder(order)
     return batch
+
+
+def on_real_rows(batch: KVBatchMeta, compute: Callable[[KVBatchMeta], KVBatchMeta]) -> KVBatchMeta:
+    """``batch`` with what verl computes from its rewards; padding gets zeros, or it would count where rows are counted.
+
+    verl 0.9.1 takes it for rows of a group of their own: ``gpg`` scales by their number, ``grpo_passk`` refuses a group
+    of one, an adaptive KL coefficient sees a KL of zero.
+    """
+    padding = {key: tag for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)}
+    if not padding:
+        return compute(batch)
+    done = compute(batch.select_keys([key for key in batch.keys if key not in padding]))
+    written = [name for name in _OF_REWARDS if name in done.fields]
+    some = tq.kv_batch_get(keys=done.keys[:1], partition_id=batch.partition_id, select_fields=written)
+    for name in written:
+        zeros = [torch.zeros(tag["response_len"], dtype=some[name].dtype) for tag in padding.values()]
+        _put(batch.partition_id, [*padding], name, zeros)
+    return replace(done, keys=batch.keys, tags=batch.tags)
 
 
 def correct(

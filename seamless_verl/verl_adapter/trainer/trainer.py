@@ -45,7 +45,7 @@ from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
 from seamless_verl.verl_adapter.slices.standing import StandingServers, replica_loader, with_standing
 from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early
-from seamless_verl.verl_adapter.trainer.batches import correct, in_training_order
+from seamless_verl.verl_adapter.trainer.batches import correct, in_training_order, on_real_rows
 from seamless_verl.verl_adapter.trainer.lending import Lending, lending_of
 from seamless_verl.verl_adapter.trainer.signal_files import SignalFiles
 from seamless_verl.verl_adapter.trainer.step_report import AuditFailed, StepMeter, report_validation
@@ -230,7 +230,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
                 batch = self._compute_values(batch, metrics=metrics)
         with marked_timer("adv", timing_raw, color="brown"):
             with phase(Phase.ADVANTAGE):
-                batch = self._compute_advantage(batch, metrics=metrics)
+                batch = on_real_rows(batch, lambda real: self._compute_advantage(real, metrics=metrics))
             limits = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.max_model_len
             batch = correct(batch, metrics, self.seamless, limits=limits, version=self.global_steps - 1)
             self.signals.keep(batch, f"{self.global_steps}.{self.local_trigger_step}")

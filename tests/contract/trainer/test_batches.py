@@ -47,6 +47,27 @@ def test_token_level_truncated_weights_are_the_default_and_the_user_has_the_last
     assert adopted(*overrides).algorithm.rollout_correction.rollout_is == rollout_is
 
 
+@pytest.mark.parametrize(("asked", "factor"), [((), 512), (("actor_rollout_ref.actor.loss_scale_factor=9",), 9)])
+def test_without_length_bias_a_token_weighs_the_same_beside_any_other_row(asked, factor):
+    import torch
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    mode = "seq-mean-token-sum-norm"
+    config = adopted(f"actor_rollout_ref.actor.loss_agg_mode={mode}", "data.max_response_length=512", *asked)
+    assert config.critic.loss_scale_factor == factor, "as its mode, it is the actor's"
+
+    def loss(*micro_batches):
+        losses = []
+        for lengths in micro_batches:  # verl pads each to its own longest row
+            mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+            given = config.actor_rollout_ref.actor.loss_scale_factor
+            losses.append(agg_loss(mask.float(), mask, mode, global_batch_size=4, loss_scale_factor=given))
+        return float(sum(losses))
+
+    assert loss([1, 1], [9, 9]) == pytest.approx(loss([1, 9], [1, 9])) == pytest.approx(20 / 4 / factor)
+    assert adopted().actor_rollout_ref.actor.loss_scale_factor is None, "another mode knows none"
+
+
 def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
     from seamless_verl.errors import ConfigError
 
@@ -62,6 +83,17 @@ def test_a3po_takes_the_behaviour_for_old_and_needs_its_log_probs():
     ):
         with pytest.raises(ConfigError, match=rf"{key}={value}: .*a3po.*write {fix}"):
             adopted(f"{key}={value}", "seamless.staleness.correction=a3po")
+
+
+@pytest.mark.parametrize(("name", "value"), [("use_policy_gradient", True), ("use_task_rewards", False)])
+def test_a_teachers_loss_does_not_take_a3pos_weights_for_its_own(name, value):
+    from seamless_verl.errors import ConfigError
+
+    a3po, key = "seamless.staleness.correction=a3po", f"distillation.distillation_loss.{name}"
+    adopted(a3po, f"{key}={value}")  # no teacher
+    adopted(a3po, "distillation.enabled=true")  # beside a loss of a3po's
+    with pytest.raises(ConfigError, match=rf"{key}={value}: .*a3po.*write {str(not value).lower()}"):
+        adopted(a3po, "distillation.enabled=true", f"{key}={value}")
 
 
 @pytest.mark.parametrize(

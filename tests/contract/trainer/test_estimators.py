@@ -14,38 +14,60 @@ TWO, FORKED = ["p_0_0", "p_1_0"], ["p_0_0", "p_1_0", "p_0_1"]  # prompt, rollout
 UNKNOWN_TO_V1 = ["prompts", "attention_mask", "format", "reward_baselines", "sum_pi_squared"]
 
 
-def advantages(estimator, keys, monkeypatch):
-    """The first two rows' advantages."""
+def computed(estimator, keys, monkeypatch):
+    """What is stored of each row then, by key, and the coefficient of a KL penalty that adapts."""
     from omegaconf import OmegaConf
     from tensordict import NonTensorStack, TensorDict
     from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.core_algos import AdaptiveKLController
     from verl.trainer.ppo.v1 import trainer_base
 
+    from seamless_verl.verl_adapter.trainer.batches import on_real_rows
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
-    rows, width = len(keys), 3
-    reward = torch.zeros(rows, width)
-    reward[:, -1] = torch.tensor([float(key.startswith("p_0")) for key in keys])
     numbers = ["rollout_log_probs", "old_log_probs", "ref_log_prob", "values", *UNKNOWN_TO_V1]
-    stored = {name: torch.full((rows, width), -0.5) for name in numbers}
-    stored |= {"rm_scores": reward, "response_mask": torch.ones(rows, width, dtype=torch.int64)}
+    stored = {}
+    for key in keys:
+        width = 1 if key.startswith("pad") else 3
+        reward = torch.zeros(width)
+        reward[-1] = float(key.startswith("p_0"))
+        mask = torch.full((width,), int(width > 1))
+        row = {name: torch.full((width,), -0.5) for name in numbers} | {"rm_scores": reward, "response_mask": mask}
+        stored[key] = row | {"ref_log_prob": torch.full((width,), -0.7)}
 
     def get(keys, partition_id, select_fields):
-        found = {name: stored[name] for name in select_fields if name in stored}
-        nested = {name: torch.nested.as_nested_tensor(list(of), layout=torch.jagged) for name, of in found.items()}
-        return TensorDict({**nested, "uid": NonTensorStack(*(key[0] for key in keys))}, batch_size=rows)
+        found = {name: [stored[key][name] for key in keys] for name in select_fields if name in stored[keys[0]]}
+        nested = {name: torch.nested.as_nested_tensor(of, layout=torch.jagged) for name, of in found.items()}
+        return TensorDict({**nested, "uid": NonTensorStack(*(key.split("_")[0] for key in keys))}, batch_size=len(keys))
 
-    put = {}
+    def put(keys, partition_id, fields):
+        for name, column in fields.items():
+            for key, row in zip(keys, column.unbind(), strict=True):
+                stored[key][name] = row
+        tags = [tag for key, tag in zip(batch.keys, batch.tags, strict=True) if key in keys]
+        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=tags, fields=[*stored[keys[0]]])
+
     monkeypatch.setattr(trainer_base.tq, "kv_batch_get", get)
-    monkeypatch.setattr(trainer_base.tq, "kv_batch_put", lambda fields, **_: put.update(fields))
+    monkeypatch.setattr(trainer_base.tq, "kv_batch_put", put)
     algorithm = {
-        "adv_estimator": estimator, "use_kl_in_reward": False, "gamma": 1.0, "lam": 0.95,
+        "adv_estimator": estimator, "use_kl_in_reward": True, "kl_penalty": "kl", "gamma": 1.0, "lam": 0.95,
         "gdpo_reward_keys": ["format"],
     }  # fmt: skip
     trainer = object.__new__(SeamlessTrainer)
     trainer.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}})
-    trainer._compute_advantage(KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * rows), {})
-    return torch.stack(list(put["advantages"].unbind())[:2])
+    trainer.kl_ctrl_in_reward = AdaptiveKLController(init_kl_coef=0.1, target_kl=0.18, horizon=100)
+    tags = [{"is_padding": key.startswith("pad"), "response_len": len(stored[key]["response_mask"])} for key in keys]
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+    done = on_real_rows(batch, lambda rows: trainer._compute_advantage(rows, {}))
+    assert (done.keys, done.tags) == (keys, tags)
+    assert set(done.fields) == set(stored[keys[0]]), "workers fetch what it names, of each row"
+    return stored, trainer.kl_ctrl_in_reward.value
+
+
+def advantages(estimator, keys, monkeypatch):
+    """The first two rows' advantages."""
+    stored, _ = computed(estimator, keys, monkeypatch)
+    return torch.stack([stored[key]["advantages"] for key in keys[:2]])
 
 
 @pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - UNSERVED))
@@ -65,3 +87,16 @@ def test_a_second_row_of_a_rollout_weighs_with_the_estimators_that_we_warn_of(es
     """The two that are left out compare no rollouts of a prompt."""
     differs = not torch.allclose(advantages(estimator, TWO, monkeypatch), advantages(estimator, FORKED, monkeypatch))
     assert differs == (estimator in OF_ROWS)
+
+
+@pytest.mark.parametrize("padding", [["pad_0_0"], ["pad_0_0", "pad_1_0", "pad_2_0"]])
+@pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - UNSERVED))
+def test_padding_counts_neither_in_a_group_nor_in_a_batch(estimator, padding, monkeypatch):
+    """As `PPOTrainer._compute_advantage` counts it: gpg by rows, grpo_passk in a group of its own, the KL by rows."""
+    alone, coefficient = computed(estimator, TWO, monkeypatch)
+    beside, coefficient_beside = computed(estimator, [*padding, *TWO], monkeypatch)
+    assert coefficient_beside == coefficient
+    for key in TWO:
+        assert torch.equal(beside[key]["advantages"], alone[key]["advantages"])
+    for name in ("advantages", "returns", "token_level_rewards"):
+        assert [beside[key][name].tolist() for key in padding] == [[0.0]] * len(padding)

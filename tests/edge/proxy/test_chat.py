@@ -168,6 +168,17 @@ async def test_sampling_reaches_the_engine_and_overrides_are_announced() -> None
         assert proxy.engine.requests[-1].sampling == {"seed": 5, "max_tokens": 2}
 
 
+async def test_an_agents_seed_makes_no_copies_of_one_answer_in_a_group() -> None:
+    async with serving(lambda prompt: "one") as proxy:
+        for index in (0, 1, 0):
+            handle = await proxy.open(group="task", index=index)
+            answer = await proxy.post(handle, {"model": "m", "messages": HI, "seed": 5, "n": 2})
+            assert answer.headers["x-seamless-overrides"] == "seed=mixed"
+        seeds = [request.sampling["seed"] for request in proxy.engine.requests]
+        assert seeds[:2] == seeds[4:], "the same member, the same noise"
+        assert len(set(seeds)) == 4
+
+
 async def test_the_bytes_of_a_token_are_its_own_also_where_they_are_part_of_a_character() -> None:
     for streams in (False, True):
         async with serving(lambda prompt: "grü€n", streams=streams) as proxy, proxy.sdk(await proxy.open()) as sdk:
