@@ -301,7 +301,7 @@ def balancer_class(
     """The load balancer that ``seamless.router`` asks for.
 
     Args:
-        max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
+        max_running: requests that a replica decodes at a time, in all its engine cores; more wait in its queue.
         full_determinism: ``rollout.full_determinism``, which verl 0.9.1 hands to a balancer of its own only.
     """
     rules = router_of(settings)
