@@ -162,7 +162,7 @@ class Replicas:
         trainer = Trainer(ray.remote(num_cpus=0)(Publisher).remote(str(model), str(folder)))
         plain = SimpleNamespace(**OmegaConf.to_container(rollout.checkpoint_engine))
         self._verls = CheckpointEngineManager(plain, trainer, self.replicas)
-        edges = {"router": self.router, "record": lambda event: None, "clock": time.monotonic}
+        edges = {"router": self.router, "record": lambda event: None, "clock": time.monotonic, "say": print}
         rolling = functools.partial(RollingWeights, trainer, self.replicas, folder=folder, **edges)
         ways = {"refill": ("refill", 1), "keep": ("keep", 1), _AT_ONCE: ("refill", count)}
         self._ours = {

@@ -94,9 +94,12 @@ def from_run(folder: Path) -> Recorded:
     if not file.exists():  # a simulated run
         return from_recording(recording)
     rollout, settings = _settings(file)
-    seats = rollout.get("max_num_seqs") or _UNLIMITED
-    if isinstance(seats, bool) or not isinstance(seats, int) or seats < 1:
-        raise ConfigError(f"{file}: actor_rollout_ref.rollout.max_num_seqs", seats, "is no count", "write e.g. 1024")
+    seats = 1
+    for key, default, such_as in (("max_num_seqs", _UNLIMITED, 1024), ("data_parallel_size", 1, 1)):
+        count = rollout.get(key) or default
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{file}: actor_rollout_ref.rollout.{key}", count, "is no count", f"write e.g. {such_as}")
+        seats *= count
     saved = [record["sharing_saved_s"] for record in read_records(folder / STEPS) if record.get("sharing_saved_s")]
     saved_s = fmean(saved) if saved else 0.0
     return from_recording(recording, max_running=seats, settings=settings, saved_s=saved_s)

@@ -12,8 +12,10 @@ request waits for ever while one replica can still pull.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 from seamless_verl.config import WeightsConfig
@@ -117,6 +119,21 @@ def synchronisation_of(config: WeightsConfig) -> Synchronisation:
     if config.sync == "together":
         return Together()
     return Rolling(at_once=config.at_once, max_lag=config.max_lag)
+
+
+def too_slow(config: WeightsConfig, replicas: int, pulls_s: Sequence[float], step_s: float) -> str:
+    """What to tell the user where replicas cannot take versions as fast as they come; empty: they can.
+
+    Args:
+        pulls_s: seconds of the last pulls.
+        step_s: from the last version to this one.
+    """
+    each_s = fmean(pulls_s or [0.0])
+    needed = math.ceil(replicas * each_s / (config.max_lag * max(step_s, each_s, 1e-9)))
+    if needed <= config.at_once:
+        return ""
+    pace = f"({replicas} × {each_s:.0f} s, steps of {step_s:.0f} s)"
+    return f"replicas take new weights more slowly than they come {pace}: seamless.weights.at_once={needed}"
 
 
 def _behind(newest: int, replicas: Sequence[ReplicaWeights]) -> list[ReplicaWeights]:

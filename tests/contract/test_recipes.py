@@ -249,6 +249,18 @@ def test_the_simulator_plays_what_a_run_may_be_told(policy, asked):
     assert_the_simulator_plays(*composed("swe", *ROUTERS[asked], *weighed, f"seamless.scheduler.policy={policy}"))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_router_counts_the_seats_of_all_engine_cores_of_a_replica():
+    import verl.trainer.ppo.v1  # noqa: F401  (as in `live`)
+
+    from seamless_verl.verl_adapter.slices.standing import StandingServers
+
+    rollout = "actor_rollout_ref.rollout"
+    config, seamless = composed("swe", f"{rollout}.max_num_seqs=48", f"{rollout}.data_parallel_size=2")
+    servers = StandingServers(OmegaConf.create(config), seamless.router, hybrid=True)
+    assert servers._balancer_class().max_running == 2 * 48
+
+
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen" in recipe])
 @pytest.mark.parametrize("layout", [APART, []], ids=["apart", "lent"])
 def test_its_shares_of_a_card_fit_also_where_nothing_is_lent(recipe, layout, monkeypatch):

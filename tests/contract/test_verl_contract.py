@@ -980,6 +980,23 @@ async def test_an_interrupted_generation_continues_with_its_tokens_and_its_budge
     assert params == {"max_tokens": 10, "temperature": 1.0}
 
 
+async def test_a_replica_that_keeps_refusing_is_asked_ever_more_rarely(monkeypatch):
+    refusals = [([], None, "aborted")] * 2000
+    attempts = [*refusals, ([1], 4, "aborted"), ([], 4, "aborted"), ([2], 5, "completed")]
+    client, _ = _client(monkeypatch, attempts)
+    waits = []
+
+    async def waited(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", waited)
+    output = await client.generate("r", prompt_ids=[9], sampling_params={})
+    assert output.token_ids == [1, 2]
+    assert sum(wait <= 3 for wait in itertools.accumulate(waits)) < 10
+    assert waits[-3:] == [1, 0, waits[0]], "after an answer as at first"
+    assert max(waits) == 1
+
+
 async def test_an_interruption_at_the_last_token_of_the_budget_ends_the_generation(monkeypatch):
     client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted")])
     output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 2})

@@ -132,6 +132,8 @@ def test_a_recording_is_replayed_to_the_step_times_it_has(tmp_path: Path, capsys
         (run / "config.yaml").write_text(f"{rollout}\nseamless: {{router: {{policy: marginal_gain, mu: 0.1}}}}")
         recorded = RouterConfig(policy="marginal_gain", mu=0.1, oldest_first=policy == "priority")
         assert from_run(run).scenario.router == recorded
+    (run / "config.yaml").write_text("actor_rollout_ref: {rollout: {max_num_seqs: 4, data_parallel_size: 2}}")
+    assert from_run(run).scenario.pools[0].engine.max_running == 2 * 4, "of all engine cores of a replica"
     shy = "scheduler: {policy: predictive, margin: 0.5, max_loans_per_step: 1}"
     (run / "config.yaml").write_text(f"actor_rollout_ref: {{rollout: {{}}}}\nseamless: {{{shy}}}")
     assert from_run(run).scenario.scheduler.margin == 0.5
@@ -286,6 +288,7 @@ def test_errors_name_key_value_and_fix(arguments: list[str], told: str, capsys: 
         (b"actor_rollout_ref: {rollout: [1]}", "has no actor_rollout_ref.rollout"),
         (b"actor_rollout_ref: {rollout: {max_num_seqs: many}}", "max_num_seqs=many: is no count"),
         (b"actor_rollout_ref: {rollout: {max_num_seqs: -4}}", "max_num_seqs=-4: is no count"),
+        (b"actor_rollout_ref: {rollout: {data_parallel_size: two}}", "data_parallel_size=two: is no count"),
     ],
 )
 def test_a_broken_configuration_beside_a_recording_is_named(

@@ -83,7 +83,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         for socket in self._push:
-            socket.close()
+            socket.close(0)  # everybody else has what was sent; a dead receiver never will
         self._push = []
         if self._pull is not None:
             self._pull.close(0)

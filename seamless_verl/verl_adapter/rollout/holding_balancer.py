@@ -56,6 +56,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
         self._conversations = 0
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
+        self._rests, self._news = False, False  # after a look at who has a place; something has happened since
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
@@ -144,10 +145,25 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._route()
 
     def _route(self) -> None:
+        """Something has happened: `_wake_placed`, but not again for as long as that took. It is long where many wait;
+        what happens meanwhile is looked at together."""
+        waiting = next((held for held in self._held.values() if not held.place.done()), None)
+        if waiting is None or self._rests:
+            self._news = True
+            return
+        began, self._news = time.perf_counter(), False
+        self._wake_placed()
+        self._rests = True
+        waiting.place.get_loop().call_later(time.perf_counter() - began, self._rested)
+
+    def _rested(self) -> None:
+        self._rests = False
+        if self._news:
+            self._route()
+
+    def _wake_placed(self) -> None:
         """Wake those that have a place now; each takes it when it runs, which `super().acquire_server` counts."""
         waiting = {number: held for number, held in self._held.items() if not held.place.done()}
-        if not waiting:
-            return
         if not self._inflight_requests:
             for held in waiting.values():
                 held.place.set_result("")  # to be refused there, as verl expects
@@ -301,7 +317,7 @@ def balancer_class(
     """The load balancer that ``seamless.router`` asks for.
 
     Args:
-        max_running: requests that a replica decodes at a time (``rollout.max_num_seqs``); more wait in its queue.
+        max_running: requests that a replica decodes at a time, in all its engine cores; more wait in its queue.
         full_determinism: ``rollout.full_determinism``, which verl 0.9.1 hands to a balancer of its own only.
     """
     rules = router_of(settings)

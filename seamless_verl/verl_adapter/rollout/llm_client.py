@@ -36,8 +36,9 @@ from seamless_verl.verl_adapter.vllm.engine_cache import name_of_turn
 OnKept = Callable[[Generation], None]
 _INTERRUPTED = ("aborted", "abort")
 _FAILED = "error"
-# Only reached when a replica refuses outright (it is being handed to the trainer and already off the balancer).
-_REFUSED_BACKOFF_S = 0.05
+# When a replica refuses outright: it is handed to the trainer, or verl's enable_switch registers it while it sleeps,
+# which lasts until the standing ones have their weights. By how often it has done so.
+_BACKOFFS_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 _NOBODY_SERVES_S = 0.5
 
 
@@ -108,6 +109,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if not is_complete and cut_groups.is_cut(group):
             is_complete = partial.cut_short()
         request_log.generated(request_id, _told(partial.generation().version_spans))
+        refused = 0
         while not is_complete:
             num_kept = len(partial.token_ids)
             output = await self._attempt(request_id, group, prompt_ids, partial, on_kept, **kwargs)
@@ -120,8 +122,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             if is_complete or (cut_groups.is_cut(group) and partial.cut_short()):
                 break
             _tell(partial, on_kept)
-            if output is not None and not output.token_ids:
-                await asyncio.sleep(_REFUSED_BACKOFF_S)
+            refused = refused + 1 if output is not None and not output.token_ids else 0
+            await asyncio.sleep(_BACKOFFS_S[min(refused, len(_BACKOFFS_S) - 1)])
         return _output(merged, partial, request_log.newest(request_id))
 
     async def _attempt(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -46,6 +47,8 @@ from seamless_verl.verl_adapter.vllm.vllm_parsers import make_parser
 
 _log = logging.getLogger(__name__)
 _CALLS_PER_ATTEMPT = 4
+_BYTES_PER_TOKEN = 80  # of a session in memory; 75 were seen at 100,000 tokens
+_SHARES = 16  # of a node's memory, one for each worker's sessions: verl's eight on one node take half at most
 _GONE_S = 10.0  # for a proxy that was killed
 _START_S = 600.0  # for one that imports from a slow file system
 _JOURNAL = "journal.sqlite"
@@ -108,6 +111,8 @@ class ShardSettings:
         self, engine: Engine, renderer: TokenizerRenderer, parser: AnswerParser, images: ImageReader | None
     ) -> ProxyDeps:
         """A proxy that keeps its sessions in memory."""
+        wanted = _BYTES_PER_TOKEN * self.max_model_len * self.attempts
+        share = psutil.virtual_memory().total // _SHARES
         return ProxyDeps(
             engine=engine,
             renderer=renderer,
@@ -121,6 +126,7 @@ class ShardSettings:
                 max_model_len=self.max_model_len,
                 # An agent may have several calls under way; the bound is against clients that are none.
                 max_in_flight=max(Limits().max_in_flight, _CALLS_PER_ATTEMPT * self.attempts),
+                max_resident_bytes=max(Limits().max_resident_bytes, min(wanted, share)),
             ),
         )
 

@@ -60,9 +60,12 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
         return ()
     if not any(Tag.TRAIN not in s.capabilities for s in slices):
         check_generators(seamless.scheduler.policy)
-    rollout = config.actor_rollout_ref.rollout
-    seats = int(rollout.max_num_seqs * rollout.data_parallel_size) if rollout.max_num_seqs else None
-    return tuple(replace(slice_, seats=seats) for slice_ in slices)
+    return tuple(replace(slice_, seats=seats_of(config.actor_rollout_ref.rollout)) for slice_ in slices)
+
+
+def seats_of(rollout: DictConfig) -> int | None:
+    """Requests that a replica decodes at a time, in all its engine cores; None: nobody says how many."""
+    return int(rollout.max_num_seqs * rollout.data_parallel_size) if rollout.max_num_seqs else None
 
 
 def _slices_of_verl_keys(config: DictConfig) -> tuple[Slice, ...]:

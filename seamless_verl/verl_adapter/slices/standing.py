@@ -17,8 +17,9 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollou
 from seamless_verl.config import RouterConfig
 from seamless_verl.run.check_combinations import replica_size
 from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
+from seamless_verl.verl_adapter.rollout.load_balancer import UNBOUNDED
 from seamless_verl.verl_adapter.slices.deaths import start_workers
-from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager
+from seamless_verl.verl_adapter.slices.resource_pools import TagAwareResourcePoolManager, seats_of
 
 _COLOCATED = 2  # workers per GPU that verl's `init_standalone` makes room for
 
@@ -130,7 +131,7 @@ class StandingServers:
             return None
         rollout = self._config.actor_rollout_ref.rollout
         return balancer_class(
-            self._router, rollout.max_num_seqs, full_determinism=bool(rollout.get("full_determinism"))
+            self._router, seats_of(rollout) or UNBOUNDED, full_determinism=bool(rollout.get("full_determinism"))
         )
 
 

@@ -137,7 +137,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.checkpoint_manager = GuardedCheckpointManager.in_place_of(self.checkpoint_manager)
         servers, recorder = self.standalone_server_manager, self.flight.recorder
         self.standalone_checkpoint_manager = standing_weights(
-            rollout, self.seamless.weights, self.actor_rollout_wg, servers, recorder
+            rollout, self.seamless.weights, self.actor_rollout_wg, servers, recorder, self.reporter.say
         )
         if self._enable_hybrid_replicas:
             self.current_mode = separate_async.HybridEngineMode.ROLLOUT

@@ -31,7 +31,7 @@ from verl.workers.rollout.replica import RolloutReplica
 from seamless_verl.config import WeightsConfig
 from seamless_verl.observe.flight import FlightEvent, PullBegan, PullEnded
 from seamless_verl.observe.recording import FlightRecorder
-from seamless_verl.staleness.synchronisation import Pull, ReplicaWeights, synchronisation_of
+from seamless_verl.staleness.synchronisation import Pull, ReplicaWeights, synchronisation_of, too_slow
 from seamless_verl.verl_adapter.rollout.llm_client import replica_died
 from seamless_verl.verl_adapter.slices.deaths import story_of
 from seamless_verl.verl_adapter.weights import weight_store
@@ -88,6 +88,7 @@ class RollingWeights:
         router: ours; told versions by the servers, and asked what requests wait for.
         record: into the flight recorder.
         clock: of the recorder.
+        say: on the terminal.
     """
 
     def __init__(
@@ -101,16 +102,20 @@ class RollingWeights:
         router: Any,
         record: Callable[[FlightEvent], None],
         clock: Callable[[], float],
+        say: Callable[[str], None],
         limit_s: float = _PULL_S,
     ) -> None:
         self._actor_wg = actor_wg
         self._folder = folder
         self._carrier = carrier
+        self._config = config
         self._keep = config.cache == "keep"
         self._sync = synchronisation_of(config)
         self._router = router
         self._record = record
         self._clock = clock
+        self._say, self._told_slow = say, False
+        self._published_at, self._pulls_s = 0.0, list[float]()  # seconds of those that have ended since
         self._limit_s = limit_s
         self._newest: int | None = None
         self._copy_s = 0.0  # to another node a pull begins with a copy of the version
@@ -150,6 +155,12 @@ class RollingWeights:
         self._published["weights/wait_s"] = time.perf_counter() - began
         self._copy_s = self._published.get("weights/bytes", 0.0) / _SLOWEST
         with self._news:
+            step_s, self._published_at = self._clock() - self._published_at, self._clock()
+            story = too_slow(self._config, len(self._states), self._pulls_s, step_s)
+            self._pulls_s = []
+            if story and not self._told_slow:
+                self._told_slow = True
+                self._say(story)
             self._newest = version
             self._news.notify_all()
 
@@ -310,6 +321,7 @@ class RollingWeights:
                 continue
             with self._news:
                 state.version, state.broken, state.refused = done.version, 0, 0
+                self._pulls_s.append(sum(done.seconds.values()))
                 self._news.notify_all()
             self._record(
                 PullEnded(
@@ -360,7 +372,12 @@ def _new_states(replicas: Sequence[RolloutReplica]) -> dict[RolloutReplica, _Sta
 
 
 def standing_weights(
-    rollout: DictConfig, config: WeightsConfig, actor_wg: Any, servers: LLMServerManager, recorder: FlightRecorder
+    rollout: DictConfig,
+    config: WeightsConfig,
+    actor_wg: Any,
+    servers: LLMServerManager,
+    recorder: FlightRecorder,
+    say: Callable[[str], None],
 ) -> GuardedCheckpointManager | RollingWeights:
     """What gives weights to a run's standing replicas; ``rollout`` is verl's section, as `adopt_config` left it."""
     engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
@@ -376,4 +393,5 @@ def standing_weights(
         router=servers.global_load_balancer,
         record=recorder.record,
         clock=recorder.now,
+        say=say,
     )

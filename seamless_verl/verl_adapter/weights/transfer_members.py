@@ -139,6 +139,17 @@ def give_back(worker: Any) -> None:
             cupy.get_default_memory_pool().free_all_blocks()
 
 
+def drop_buckets(worker: Any) -> None:
+    """Finalize a transfer that broke. A group is left as it is: `renew_group` ends it before the next one."""
+    for engine in _checkpoint_engines(worker):
+        rebuilds, engine.rebuild_group = getattr(engine, "rebuild_group", False), False
+        try:
+            engine.finalize()
+        finally:
+            engine.rebuild_group = rebuilds
+    give_back(worker)
+
+
 def renew_group(worker: Any, generation: int) -> None:
     """Forget the group of verl's nccl engine, so that the next transfer makes one of whoever takes part then.
 

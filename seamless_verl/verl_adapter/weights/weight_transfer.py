@@ -97,7 +97,11 @@ class GuardedCheckpointManager(CheckpointEngineManager):
                 raise TransferBroken(global_steps, dead, "")
             transfer.finish(begun)
             if in_group:
-                return self._send_through_group(transfer, global_steps)
+                try:
+                    return self._send_through_group(transfer, global_steps)
+                except TransferBroken:
+                    transfer.drop_buckets()
+                    raise
             transfer.finish(transfer.calls_of(_send(self.actor_wg, global_steps=global_steps, mode="naive")))
             return {}
 
@@ -288,6 +292,11 @@ class _Transfer:
                     f"trainer worker {rank} {lost[worker]}, version {self._version} "
                     f"({named or 'no replica is known to have died'})"
                 )
+
+    def drop_buckets(self) -> None:
+        """It broke, so nobody finalizes it: whoever is left gives the memory of its buckets back."""
+        left = [w for w, owner in self._owners.items() if owner < 0 or self._replicas[owner] not in self._dead]
+        ray.wait([w.__ray_call__.remote(members.drop_buckets) for w in left], num_returns=len(left), timeout=_SETTLE_S)
 
     def _say(self) -> None:
         gone = [number for number, replica in enumerate(self._replicas) if replica in self._dead]

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -200,6 +201,16 @@ def test_the_proxys_own_bound_lets_all_attempts_of_a_large_fleet_through(engine:
     """32 replicas of 256 seats behind one rollout worker: 4,096 calls at a time were refused beyond that."""
     settings = replace(_settings(engine.tokenizer), attempts=8192)
     assert settings.deps(engine, *settings.text_side()).limits.max_in_flight >= 8192
+
+
+@pytest.mark.parametrize(("attempts", "node", "held"), [(256, 1024, 2.5), (8192, 1024, 64), (256, 24, 2)])
+def test_the_proxys_memory_grows_with_its_attempts_up_to_a_share_of_its_node(
+    engine: ScriptedEngine, attempts: int, node: int, held: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=node * gib))
+    settings = replace(_settings(engine.tokenizer), attempts=attempts, max_model_len=1 << 17)
+    assert settings.deps(engine, *settings.text_side()).limits.max_resident_bytes == held * gib
 
 
 async def test_the_next_workers_agents_are_given_what_those_of_the_dead_one_were(

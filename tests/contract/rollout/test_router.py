@@ -1,6 +1,8 @@
 """The routing kernel as verl's load balancer: places, holds back, wakes, and never forgets anybody."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -357,7 +359,8 @@ async def test_a_round_of_moves_is_over_when_those_that_left_have_asked_again_or
     from seamless_verl.verl_adapter.rollout import holding_balancer as module
 
     now = 0.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)  # of it alone: the loop has its own
+    monkeypatch.setattr(module, "time", clock)
     full = Replica()
     balancer = balancer_of({"full": Remote(full)}, migrate=True)
     for number in range(8):
@@ -506,3 +509,27 @@ async def test_what_a_dead_worker_had_to_wait_for_goes_to_others():
         await waiting
     assert balancer.get_total_inflight() == 1
     assert not balancer._held
+
+
+async def test_what_happens_while_a_long_look_at_the_held_lasts_is_looked_at_together(monkeypatch):
+    balancer = router(tuple(f"r{n}" for n in range(64)), mu=0.0, max_running=4)
+    seated = [await balancer.acquire_server(f"s{n}", context_tokens=1) for n in range(256)]
+    held = [asyncio.ensure_future(balancer.acquire_server(f"h{n}", context_tokens=n)) for n in range(500)]
+    await asyncio.sleep(0.1)
+    assert not any(call.done() for call in held)
+    policy, looks = type(balancer.rules.policy), []
+    route = policy.route
+
+    def counted(self, requests, loads):
+        looks.append(len(requests))
+        return route(self, requests, loads)
+
+    monkeypatch.setattr(policy, "route", counted)
+    for n, (replica, _) in enumerate(seated[:200]):
+        balancer.release_server(replica, f"s{n}")
+    await asyncio.wait_for(asyncio.gather(*held[:200]), 60)
+    assert looks[0] == 500
+    assert len(looks) <= 2, "the first at once, unless a look has just ended; the last in any case"
+    assert not any(call.done() for call in held[200:])
+    for call in held[200:]:
+        call.cancel()

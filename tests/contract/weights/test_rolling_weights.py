@@ -116,7 +116,7 @@ class Replica:
         with self._news:
             before, self.version = self.version, version
             self._news.notify_all()
-        return SimpleNamespace(before=before, version=version, seconds={}, running=1, waiting=0)
+        return SimpleNamespace(before=before, version=version, seconds={"load": 3.0}, running=1, waiting=0)
 
     def has(self, version: int) -> bool:
         """Wait for it."""
@@ -148,7 +148,7 @@ def start(fake_ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     made: list[Any] = []
 
-    def begin(*replicas: Replica, limit_s: float = 60.0, carrier: Any = None) -> Any:
+    def begin(*replicas: Replica, limit_s: float = 60.0, carrier: Any = None, **told: Any) -> Any:
         def publish(global_steps: int, mode: str) -> list[Future[Any]]:
             fake_ray.published.append(global_steps)
             return [done({"weights/bytes": fake_ray.nbytes})]
@@ -166,7 +166,7 @@ def start(fake_ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., Any]]:
             config=config,
             router=router,
             record=events.append,
-            clock=lambda: 0.0,
+            **{"clock": lambda: 0.0, "say": print} | told,
             limit_s=limit_s,
         )
         made.append(weights)
@@ -195,6 +195,20 @@ def test_the_trainer_waits_for_nobody_who_serves(start: Callable[..., Any]) -> N
     assert first.has(3)
     assert second.has(3)
     assert [event.version for event in events if type(event).__name__ == "PullEnded"][:2] == [1, 1]
+
+
+@pytest.mark.parametrize(("step_s", "told"), [(7.0, False), (4.0, True)])
+def test_replicas_that_cannot_keep_up_are_told_of_once(start: Callable[..., Any], step_s: float, told: bool) -> None:
+    replicas, said, now = [Replica(0), Replica(1)], [], [0.0]
+    weights, _ = start(*replicas, clock=lambda: now[0], say=said.append)
+    for version in range(2, 5):
+        now[0] += step_s
+        for replica in replicas:
+            replica.answers.append("whole")
+        weights.update_weights(version)
+        assert all(replica.has(version) for replica in replicas)
+    story = "replicas take new weights more slowly than they come (2 × 3 s, steps of 4 s): seamless.weights.at_once=2"
+    assert said == ([story] if told else [])
 
 
 def test_who_joins_has_weights_before_the_call_returns(start: Callable[..., Any]) -> None:

@@ -127,6 +127,14 @@ def test_no_bucket_stays_in_a_pool_that_engines_cannot_use(fleet: Fleet) -> None
     assert kept == 0
 
 
+def _has_buckets(worker: Any) -> bool:
+    from benchmarks import nccl_over_gloo
+
+    engine = worker.checkpoint_engine
+    kept = nccl_over_gloo.cupy.get_default_memory_pool().total_bytes()
+    return kept > 0 or engine.send_buf is not None or engine.recv_buf is not None
+
+
 def _buckets_of_the_master(_: Any) -> tuple[int, int]:
     """Bytes that verl's engine would leave behind, and that the last transfer has left."""
     from benchmarks import nccl_over_gloo
@@ -163,6 +171,8 @@ def test_a_worker_killed_in_a_transfer_lets_peers_that_wait_for_it_go(fleet: Fle
     lost, other = fleet.replicas
     ray.get(lost.workers[0].set.remote(dies_at=5))
     _broken(fleet, lost, 45)
+    left = (*fleet.trainers.workers, *other.workers)
+    assert ray.get([worker.__ray_call__.remote(_has_buckets) for worker in left]) == [False] * 3
     _leave_out_and_go_on(fleet, lost, worker_too=True)
     assert fleet.holds(other) == fleet.version
 

@@ -164,6 +164,7 @@ class World:
             router=self.router,
             record=lambda event: None,
             clock=lambda: 0.0,
+            say=print,
         )
 
     def _publish(self, global_steps: int, mode: str) -> list[Any]:

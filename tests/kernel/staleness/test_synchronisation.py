@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from seamless_verl.config import WeightsConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.staleness.synchronisation import ReplicaWeights, Rolling, Together, synchronisation_of
+from seamless_verl.staleness.synchronisation import ReplicaWeights, Rolling, Together, synchronisation_of, too_slow
 
 
 def replica(
@@ -119,3 +119,17 @@ def test_values_that_cannot_work_are_refused(values: dict[str, object], key: str
     with pytest.raises(ConfigError) as refused:
         WeightsConfig(**values)  # type: ignore[arg-type]
     assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "step_s", "needed"),
+    [(1, 192.0, 1), (1, 121.0, 2), (2, 121.0, 1), (1, 1.0, 64), (1, 0.0, 64)],
+)
+def test_replicas_that_take_weights_more_slowly_than_they_come_are_told_what_to_set(
+    max_lag: int, step_s: float, needed: int
+) -> None:
+    story = too_slow(WeightsConfig(sync="rolling", max_lag=max_lag), 64, [2.0, 4.0], step_s)
+    assert story.endswith(f"(64 × 3 s, steps of {step_s:.0f} s): seamless.weights.at_once={needed}") == (needed > 1)
+    assert bool(story) == (needed > 1)
+    assert not too_slow(WeightsConfig(sync="rolling", at_once=needed, max_lag=max_lag), 64, [2.0, 4.0], step_s)
+    assert not too_slow(WeightsConfig(sync="rolling"), 64, [], step_s)
