@@ -24,16 +24,6 @@ from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_repla
 from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_configs
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# verl 0.9.1: `AdvantageEstimator` of trainer/ppo/core_algos.py (a contract test compares).
-ESTIMATORS = (
-    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
-    "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
-)  # fmt: skip
-UNSERVED = frozenset({"remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"})
-"""They need what verl 0.9.1's V1 trainer neither computes nor fetches, and fall over it after a whole rollout."""
-OF_ROWS = frozenset(ESTIMATORS) - UNSERVED - {"gae", "reinforce_plus_plus", "grpo"}
-"""They compare the rows of a prompt; for grpo verl takes one of each rollout (v1/utils.py)."""
-_ESTIMATOR = "algorithm.adv_estimator"
 _RUNNER, _KWARGS = "seamless.agent.runner", "seamless.agent.kwargs"
 _DEFAULT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
@@ -62,31 +52,6 @@ def _tables(config: Mapping[str, Any], pending: Path | None) -> list[str]:
 
 def _is_table_here(file: str, pending: Path | None) -> bool:
     return file.endswith(".parquet") and "://" not in file and not _is_below(file, pending)
-
-
-def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list[str]:
-    """verl looks it up after the first rollouts; others than its own may come from a plug-in of the user's.
-
-    Returns:
-        A warning, where rollouts may count more than once.
-
-    Raises:
-        ConfigError: it is misspelt, or verl's trainer would end over it.
-    """
-    name = str(value_of(config, _ESTIMATOR, "gae"))
-    near = difflib.get_close_matches(name, ESTIMATORS, n=1, cutoff=0.75)
-    if near and name not in ESTIMATORS:
-        raise ConfigError(_ESTIMATOR, name, "is none of verl's", f"did you mean {near[0]}?")
-    if name in UNSERVED:
-        fix = "write grpo, or use verl's old trainer: python -m verl.trainer.main_ppo trainer.use_v1=false"
-        raise ConfigError(_ESTIMATOR, name, "verl 0.9.1's V1 trainer does not compute what it needs", fix)
-    if name == "gae" and value_of(config, "critic.enable", None) is False:
-        fix = f"leave it out, or write {_ESTIMATOR}=grpo"
-        raise ConfigError("critic.enable", False, "gae needs the critic's values", fix)
-    if seamless.agent.runner is None or name not in OF_ROWS:
-        return []
-    told = f"compares rows of a prompt: a rollout of {_RUNNER} that left several (it forked or compacted its context)"
-    return [f"{_ESTIMATOR}={name} {told} weighs more (docs/limits.md); write grpo, or use agents that do neither"]
 
 
 def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:

@@ -15,9 +15,8 @@ import types
 import numpy as np
 import pytest
 
-from seamless_verl.run.check_batches import _CRITICS_TOKENS
+from seamless_verl.run.check_batches import _CRITICS_TOKENS, ESTIMATORS
 from seamless_verl.run.check_combinations import uses_critic
-from seamless_verl.run.check_references import ESTIMATORS
 from tests.contract.moved import users
 
 pytestmark = [

@@ -11,7 +11,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
-from seamless_verl.run.check_batches import check_batches, check_lengths, check_schedules, check_sequences
+from seamless_verl.run.check_batches import (
+    check_batches,
+    check_estimator,
+    check_lengths,
+    check_schedules,
+    check_sequences,
+)
 from seamless_verl.run.check_combinations import (
     MANAGER,
     check_adapter,
@@ -21,7 +27,6 @@ from seamless_verl.run.check_combinations import (
 )
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
-from seamless_verl.run.check_references import check_estimator
 from seamless_verl.run.check_weights import check_weights
 from seamless_verl.run.recipe_assets import plain
 from seamless_verl.run.supervisor import RUN_ID

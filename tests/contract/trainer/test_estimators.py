@@ -6,7 +6,7 @@ verl's own `PPOTrainer._compute_advantage` runs here over a TransferQueue that h
 import pytest
 import torch
 
-from seamless_verl.run.check_references import ESTIMATORS, OF_ROWS, UNSERVED
+from seamless_verl.run.check_batches import ESTIMATORS, OF_ROWS, UNSERVED
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 

@@ -10,7 +10,8 @@ import pytest
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.run.check_references import check_estimator, task_at
+from seamless_verl.run.check_batches import check_estimator
+from seamless_verl.run.check_references import task_at
 from tests.kernel.run.test_preflight import check, config
 
 NO_CLASS = 7
