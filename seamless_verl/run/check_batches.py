@@ -26,7 +26,9 @@ UNSERVED = frozenset({"remax", "gdpo", "optimal_token_baseline", "tir_optimal_to
 """They need what verl 0.9.1's V1 trainer neither computes nor fetches, and fall over it after a whole rollout."""
 OF_ROWS = frozenset(ESTIMATORS) - UNSERVED - {"gae", "reinforce_plus_plus", "grpo"}
 """They compare the rows of a prompt; for grpo verl takes one of each rollout (v1/utils.py)."""
-_ESTIMATOR = "algorithm.adv_estimator"
+OF_SEVERAL = frozenset({"rloo_vectorized", "grpo_passk"})
+"""Of a prompt's only rollout the first makes 0, and the second an error."""
+_ESTIMATOR, _REWEIGHTED = "algorithm.adv_estimator", "algorithm.use_pf_ppo"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
@@ -196,7 +198,7 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
         A warning, where rollouts may count more than once.
 
     Raises:
-        ConfigError: it is misspelt, or verl's trainer would end over it.
+        ConfigError: it is misspelt, or verl's trainer would end over it, or learn nothing or something else by it.
     """
     name = str(value_of(config, _ESTIMATOR, "gae"))
     near = difflib.get_close_matches(name, ESTIMATORS, n=1, cutoff=0.75)
@@ -208,8 +210,17 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
     if name == "gae" and value_of(config, "critic.enable", None) is False:
         fix = f"leave it out, or write {_ESTIMATOR}=grpo"
         raise ConfigError("critic.enable", False, "gae needs the critic's values", fix)
+    if name == "gae" and value_of(config, _REWEIGHTED, False):
+        # Until a contract test fails: verl's `compute_advantage` returns rows that were drawn, in another order.
+        problem = "verl 0.9.1's V1 trainer would give rows the advantages of others"
+        raise ConfigError(_REWEIGHTED, True, problem, "write false")
+    rollouts = whole_number(config, f"{_ROLLOUT}.n", default=1)
+    if name in OF_SEVERAL and rollouts < 2:
+        problem = f"{_ESTIMATOR}={name} compares rollouts of a prompt, and would learn nothing from one"
+        raise ConfigError(f"{_ROLLOUT}.n", rollouts, problem, f"write 2 or more, or {_ESTIMATOR}=rloo")
     if seamless.agent.runner is None or name not in OF_ROWS:
         return []
     forks = "that left several (it forked or compacted its context)"
     told = f"compares rows of a prompt: a rollout of seamless.agent.runner {forks}"
-    return [f"{_ESTIMATOR}={name} {told} weighs more (docs/limits.md); write grpo, or use agents that do neither"]
+    weighs = "ties with itself where it is the best" if name == "grpo_passk" else "weighs more"
+    return [f"{_ESTIMATOR}={name} {told} {weighs} (docs/limits.md); write grpo, or use agents that do neither"]

@@ -6,15 +6,17 @@ verl's own `PPOTrainer._compute_advantage` runs here over a TransferQueue that h
 import pytest
 import torch
 
-from seamless_verl.run.check_batches import ESTIMATORS, OF_ROWS, UNSERVED
+from seamless_verl.run.check_batches import ESTIMATORS, OF_ROWS, OF_SEVERAL, UNSERVED
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 TWO, FORKED = ["p_0_0", "p_1_0"], ["p_0_0", "p_1_0", "p_0_1"]  # prompt, rollout, row: 0 passes and 1 fails
 UNKNOWN_TO_V1 = ["prompts", "attention_mask", "format", "reward_baselines", "sum_pi_squared"]
 
+ALONE = ["p_0_0", "q_0_0"]  # one rollout of each prompt
 
-def advantages(estimator, keys, monkeypatch):
+
+def advantages(estimator, keys, monkeypatch, **algorithm):
     """The first two rows' advantages."""
     from omegaconf import OmegaConf
     from tensordict import NonTensorStack, TensorDict
@@ -38,7 +40,7 @@ def advantages(estimator, keys, monkeypatch):
     put = {}
     monkeypatch.setattr(trainer_base.tq, "kv_batch_get", get)
     monkeypatch.setattr(trainer_base.tq, "kv_batch_put", lambda fields, **_: put.update(fields))
-    algorithm = {
+    algorithm |= {
         "adv_estimator": estimator, "use_kl_in_reward": False, "gamma": 1.0, "lam": 0.95,
         "gdpo_reward_keys": ["format"],
     }  # fmt: skip
@@ -65,3 +67,23 @@ def test_a_second_row_of_a_rollout_weighs_with_the_estimators_that_we_warn_of(es
     """The two that are left out compare no rollouts of a prompt."""
     differs = not torch.allclose(advantages(estimator, TWO, monkeypatch), advantages(estimator, FORKED, monkeypatch))
     assert differs == (estimator in OF_ROWS)
+
+
+@pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - UNSERVED))
+def test_a_rollout_with_none_beside_it_teaches_nothing_under_the_estimators_that_we_refuse_then(estimator, monkeypatch):
+    """Where this fails verl has mended it, and `OF_SEVERAL` can lose the name."""
+    try:
+        useless = not advantages(estimator, ALONE, monkeypatch).any()
+    except ValueError as error:
+        useless = "at least 2 samples" in str(error)
+    assert useless == (estimator in OF_SEVERAL)
+
+
+def test_a_reweighted_batch_comes_back_in_another_order(monkeypatch):
+    """Why `check_estimator` refuses ``use_pf_ppo``: V1 writes what comes back under the keys as they were. The check
+    can go when this fails."""
+    plain = advantages("gae", TWO, monkeypatch)
+    method = {"reweight_method": "pow", "weight_pow": 2.0}  # of the reward: only the row that passes is drawn
+    drawn = advantages("gae", TWO, monkeypatch, use_pf_ppo=True, pf_ppo=method)
+    assert torch.equal(drawn[1], plain[0]), "the row that fails gets the advantages of the one that passes"
+    assert not torch.equal(plain[1], plain[0])

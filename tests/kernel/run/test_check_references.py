@@ -258,12 +258,30 @@ def test_an_estimator_that_verls_trainer_falls_over_is_refused(estimator):
         check(config(algorithm__adv_estimator=estimator))
 
 
+def test_resampled_rows_are_refused_where_verls_trainer_would_mix_them_up():
+    with pytest.raises(ConfigError, match=r"algorithm\.use_pf_ppo=True: .* Fix: write false"):
+        check(config(algorithm={"adv_estimator": "gae", "use_pf_ppo": True}))
+    check(config(algorithm={"adv_estimator": "grpo", "use_pf_ppo": True}))  # verl reads it for gae only
+
+
+@pytest.mark.parametrize("estimator", ["rloo_vectorized", "grpo_passk"])
+def test_an_estimator_that_compares_rollouts_is_refused_with_one_per_prompt(estimator):
+    changed = config(algorithm__adv_estimator=estimator, actor_rollout_ref__rollout__n=1)
+    with pytest.raises(ConfigError, match=r"rollout\.n=1: .*Fix: write 2 or more, or .*=rloo"):
+        check(changed)
+    del changed["actor_rollout_ref"]["rollout"]["n"]  # verl's default
+    with pytest.raises(ConfigError, match=r"rollout\.n=1: "):
+        check_estimator(changed, SeamlessConfig())
+    check(config(algorithm__adv_estimator="rloo", actor_rollout_ref__rollout__n=1))
+
+
 @pytest.mark.parametrize("estimator", ["rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"])
 def test_where_agents_may_fork_an_estimator_that_counts_rows_is_told(estimator):
     forking, plain = SeamlessConfig.from_mapping({"agent": AGENT}), SeamlessConfig.from_mapping({})
     (told,) = check_estimator(config(algorithm__adv_estimator=estimator), forking)
     assert f"adv_estimator={estimator} compares rows" in told
     assert "write grpo" in told
+    assert ("ties with itself" in told) == (estimator == "grpo_passk")
     assert check_estimator(config(algorithm__adv_estimator=estimator), plain) == []
     for other in ("grpo", "gae", "reinforce_plus_plus", "my_own"):
         assert check_estimator(config(algorithm__adv_estimator=other), forking) == []
