@@ -1,7 +1,7 @@
 """Refuses settings that do not go together: keys of verl's and of ours, before anything starts.
 
 Only the composed configuration is looked at. `run.preflight` calls all of it for our command. The trainer calls
-`check_engine` and `check_adapter` again, for those who start verl's own entry point.
+`check_engine` again, for those who start verl's own entry point.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _SAMPLER = "trainer.v1.sampler.custom_sampler"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_MERGE = f"{_MODEL}.lora.merge"
 _PROFILER = "global_profiler"
 _JUDGE = "reward.reward_model"
 _SAVED = ("fsdp", "fsdp2", "veomni", "megatron")
@@ -343,24 +342,6 @@ def check_routing_replay(config: Mapping[str, Any]) -> None:
     key = f"actor_rollout_ref.actor.{strategy}.router_replay.mode"
     if value_of(config, key, None) == "R3":
         raise ConfigError(key, "R3", problem, "write R2 or disabled")
-
-
-def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """An adapter that is not merged reaches the trainer's own replicas only.
-
-    verl 0.9.1 drops the adapter where weights are broadcast (``ActorRolloutRefWorker.update_weights``, verl #7495):
-    standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
-    A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
-    """
-    if not uses_adapter(config) or value_of(config, _MERGE, False):
-        return
-    if value_of(config, f"{_ROLLOUT}.nnodes", 0):
-        problem = "replicas on GPUs of their own would sample the base model, since verl broadcasts no adapter"
-        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true, or let the trainer's GPUs generate alone")
-    load_format = str(value_of(config, f"{_ROLLOUT}.load_format", "dummy"))
-    if seamless.scheduler.policy is not None and "dummy" in load_format:
-        problem = "a replica that is started anew would put the adapter on random weights, unless it reads the model"
-        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true or {_ROLLOUT}.load_format=safetensors")
 
 
 def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> None:

@@ -15,7 +15,7 @@ from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
 from seamless_verl.run import check_batches, check_combinations, check_gpu_memory, check_machine
-from seamless_verl.run.check_weights import check_weights
+from seamless_verl.run.check_weights import check_adapter, check_weights
 
 
 def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> list[str]:
@@ -43,7 +43,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         check_combinations.check_layout(config, seamless)
         check_batches.check_batches(config)
         warnings += check_batches.check_schedules(config)
-        check_combinations.check_adapter(config, seamless)
+        check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)
         warnings += check_combinations.told_of_sampler(config, seamless.staleness)

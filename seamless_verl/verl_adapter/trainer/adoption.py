@@ -18,16 +18,10 @@ from seamless_verl.run.check_batches import (
     check_schedules,
     check_sequences,
 )
-from seamless_verl.run.check_combinations import (
-    MANAGER,
-    check_adapter,
-    check_engine,
-    has_own_sampler,
-    told_of_sampler,
-)
+from seamless_verl.run.check_combinations import MANAGER, check_engine, has_own_sampler, told_of_sampler
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
-from seamless_verl.run.check_weights import check_weights
+from seamless_verl.run.check_weights import check_adapter, check_weights
 from seamless_verl.run.recipe_assets import plain
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.scheduling.declaration import with_policy
