@@ -49,12 +49,17 @@ def check_weights(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
 
 
 def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """An adapter that is not merged reaches the trainer's own replicas only.
+    """An adapter that is not merged reaches the trainer's own replicas only, and one without a rank nobody.
 
     verl 0.9.1 drops the adapter where weights are broadcast (``ActorRolloutRefWorker.update_weights``, verl #7495):
     standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
     A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
     """
+    key = f"{_MODEL}.lora_adapter_path"
+    adapter = value_of(config, key, None)
+    if adapter is not None and not uses_adapter(config):
+        problem = "is not read without a rank, and verl would take the actor without an adapter for its reference"
+        raise ConfigError(key, adapter, problem, f"write {_MODEL}.lora_rank=… as the adapter has it, or leave it out")
     if not uses_adapter(config) or value_of(config, _MERGE, False):
         return
     if value_of(config, f"{_ROLLOUT}.nnodes", 0):

@@ -74,6 +74,14 @@ def test_an_unmerged_adapter_is_refused_where_replicas_have_gpus_of_their_own(in
     check({f"{MODEL}.{rank}": 16, "trainer.v1.trainer_mode": "separate_async"})  # verl's own; not ours to refuse
 
 
+def test_an_adapter_is_refused_where_no_rank_says_that_there_is_one(installed):
+    named = {f"{MODEL}.lora_adapter_path": "/adapter", f"{MODEL}.lora.merge": True}
+    with pytest.raises(ConfigError, match=r"Fix: write actor_rollout_ref\.model\.lora_rank=") as refused:
+        check(named)
+    assert (refused.value.key, refused.value.value) == (f"{MODEL}.lora_adapter_path", "/adapter")
+    check({**named, f"{MODEL}.lora_rank": 16})
+
+
 def test_the_trainers_own_replicas_get_adapters_and_one_that_is_started_anew_needs_the_model_below(installed):
     alone = {f"{MODEL}.lora_rank": 16, f"{ROLLOUT}.nnodes": 0, f"{ROLLOUT}.n_gpus_per_node": 0}
     check({**alone, f"{ROLLOUT}.load_format": "safetensors"}, scheduler={"policy": "colocated"})
