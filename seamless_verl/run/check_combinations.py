@@ -25,6 +25,7 @@ _MODE = "trainer.v1.trainer_mode"
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
+_CORRECTION = "algorithm.rollout_correction"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _PROFILER = "global_profiler"
 _JUDGE = "reward.reward_model"
@@ -244,6 +245,7 @@ def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     _check_trainer(config)
     _check_single_requests(config, seamless)
     _check_staleness(config, seamless.staleness)
+    _check_recorded_routes(config, seamless.staleness)
     if seamless.scheduler.policy is not None:
         _check_lending(config, seamless)
     if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
@@ -338,10 +340,23 @@ def check_routing_replay(config: Mapping[str, Any]) -> None:
     key = f"{_ROLLOUT}.enable_rollout_routing_replay"
     if value_of(config, key, False):
         raise ConfigError(key, True, problem, "write false, and R2 or disabled as router_replay.mode")
-    strategy = value_of(config, "actor_rollout_ref.actor.strategy", None)
-    key = f"actor_rollout_ref.actor.{strategy}.router_replay.mode"
+    key = _replay_mode(config)
     if value_of(config, key, None) == "R3":
         raise ConfigError(key, "R3", problem, "write R2 or disabled")
+
+
+def _replay_mode(config: Mapping[str, Any]) -> str:
+    return f"{_ACTOR}.{value_of(config, f'{_ACTOR}.strategy', None)}.router_replay.mode"
+
+
+def _check_recorded_routes(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
+    """R2 replays what the pass over old log-probs recorded; verl's engines raise without it, after a whole rollout."""
+    key, bypass = _replay_mode(config), f"{_CORRECTION}.bypass_mode"
+    is_left_out = staleness.correction == "a3po" or value_of(config, bypass, False)
+    if is_left_out and value_of(config, key, None) == "R2":
+        problem = f"replays routes of a pass over old log-probs, which {bypass} leaves out (a3po sets it)"
+        fix = f"write disabled, or {bypass}=false and another seamless.staleness.correction than a3po"
+        raise ConfigError(key, "R2", problem, fix)
 
 
 def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
@@ -353,10 +368,10 @@ def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> N
         raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
     key = f"{_ROLLOUT}.calculate_log_probs"
     recorded = value_of(config, key, False)
-    is_corrected = value_of(config, "algorithm.rollout_correction", None) is not None
+    is_corrected = value_of(config, _CORRECTION, None) is not None
     if staleness.correction == "a3po" and not (recorded and is_corrected):
         raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")
-    correction, loss = "algorithm.rollout_correction", f"{_ACTOR}.policy_loss"
+    correction, loss = _CORRECTION, f"{_ACTOR}.policy_loss"
     replaced = (
         (f"{loss}.loss_mode", ("vanilla", "a3po")),
         (f"{correction}.rollout_is", (None,)),
