@@ -318,6 +318,10 @@ def _check_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
             # Until loans of a replica with two engine cores have gone through on two GPUs (docs/gpu.md, row 12).
             problem = "replicas of several engine cores were never lent: how they sleep and wake together is untried"
             raise ConfigError(key, size, problem, f"write 1 and more replicas, or {otherwise}")
+    key = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if (backend := value_of(config, key, None)) in ("kimi_ckpt_engine", "delta_sharded"):
+        problem = "counts on the replicas of the last transfer, which may have died or come back since"
+        raise ConfigError(key, backend, problem, f"write nccl, or {otherwise}")
 
 
 def _without_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:

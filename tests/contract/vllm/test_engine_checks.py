@@ -25,6 +25,7 @@ LENDS = [MIXED, "seamless.scheduler.policy=predictive"]
 AGENTS = f"{ROLLOUT}.agent.default_agent_loop=seamless_agent"
 R3_ON = f"{ROLLOUT}.enable_rollout_routing_replay=true"
 R3_MODE = "actor_rollout_ref.actor.megatron.router_replay.mode"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 R2 = ["model_engine=megatron", f"{R3_MODE}=R2"]
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 A3PO = ["seamless.staleness.correction=a3po", f"{ROLLOUT}.calculate_log_probs=true"]
@@ -37,6 +38,10 @@ REFUSED: list[tuple[list[str], str, Any, str]] = [
         f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size",
         4,
         "write 1 and more replicas",
+    ),
+    *(
+        ([*LENDS, f"{BACKEND}={name}"], BACKEND, name, "write nccl, or leave seamless.scheduler.policy out")
+        for name in ("kimi_ckpt_engine", "delta_sharded")
     ),
     (
         [MIXED, "seamless.staleness.stuck=truncate", f"{ROLLOUT}.disaggregation.enabled=true"],
@@ -53,6 +58,8 @@ ALLOWED = [
     [MIXED, f"{ROLLOUT}.name=sglang"],
     [MIXED, f"{ROLLOUT}.data_parallel_size=2"],
     [*LENDS, f"{ROLLOUT}.name=vllm"],
+    [*LENDS, f"{BACKEND}=nixl"],
+    [MIXED, f"{BACKEND}=kimi_ckpt_engine"],
     [MIXED, R3_ON],  # verl's own agent loops carry the routes
     [MIXED, *R2, AGENTS],
 ]

@@ -1,6 +1,7 @@
 """Settings of verl that start and then train on the wrong thing, and packages that a GPU run would miss."""
 
 import copy
+import sys
 
 import pytest
 
@@ -101,7 +102,21 @@ def test_a_checkpoint_engine_that_cannot_be_imported_is_refused(installed, backe
     assert str(refused.value.value).startswith("nccl" if backend == "naive" else backend)
     assert "install" in refused.value.fix
     installed.add(missing)
-    check({f"{ROLLOUT}.checkpoint_engine.backend": backend})
+    name = "sglang" if backend == "delta_sharded" else "vllm"
+    check({f"{ROLLOUT}.checkpoint_engine.backend": backend, f"{ROLLOUT}.name": name})
+
+
+def test_only_changes_of_weights_are_refused_with_a_vllm_that_cannot_apply_them(installed, tmp_path, monkeypatch):
+    asked = {f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"}
+    loader = tmp_path / "vllm" / "model_executor" / "model_loader"
+    loader.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(ConfigError, match=r"backend=delta_sharded: needs a vLLM with checkpoint_weight_patch.*nccl"):
+        check(asked)
+    (loader / "checkpoint_weight_patch.py").touch()
+    check(asked)
 
 
 def test_what_needs_no_such_package_is_not_refused(installed):
