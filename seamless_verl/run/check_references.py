@@ -25,11 +25,15 @@ from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_conf
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _RUNNER, _KWARGS = "seamless.agent.runner", "seamless.agent.kwargs"
+_REWARDS = (
+    "reward.custom_reward_function.path", "reward.reward_manager.name", "reward.reward_manager.module.path",
+    "reward.reward_kwargs", "reward.sandbox_fusion.url",
+)  # fmt: skip
 _DEFAULT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
 
-def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None = None) -> None:
-    """Raise on a model, data file, agent or task that is missing or malformed; see `check_settings`.
+def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None = None) -> list[str]:
+    """Raise on a model, data file, agent or task that is missing or malformed; warnings: see `_told_of_rewards`.
 
     Whatever lies in ``pending`` is about to be built and is not looked at.
     """
@@ -42,6 +46,7 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_curriculum(config, seamless, pending)
     check_rows(config, [Path(file).expanduser() for file in _tables(config, pending)])
     _check_amount(config, pending)
+    return _told_of_rewards(config, seamless, pending)
 
 
 def _tables(config: Mapping[str, Any], pending: Path | None) -> list[str]:
@@ -117,6 +122,27 @@ def _check_reward(config: Mapping[str, Any]) -> None:
         )
 
 
+def _told_of_rewards(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> list[str]:
+    """A runner grades its attempts (`_output` of the agent loop), so verl's rewards are for rows of other loops only.
+
+    Raises:
+        ConfigError: there are no such rows, and GPUs would be kept for a reward model.
+    """
+    files = _plain_files(config, "train_files") + _plain_files(config, "val_files")
+    if seamless.agent.runner is None or not files or not all(_is_table_here(file, pending) for file in files):
+        return []
+    usual = {value_of(config, _DEFAULT_LOOP, None)}
+    if any((_loops(Path(file).expanduser()) or usual) != {AGENT_LOOP} for file in files):
+        return []
+    told = f"all rows of the data are graded by {_RUNNER}={seamless.agent.runner}"
+    key = "reward.reward_model.enable"
+    if value_of(config, key, False):
+        raise ConfigError(key, True, f"would keep GPUs for nothing: {told}", "write false")
+    found = {key: value_of(config, key, None) for key in _REWARDS}
+    unused = [f"{key}={value}" for key, value in found.items() if value and value != "naive"]  # verl's default manager
+    return [f"{', '.join(unused)}: not used, since {told}"] if unused else []
+
+
 def _file_of(path: str) -> Path | None:
     """verl's module path: a file, ``file://…`` or ``pkg://package.module``."""
     if path.startswith("pkg://"):
@@ -158,7 +184,7 @@ def _check_columns(config: Mapping[str, Any], seamless: SeamlessConfig, pending:
                 raise ConfigError(key, column, f"{file} has no such column", meant(column, columns))
     if seamless.agent.runner is None or not tables or value_of(config, _DEFAULT_LOOP, None) == AGENT_LOOP:
         return
-    if not any(_asks_for_agents(Path(file).expanduser()) for file in tables):
+    if not any(AGENT_LOOP in _loops(Path(file).expanduser()) for file in tables):
         problem = f"is never called: no row of {', '.join(tables)} has agent_name={AGENT_LOOP}"
         fix = f"add that column to the data, or write {_DEFAULT_LOOP}={AGENT_LOOP}"
         raise ConfigError(_RUNNER, seamless.agent.runner, problem, fix)
@@ -325,17 +351,17 @@ def check_rows(config: Mapping[str, Any], files: Iterable[Path]) -> None:
     try:
         check_routing_replay(config)
     except ConfigError:  # only then are the files worth reading
-        if any(_asks_for_agents(file) for file in files):
+        if any(AGENT_LOOP in _loops(file) for file in files):
             raise
 
 
-def _asks_for_agents(file: Path) -> bool:
+def _loops(file: Path) -> set[str | None]:
+    """Agent loops that rows name; empty: they do not say, and have the default."""
     import pyarrow.parquet as parquet
 
     if "agent_name" not in parquet.read_schema(file).names:
-        return False
-    names = parquet.read_table(file, columns=["agent_name"])["agent_name"].unique()
-    return AGENT_LOOP in names.to_pylist()
+        return set()
+    return set(parquet.read_table(file, columns=["agent_name"])["agent_name"].unique().to_pylist())
 
 
 def _plain_files(config: Mapping[str, Any], name: str) -> list[str]:

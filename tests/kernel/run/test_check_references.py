@@ -176,6 +176,39 @@ def test_a_runner_that_no_row_asks_for_is_refused(tmp_path):
     check(default, agent=AGENT)
 
 
+def graded(tmp_path, reward, *rows):
+    return data(tmp_path, *rows) | {"reward": reward}
+
+
+@pytest.mark.parametrize(
+    ("reward", "key"),
+    [
+        ({"custom_reward_function": {"path": "pkg://seamless_verl.recipes.arithmetic.reward"}}, "function.path=pkg:"),
+        ({"reward_manager": {"name": "dapo"}}, "manager.name=dapo"),
+        ({"reward_manager": {"module": {"path": "mine.py"}}}, "manager.module.path=mine.py"),
+        ({"reward_kwargs": {"overlong_buffer_cfg": {"enable": True}}}, "reward.reward_kwargs={'overlong"),
+        ({"sandbox_fusion": {"url": "http://sandbox"}}, "sandbox_fusion.url=http:"),
+    ],
+)
+def test_a_reward_that_nobody_computes_is_told(tmp_path, reward, key):
+    function = reward.get("custom_reward_function")
+    if function:
+        function["name"] = "compute_score"
+    (told,) = check(graded(tmp_path, reward, ROW), agent=AGENT)
+    assert key in told
+    assert f"graded by seamless.agent.runner={AGENT['runner']}" in told
+    assert check(graded(tmp_path, reward, ROW, {**ROW, "agent_name": "single_turn_agent"}), agent=AGENT) == []
+    assert check(graded(tmp_path, reward, ROW)) == []
+
+
+def test_a_reward_model_that_nobody_asks_is_refused(tmp_path):
+    judge = {"reward_model": {"enable": True, "enable_resource_pool": True}, "reward_manager": {"name": "naive"}}
+    with pytest.raises(ConfigError, match=r"reward_model\.enable=True: would keep GPUs for nothing.*Fix: write false"):
+        check(graded(tmp_path, judge, ROW), agent=AGENT)
+    check(graded(tmp_path, judge, ROW, {**ROW, "agent_name": "single_turn_agent"}), agent=AGENT)
+    assert check(graded(tmp_path, {"reward_manager": {"name": "naive"}}, ROW), agent=AGENT) == []
+
+
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     (tmp_path / "train.parquet").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"train\.parquet: cannot be read as parquet"):

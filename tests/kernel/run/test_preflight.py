@@ -71,8 +71,7 @@ def config(**changes):
 def check(changed, machine=MACHINE, **seamless):
     settings = SeamlessConfig.from_mapping(seamless)
     warnings = preflight.check_settings(changed, settings, machine)
-    check_references.check_files(changed, settings)
-    return warnings
+    return warnings + check_references.check_files(changed, settings)
 
 
 def test_a_sound_configuration_passes():
