@@ -124,7 +124,8 @@ def _run_in(
 ) -> int:
     machine = replace(machine, disk_free=shutil.disk_usage(run_dir).free)  # it may be on another disk than runs/
     _check(config, seamless, machine, run_dir)
-    find_or_build(config, seamless)
+    for warning in find_or_build(config, seamless):
+        _say(f"warning: {warning}")
     compose.make_absolute(config)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     folder = Path(config.trainer.default_local_dir)

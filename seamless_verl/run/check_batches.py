@@ -1,4 +1,5 @@
-"""Refuses sizes of batches and rows that verl 0.9.1 asserts on only in the first step, after a whole rollout, or never.
+"""Refuses sizes of batches and rows, and estimators of advantages, over which verl 0.9.1 falls only in the first step,
+after a whole rollout, or never.
 
 Only the composed configuration is looked at. `run.preflight` calls all of it for our command, and the trainer again
 for those who start verl's own entry point.
@@ -6,14 +7,28 @@ for those who start verl's own entry point.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seamless_verl.checked import value_of, whole_number
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.run.check_combinations import uses_adapter, uses_critic
 
+# verl 0.9.1: `AdvantageEstimator` of trainer/ppo/core_algos.py (a contract test compares).
+ESTIMATORS = (
+    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
+    "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
+)  # fmt: skip
+UNSERVED = frozenset({"remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"})
+"""They need what verl 0.9.1's V1 trainer neither computes nor fetches, and fall over it after a whole rollout."""
+OF_ROWS = frozenset(ESTIMATORS) - UNSERVED - {"gae", "reinforce_plus_plus", "grpo"}
+"""They compare the rows of a prompt; for grpo verl takes one of each rollout (v1/utils.py)."""
+OF_SEVERAL = frozenset({"rloo_vectorized", "grpo_passk"})
+"""Of a prompt's only rollout the first makes 0, and the second an error."""
+_ESTIMATOR, _REWEIGHTED = "algorithm.adv_estimator", "algorithm.use_pf_ppo"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
@@ -174,3 +189,38 @@ def check_lengths(config: Mapping[str, Any]) -> list[str]:
             added = "" if value_of(config, key, None) is not None else f"+{key}="
             raise ConfigError(key, tokens, problem, f"write {added}{-(-needed // shared)}, or shorten rows")
     return warnings
+
+
+def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list[str]:
+    """verl looks it up after the first rollouts; others than its own may come from a plug-in of the user's.
+
+    Returns:
+        A warning, where rollouts may count more than once.
+
+    Raises:
+        ConfigError: it is misspelt, or verl's trainer would end over it, or learn nothing or something else by it.
+    """
+    name = str(value_of(config, _ESTIMATOR, "gae"))
+    near = difflib.get_close_matches(name, ESTIMATORS, n=1, cutoff=0.75)
+    if near and name not in ESTIMATORS:
+        raise ConfigError(_ESTIMATOR, name, "is none of verl's", f"did you mean {near[0]}?")
+    if name in UNSERVED:
+        fix = "write grpo, or use verl's old trainer: python -m verl.trainer.main_ppo trainer.use_v1=false"
+        raise ConfigError(_ESTIMATOR, name, "verl 0.9.1's V1 trainer does not compute what it needs", fix)
+    if name == "gae" and value_of(config, "critic.enable", None) is False:
+        fix = f"leave it out, or write {_ESTIMATOR}=grpo"
+        raise ConfigError("critic.enable", False, "gae needs the critic's values", fix)
+    if name == "gae" and value_of(config, _REWEIGHTED, False):
+        # Until a contract test fails: verl's `compute_advantage` returns rows that were drawn, in another order.
+        problem = "verl 0.9.1's V1 trainer would give rows the advantages of others"
+        raise ConfigError(_REWEIGHTED, True, problem, "write false")
+    rollouts = whole_number(config, f"{_ROLLOUT}.n", default=1)
+    if name in OF_SEVERAL and rollouts < 2:
+        problem = f"{_ESTIMATOR}={name} compares rollouts of a prompt, and would learn nothing from one"
+        raise ConfigError(f"{_ROLLOUT}.n", rollouts, problem, f"write 2 or more, or {_ESTIMATOR}=rloo")
+    if seamless.agent.runner is None or name not in OF_ROWS:
+        return []
+    forks = "that left several (it forked or compacted its context)"
+    told = f"compares rows of a prompt: a rollout of seamless.agent.runner {forks}"
+    weighs = "ties with itself where it is the best" if name == "grpo_passk" else "weighs more"
+    return [f"{_ESTIMATOR}={name} {told} {weighs} (docs/limits.md); write grpo, or use agents that do neither"]

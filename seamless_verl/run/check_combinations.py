@@ -1,7 +1,7 @@
 """Refuses settings that do not go together: keys of verl's and of ours, before anything starts.
 
 Only the composed configuration is looked at. `run.preflight` calls all of it for our command. The trainer calls
-`check_engine` and `check_adapter` again, for those who start verl's own entry point.
+`check_engine` again, for those who start verl's own entry point.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MODE = "trainer.v1.trainer_mode"
 _SAMPLER = "trainer.v1.sampler.custom_sampler"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
+_CORRECTION = "algorithm.rollout_correction"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_MERGE = f"{_MODEL}.lora.merge"
 _PROFILER = "global_profiler"
 _JUDGE = "reward.reward_model"
 _SAVED = ("fsdp", "fsdp2", "veomni", "megatron")
@@ -245,6 +245,7 @@ def check_engine(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
     _check_trainer(config)
     _check_single_requests(config, seamless)
     _check_staleness(config, seamless.staleness)
+    _check_recorded_routes(config, seamless.staleness)
     if seamless.scheduler.policy is not None:
         _check_lending(config, seamless)
     if value_of(config, f"{_ROLLOUT}.agent.default_agent_loop", None) == AGENT_LOOP:
@@ -317,6 +318,10 @@ def _check_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
             # Until loans of a replica with two engine cores have gone through on two GPUs (docs/gpu.md, row 12).
             problem = "replicas of several engine cores were never lent: how they sleep and wake together is untried"
             raise ConfigError(key, size, problem, f"write 1 and more replicas, or {otherwise}")
+    key = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if (backend := value_of(config, key, None)) in ("kimi_ckpt_engine", "delta_sharded"):
+        problem = "counts on the replicas of the last transfer, which may have died or come back since"
+        raise ConfigError(key, backend, problem, f"write nccl, or {otherwise}")
 
 
 def _without_lending(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
@@ -339,28 +344,23 @@ def check_routing_replay(config: Mapping[str, Any]) -> None:
     key = f"{_ROLLOUT}.enable_rollout_routing_replay"
     if value_of(config, key, False):
         raise ConfigError(key, True, problem, "write false, and R2 or disabled as router_replay.mode")
-    strategy = value_of(config, "actor_rollout_ref.actor.strategy", None)
-    key = f"actor_rollout_ref.actor.{strategy}.router_replay.mode"
+    key = _replay_mode(config)
     if value_of(config, key, None) == "R3":
         raise ConfigError(key, "R3", problem, "write R2 or disabled")
 
 
-def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
-    """An adapter that is not merged reaches the trainer's own replicas only.
+def _replay_mode(config: Mapping[str, Any]) -> str:
+    return f"{_ACTOR}.{value_of(config, f'{_ACTOR}.strategy', None)}.router_replay.mode"
 
-    verl 0.9.1 drops the adapter where weights are broadcast (``ActorRolloutRefWorker.update_weights``, verl #7495):
-    standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
-    A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
-    """
-    if not uses_adapter(config) or value_of(config, _MERGE, False):
-        return
-    if value_of(config, f"{_ROLLOUT}.nnodes", 0):
-        problem = "replicas on GPUs of their own would sample the base model, since verl broadcasts no adapter"
-        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true, or let the trainer's GPUs generate alone")
-    load_format = str(value_of(config, f"{_ROLLOUT}.load_format", "dummy"))
-    if seamless.scheduler.policy is not None and "dummy" in load_format:
-        problem = "a replica that is started anew would put the adapter on random weights, unless it reads the model"
-        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true or {_ROLLOUT}.load_format=safetensors")
+
+def _check_recorded_routes(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
+    """R2 replays what the pass over old log-probs recorded; verl's engines raise without it, after a whole rollout."""
+    key, bypass = _replay_mode(config), f"{_CORRECTION}.bypass_mode"
+    is_left_out = staleness.correction == "a3po" or value_of(config, bypass, False)
+    if is_left_out and value_of(config, key, None) == "R2":
+        problem = f"replays routes of a pass over old log-probs, which {bypass} leaves out (a3po sets it)"
+        fix = f"write disabled, or {bypass}=false and another seamless.staleness.correction than a3po"
+        raise ConfigError(key, "R2", problem, fix)
 
 
 def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> None:
@@ -372,8 +372,8 @@ def _check_staleness(config: Mapping[str, Any], staleness: StalenessConfig) -> N
         raise ConfigError(key, manager, problem, "leave it out, or leave those two at 1 and wait")
     key = f"{_ROLLOUT}.calculate_log_probs"
     recorded = value_of(config, key, False)
-    correction, loss = "algorithm.rollout_correction", f"{_ACTOR}.policy_loss"
-    if staleness.correction == "a3po" and (not recorded or value_of(config, correction, None) is None):
+    correction, loss = _CORRECTION, f"{_ACTOR}.policy_loss"
+    if staleness.correction == "a3po" and not (recorded and value_of(config, correction, None) is not None):
         raise ConfigError(key, recorded, "a3po needs the log-probs of the rollout", "write true")
     replaced: dict[str, tuple[Any, str]] = {
         f"{loss}.loss_mode": (("vanilla", "a3po"), "vanilla"),

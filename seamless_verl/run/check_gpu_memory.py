@@ -95,7 +95,8 @@ def _published(config: Mapping[str, Any], free: int, shape: ModelShape) -> list[
     """Two versions of the weights, each in the narrower of the trainer's and the engine's types, beside what else lies
     there. ``shape`` is not tied: verl sends a tied matrix under both names, and the engine skips one."""
     keys = ("actor_rollout_ref.actor.fsdp_config.model_dtype", f"{_ROLLOUT}.dtype")
-    each = min(_BYTES.get(str(value_of(config, key, "fp32")), 2) for key in keys)
+    types = [str(value_of(config, key, "bf16")) for key in keys]  # the first is FSDP's; others train in bf16
+    each = min(_BYTES.get(name, 2) for name in types if name != "auto")  # which casts nothing (`SharedMemoryEngine`)
     needed = 2 * shape.parameters * each + SHARED_MEMORY
     if free >= needed:
         return []

@@ -325,6 +325,12 @@ def _check_backend(config: Mapping[str, Any], sync: str) -> None:
             default = "" if backend == given else f" (what {given} becomes under trainer mode seamless)"
             fix = HOW_TO_INSTALL.get(module, f"install the package that brings {module}")
             raise ConfigError(_BACKEND, f"{backend}{default}", f"needs {module}, which is not installed", fix)
+    vllm = importlib.util.find_spec("vllm") if backend == "delta_sharded" else None
+    if vllm is not None and value_of(config, f"{_ROLLOUT}.name", None) == "vllm":
+        patches = Path(str(vllm.origin)).parent / "model_executor/model_loader/checkpoint_weight_patch.py"
+        if not patches.is_file():
+            problem = f"needs a vLLM with {patches.stem} (vLLM #50723), which neither 0.24 nor 0.27 has"
+            raise ConfigError(_BACKEND, backend, problem, "write nccl")
 
 
 def _check_attention(config: Mapping[str, Any]) -> None:

@@ -24,22 +24,16 @@ from seamless_verl.run.check_combinations import AGENT_LOOP, check_routing_repla
 from seamless_verl.run.check_machine import ADDRESS, cluster_address, model_configs
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# verl 0.9.1: `AdvantageEstimator` of trainer/ppo/core_algos.py (a contract test compares).
-ESTIMATORS = (
-    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
-    "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
-)  # fmt: skip
-UNSERVED = frozenset({"remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"})
-"""They need what verl 0.9.1's V1 trainer neither computes nor fetches, and fall over it after a whole rollout."""
-OF_ROWS = frozenset(ESTIMATORS) - UNSERVED - {"gae", "reinforce_plus_plus", "grpo"}
-"""They compare the rows of a prompt; for grpo verl takes one of each rollout (v1/utils.py)."""
-_ESTIMATOR = "algorithm.adv_estimator"
 _RUNNER, _KWARGS = "seamless.agent.runner", "seamless.agent.kwargs"
+_REWARDS = (
+    "reward.custom_reward_function.path", "reward.reward_manager.name", "reward.reward_manager.module.path",
+    "reward.reward_kwargs", "reward.sandbox_fusion.url",
+)  # fmt: skip
 _DEFAULT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
 
-def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None = None) -> None:
-    """Raise on a model, data file, agent or task that is missing or malformed; see `check_settings`.
+def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None = None) -> list[str]:
+    """Raise on a model, data file, agent or task that is missing or malformed; warnings: see `_told_of_rewards`.
 
     Whatever lies in ``pending`` is about to be built and is not looked at.
     """
@@ -52,6 +46,7 @@ def check_files(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Pa
     _check_curriculum(config, seamless, pending)
     check_rows(config, [Path(file).expanduser() for file in _tables(config, pending)])
     _check_amount(config, pending)
+    return _told_of_rewards(config, seamless, pending)
 
 
 def _tables(config: Mapping[str, Any], pending: Path | None) -> list[str]:
@@ -62,31 +57,6 @@ def _tables(config: Mapping[str, Any], pending: Path | None) -> list[str]:
 
 def _is_table_here(file: str, pending: Path | None) -> bool:
     return file.endswith(".parquet") and "://" not in file and not _is_below(file, pending)
-
-
-def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list[str]:
-    """verl looks it up after the first rollouts; others than its own may come from a plug-in of the user's.
-
-    Returns:
-        A warning, where rollouts may count more than once.
-
-    Raises:
-        ConfigError: it is misspelt, or verl's trainer would end over it.
-    """
-    name = str(value_of(config, _ESTIMATOR, "gae"))
-    near = difflib.get_close_matches(name, ESTIMATORS, n=1, cutoff=0.75)
-    if near and name not in ESTIMATORS:
-        raise ConfigError(_ESTIMATOR, name, "is none of verl's", f"did you mean {near[0]}?")
-    if name in UNSERVED:
-        fix = "write grpo, or use verl's old trainer: python -m verl.trainer.main_ppo trainer.use_v1=false"
-        raise ConfigError(_ESTIMATOR, name, "verl 0.9.1's V1 trainer does not compute what it needs", fix)
-    if name == "gae" and value_of(config, "critic.enable", None) is False:
-        fix = f"leave it out, or write {_ESTIMATOR}=grpo"
-        raise ConfigError("critic.enable", False, "gae needs the critic's values", fix)
-    if seamless.agent.runner is None or name not in OF_ROWS:
-        return []
-    told = f"compares rows of a prompt: a rollout of {_RUNNER} that left several (it forked or compacted its context)"
-    return [f"{_ESTIMATOR}={name} {told} weighs more (docs/limits.md); write grpo, or use agents that do neither"]
 
 
 def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
@@ -152,6 +122,27 @@ def _check_reward(config: Mapping[str, Any]) -> None:
         )
 
 
+def _told_of_rewards(config: Mapping[str, Any], seamless: SeamlessConfig, pending: Path | None) -> list[str]:
+    """A runner grades its attempts (`_output` of the agent loop), so verl's rewards are for rows of other loops only.
+
+    Raises:
+        ConfigError: there are no such rows, and GPUs would be kept for a reward model.
+    """
+    files = _plain_files(config, "train_files") + _plain_files(config, "val_files")
+    if seamless.agent.runner is None or not files or not all(_is_table_here(file, pending) for file in files):
+        return []
+    usual = {value_of(config, _DEFAULT_LOOP, None)}
+    if any((_loops(Path(file).expanduser()) or usual) != {AGENT_LOOP} for file in files):
+        return []
+    told = f"all rows of the data are graded by {_RUNNER}={seamless.agent.runner}"
+    key = "reward.reward_model.enable"
+    if value_of(config, key, False):
+        raise ConfigError(key, True, f"would keep GPUs for nothing: {told}", "write false")
+    found = {key: value_of(config, key, None) for key in _REWARDS}
+    unused = [f"{key}={value}" for key, value in found.items() if value and value != "naive"]  # verl's default manager
+    return [f"{', '.join(unused)}: not used, since {told}"] if unused else []
+
+
 def _file_of(path: str) -> Path | None:
     """verl's module path: a file, ``file://…`` or ``pkg://package.module``."""
     if path.startswith("pkg://"):
@@ -193,7 +184,7 @@ def _check_columns(config: Mapping[str, Any], seamless: SeamlessConfig, pending:
                 raise ConfigError(key, column, f"{file} has no such column", meant(column, columns))
     if seamless.agent.runner is None or not tables or value_of(config, _DEFAULT_LOOP, None) == AGENT_LOOP:
         return
-    if not any(_asks_for_agents(Path(file).expanduser()) for file in tables):
+    if not any(AGENT_LOOP in _loops(Path(file).expanduser()) for file in tables):
         problem = f"is never called: no row of {', '.join(tables)} has agent_name={AGENT_LOOP}"
         fix = f"add that column to the data, or write {_DEFAULT_LOOP}={AGENT_LOOP}"
         raise ConfigError(_RUNNER, seamless.agent.runner, problem, fix)
@@ -360,17 +351,17 @@ def check_rows(config: Mapping[str, Any], files: Iterable[Path]) -> None:
     try:
         check_routing_replay(config)
     except ConfigError:  # only then are the files worth reading
-        if any(_asks_for_agents(file) for file in files):
+        if any(AGENT_LOOP in _loops(file) for file in files):
             raise
 
 
-def _asks_for_agents(file: Path) -> bool:
+def _loops(file: Path) -> set[str | None]:
+    """Agent loops that rows name; empty: they do not say, and have the default."""
     import pyarrow.parquet as parquet
 
     if "agent_name" not in parquet.read_schema(file).names:
-        return False
-    names = parquet.read_table(file, columns=["agent_name"])["agent_name"].unique()
-    return AGENT_LOOP in names.to_pylist()
+        return set()
+    return set(parquet.read_table(file, columns=["agent_name"])["agent_name"].unique().to_pylist())
 
 
 def _plain_files(config: Mapping[str, Any], name: str) -> list[str]:

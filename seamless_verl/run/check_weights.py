@@ -1,4 +1,5 @@
-"""Refuses settings under which replicas must not have unlike weights (``seamless.weights.sync=rolling``)."""
+"""Refuses settings under which replicas must not have unlike weights (``seamless.weights.sync=rolling``), and adapters
+that would not reach them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from typing import Any
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
-from seamless_verl.run.check_combinations import MANAGER, replica_size
+from seamless_verl.run.check_combinations import MANAGER, replica_size, uses_adapter
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
+_MERGE = f"{_MODEL}.lora.merge"
 _KEY = "seamless.weights.sync"
 _QUANTISED = "what a quantised engine has cannot be compared with what is published"
 _FIX = f"or write {_KEY}=together"
@@ -43,6 +46,29 @@ def check_weights(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
         if value not in ours:
             raise ConfigError(key, value, problem, f"leave it out, {_FIX}")
     _check_replicas(config)
+
+
+def check_adapter(config: Mapping[str, Any], seamless: SeamlessConfig) -> None:
+    """An adapter that is not merged reaches the trainer's own replicas only, and one without a rank nobody.
+
+    verl 0.9.1 drops the adapter where weights are broadcast (``ActorRolloutRefWorker.update_weights``, verl #7495):
+    standalone replicas would sample the base model under fresh version numbers. Remove when it carries the adapter.
+    A replica that is started anew after its death gets the adapter only, on whatever its weights are then.
+    """
+    key = f"{_MODEL}.lora_adapter_path"
+    adapter = value_of(config, key, None)
+    if adapter is not None and not uses_adapter(config):
+        problem = "is not read without a rank, and verl would take the actor without an adapter for its reference"
+        raise ConfigError(key, adapter, problem, f"write {_MODEL}.lora_rank=… as the adapter has it, or leave it out")
+    if not uses_adapter(config) or value_of(config, _MERGE, False):
+        return
+    if value_of(config, f"{_ROLLOUT}.nnodes", 0):
+        problem = "replicas on GPUs of their own would sample the base model, since verl broadcasts no adapter"
+        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true, or let the trainer's GPUs generate alone")
+    load_format = str(value_of(config, f"{_ROLLOUT}.load_format", "dummy"))
+    if seamless.scheduler.policy is not None and "dummy" in load_format:
+        problem = "a replica that is started anew would put the adapter on random weights, unless it reads the model"
+        raise ConfigError(_MERGE, False, problem, f"write {_MERGE}=true or {_ROLLOUT}.load_format=safetensors")
 
 
 def _check_replicas(config: Mapping[str, Any]) -> None:

@@ -14,8 +14,8 @@ from seamless_verl.checked import value_of
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
-from seamless_verl.run import check_batches, check_combinations, check_gpu_memory, check_machine, check_references
-from seamless_verl.run.check_weights import check_weights
+from seamless_verl.run import check_batches, check_combinations, check_gpu_memory, check_machine
+from seamless_verl.run.check_weights import check_adapter, check_weights
 
 
 def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine: Machine) -> list[str]:
@@ -38,12 +38,12 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     check_machine.check_cluster(value_of(config, check_machine.RAY_INIT, None) or {})
     if value_of(config, "actor_rollout_ref.rollout.name", None) is None:
         raise ConfigError("actor_rollout_ref.rollout.name", "null", "is not set", "write vllm")
-    warnings = check_references.check_estimator(config, seamless)
+    warnings = check_batches.check_estimator(config, seamless)
     if config["trainer"]["v1"]["trainer_mode"] == "seamless":
         check_combinations.check_layout(config, seamless)
         check_batches.check_batches(config)
         warnings += check_batches.check_schedules(config)
-        check_combinations.check_adapter(config, seamless)
+        check_adapter(config, seamless)
         check_combinations.check_engine(config, seamless)
         check_weights(config, seamless)
         warnings += check_combinations.told_of_sampler(config, seamless.staleness)

@@ -20,8 +20,11 @@ from seamless_verl.run.check_references import check_files
 _KEY = "seamless.assets.module"
 
 
-def find_or_build(config: DictConfig, seamless: SeamlessConfig) -> None:
+def find_or_build(config: DictConfig, seamless: SeamlessConfig) -> list[str]:
     """Check what the configuration names; a recipe's model and data are built where they are missing.
+
+    Returns:
+        Warnings.
 
     Raises:
         ConfigError: something is missing or malformed, or could not be built.
@@ -32,10 +35,11 @@ def find_or_build(config: DictConfig, seamless: SeamlessConfig) -> None:
         folder = _folder(seamless.assets.module, seamless.assets.cache)
         config.seamless.assets.dir = str(folder)
         pending = None if folder.is_dir() else folder
-    check_files(plain(config), seamless, pending)
+    warnings = check_files(plain(config), seamless, pending)
     if pending is not None:
         _build(str(seamless.assets.module), seamless.assets.cache, pending)
-        check_files(plain(config), seamless)
+        warnings = check_files(plain(config), seamless)
+    return warnings
 
 
 def _folder(module: str, cache: str | None) -> Path:

@@ -43,7 +43,7 @@ def on_machine(tmp_path, monkeypatch, capsys):
 
     sizes = ("memory_available", "memory_total", "disk_free", "shared_memory_free")
     monkeypatch.setattr(check_machine, "is_installed", lambda module: True)
-    monkeypatch.setattr(command, "find_or_build", lambda config, seamless: None)
+    monkeypatch.setattr(command, "find_or_build", lambda config, seamless: [])
     monkeypatch.setattr(command, "run_trainer", lambda *_: 0)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; so it is taken back afterwards
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # no cluster

@@ -275,6 +275,7 @@ def test_a_folder_is_its_runs_from_the_checks_to_the_end_of_its_last_life(on_mac
     def again(config, seamless):
         with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*belongs to a run that is still going"):
             ours._run_one(config, None, 0.0, [])
+        return []
 
     def life(run_dir, *_):
         owners.append((run_dir / "pid").read_text())

@@ -6,6 +6,7 @@ go. ``SEAMLESS_VERL=CHECKOUT pytest tests/contract`` runs these tests against an
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import itertools
@@ -15,9 +16,8 @@ import types
 import numpy as np
 import pytest
 
-from seamless_verl.run.check_batches import _CRITICS_TOKENS
+from seamless_verl.run.check_batches import _CRITICS_TOKENS, ESTIMATORS
 from seamless_verl.run.check_combinations import uses_critic
-from seamless_verl.run.check_references import ESTIMATORS
 from tests.contract.moved import users
 
 pytestmark = [
@@ -466,6 +466,49 @@ def test_a_mini_batch_makes_verls_own_calls_in_verls_order():
         ours += parts.get(call, [call])
     assert ours[: len(verls)] == verls
     assert [call for call in ours[len(verls) :] if not call.startswith("if ")] == []
+
+
+def test_a_critic_keeps_its_adapter_where_the_reference_is_the_actor_without_its_own(monkeypatch):
+    """verl 0.9.1 leaves ``no_lora_adapter`` in the batch, and `infer_batch` of any worker obeys it. `_step_once` takes
+    it out, until verl's `_compute_ref_log_prob` does."""
+    import torch
+    import verl.trainer.ppo.v1  # noqa: F401  (first, as in a run: it loads our trainer)
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1 import trainer_base
+
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
+
+    told = {}
+
+    def hears(name, then=None):
+        def work(batch):
+            told[name] = dict(batch.extra_info)
+            if then is not None:
+                raise then
+            return batch
+
+        return work
+
+    ones = torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged)
+    stored = TensorDict({"log_probs": ones, "response_mask": ones}, batch_size=1)
+    monkeypatch.setattr(trainer_base.tq, "kv_batch_get", lambda **_: stored)
+    monkeypatch.setattr(trainer_base.tq, "kv_batch_put", lambda **_: None)
+    batch = KVBatchMeta(partition_id="train", keys=["p_0_0"], tags=[{}], extra_info={})
+    trainer = object.__new__(SeamlessTrainer)
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 1.0}}})
+    trainer.flight = types.SimpleNamespace(phase=lambda _: contextlib.nullcontext())
+    trainer.reward_loop_manager = types.SimpleNamespace(reward_loop_worker_handles=[])
+    trainer._sample = lambda metrics, count: batch
+    trainer._balanced = trainer._audited_old_log_prob = lambda batch, metrics: batch
+    trainer.use_reference_policy = trainer.ref_in_actor = trainer.use_critic = True
+    trainer.actor_rollout_wg = types.SimpleNamespace(compute_log_prob=hears("reference"))
+    trainer.critic_wg = types.SimpleNamespace(infer_batch=hears("critic", then=InterruptedError()))
+    with pytest.raises(InterruptedError):
+        trainer._step_once({}, {}, 1)
+    assert told["reference"]["no_lora_adapter"] is True
+    assert "no_lora_adapter" not in told["critic"]
 
 
 def _balancing_trainer(ranks, mini_batch, critic_mini_batch=None, critic_ranks=1):

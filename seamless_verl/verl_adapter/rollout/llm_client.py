@@ -99,7 +99,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         request_log.name(request_id)  # before it is placed: a session that ends first tells the router so
         prompt_ids = normalize_token_ids(prompt_ids)
         partial = PartialGeneration(
-            self._with_budget(sampling_params, len(prompt_ids)), decode, moves_grammars=self._is_vllm
+            self._with_budget(sampling_params, len(prompt_ids)), decode, moves_grammars=self._rollout("name") == "vllm"
         )
         group = request_log.group_of(request_id)
         if self._oldest_first and not kwargs.get("priority"):  # verl's single_turn_agent says 0, which is none
@@ -244,9 +244,10 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         return value
 
     @property
-    def _is_vllm(self) -> bool:
-        """Its engine process loads our plug-in (`vllm_grammar`), and it can end a single request."""
-        return self._rollout("name") == "vllm"
+    def _is_ours(self) -> bool:
+        """Servers of ours can end a single request and hand answers over in parts; where prefill and decode are apart
+        verl starts its own. The engine processes of both load our plug-in (`vllm_grammar`)."""
+        return self._rollout("name") == "vllm" and not self._rollout("disaggregation.enabled")
 
     @property
     def _oldest_first(self) -> bool:
@@ -265,7 +266,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         Nobody but a trainer that outlives replicas, or a journal, has a use for them before; and which experts made
         them is not known before.
         """
-        is_useful = self._is_vllm and (is_journalled or self._outlives_replicas)
+        is_useful = self._is_ours and (is_journalled or self._outlives_replicas)
         if not is_useful or self._rollout("enable_rollout_routing_replay"):
             return 0
         return int(OmegaConf.select(self.config, "seamless.supervise.tokens_at_risk") or 0)
@@ -284,7 +285,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
 
         def abort() -> None:
-            if self._is_vllm and call.server is not None and call.engine_name:
+            if self._is_ours and call.server is not None and call.engine_name:
                 call.server.abort_request.remote(call.engine_name, reset_prefix_cache=False)
 
         try:

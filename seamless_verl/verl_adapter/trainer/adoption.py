@@ -11,18 +11,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.machine import WEIGHTS, survey
-from seamless_verl.run.check_batches import check_batches, check_lengths, check_schedules, check_sequences
-from seamless_verl.run.check_combinations import (
-    MANAGER,
-    check_adapter,
-    check_engine,
-    has_own_sampler,
-    told_of_sampler,
-)
+from seamless_verl.run import check_batches
+from seamless_verl.run.check_combinations import MANAGER, check_engine, has_own_sampler, told_of_sampler
 from seamless_verl.run.check_gpu_memory import check_memory
 from seamless_verl.run.check_machine import check_packages
-from seamless_verl.run.check_references import check_estimator
-from seamless_verl.run.check_weights import check_weights
+from seamless_verl.run.check_weights import check_adapter, check_weights
 from seamless_verl.run.recipe_assets import plain
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.scheduling.declaration import with_policy
@@ -106,13 +99,14 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
         ConfigError: key, value and fix, before a worker has been started.
     """
     settings, machine = plain(config), survey(Path.cwd())
-    check_sequences(settings)
-    check_batches(settings)
+    check_batches.check_sequences(settings)
+    check_batches.check_batches(settings)
     check_weights(settings, seamless)
     check_adapter(settings, seamless)
     check_packages(settings, seamless, machine)
-    warnings = check_lengths(settings) + check_estimator(settings, seamless) + check_schedules(settings)
-    warnings += told_of_sampler(settings, seamless.staleness) + check_memory(settings, machine)
+    warnings = check_batches.check_lengths(settings) + check_batches.check_estimator(settings, seamless)
+    warnings += check_batches.check_schedules(settings) + told_of_sampler(settings, seamless.staleness)
+    warnings += check_memory(settings, machine)
     for warning in warnings:
         _log.warning("%s", warning)
 

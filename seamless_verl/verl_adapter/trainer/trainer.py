@@ -225,6 +225,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         if self.use_reference_policy:
             with marked_timer("ref", timing_raw, color="olive"), phase(Phase.REF_LOG_PROB):
                 batch = self._compute_ref_log_prob(batch, metrics=metrics)
+                batch.extra_info.pop("no_lora_adapter", None)  # or the critic goes without its own, under verl 0.9.1
         if self.use_critic:
             with marked_timer("values", timing_raw, color="cyan"), phase(Phase.VALUES):
                 batch = self._compute_values(batch, metrics=metrics)
@@ -347,8 +348,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         **kwargs: Any,
     ) -> dict[str, float]:
         wanted = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
-        step, infos = self.global_steps, reward_extra_infos_dict
-        report_validation(self.reporter, step, wanted, data_sources, sample_uids, infos)
+        report_validation(self.reporter, self.global_steps, wanted, data_sources, sample_uids, reward_extra_infos_dict)
         return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
 
     # ---------------------------------------------------------------- validation, verl's own switch

@@ -160,7 +160,7 @@ def renew_group(worker: Any, generation: int) -> None:
     """
     for engine in _checkpoint_engines(worker):
         name = getattr(engine, "group_name", None)
-        if name is None:  # its peers find each other anew in each transfer
+        if name is None:  # its peers find each other anew in each transfer (not kimi's: `_check_lending`)
             continue
         _abort(engine)
         collective = _collective()

@@ -288,3 +288,6 @@ def test_what_is_filled_in_reaches_the_rollout_workers_without_keys_of_ours():
     assert lent._tokens_at_risk(is_journalled=False) == SeamlessConfig().supervise.tokens_at_risk
     assert client("+seamless.supervise.tokens_at_risk=7")._tokens_at_risk(is_journalled=False) == 7
     assert not client("actor_rollout_ref.rollout.nnodes=1")._outlives_replicas
+    apart = [f"actor_rollout_ref.rollout.{key}" for key in ("nnodes=1", "disaggregation.enabled=true")]
+    assert client(*apart)._tokens_at_risk(is_journalled=True) == 0, "verl's own servers hand nothing over in parts"
+    assert client(apart[0])._tokens_at_risk(is_journalled=True) > 0

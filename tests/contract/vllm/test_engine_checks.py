@@ -25,6 +25,10 @@ LENDS = [MIXED, "seamless.scheduler.policy=predictive"]
 AGENTS = f"{ROLLOUT}.agent.default_agent_loop=seamless_agent"
 R3_ON = f"{ROLLOUT}.enable_rollout_routing_replay=true"
 R3_MODE = "actor_rollout_ref.actor.megatron.router_replay.mode"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+R2 = ["model_engine=megatron", f"{R3_MODE}=R2"]
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+A3PO = ["seamless.staleness.correction=a3po", f"{ROLLOUT}.calculate_log_probs=true"]
 REFUSED: list[tuple[list[str], str, Any, str]] = [
     ([*LENDS, f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name", "sglang", "scheduler.policy out"),
     ([*LENDS, f"{ROLLOUT}.disaggregation.enabled=true"], f"{ROLLOUT}.disaggregation.enabled", True, "write false"),
@@ -35,6 +39,10 @@ REFUSED: list[tuple[list[str], str, Any, str]] = [
         4,
         "write 1 and more replicas",
     ),
+    *(
+        ([*LENDS, f"{BACKEND}={name}"], BACKEND, name, "write nccl, or leave seamless.scheduler.policy out")
+        for name in ("kimi_ckpt_engine", "delta_sharded")
+    ),
     (
         [MIXED, "seamless.staleness.stuck=truncate", f"{ROLLOUT}.disaggregation.enabled=true"],
         "seamless.staleness.stuck",
@@ -43,17 +51,21 @@ REFUSED: list[tuple[list[str], str, Any, str]] = [
     ),
     ([MIXED, AGENTS, R3_ON], f"{ROLLOUT}.enable_rollout_routing_replay", True, "write false"),
     ([MIXED, "model_engine=megatron", AGENTS, f"{R3_MODE}=R3"], R3_MODE, "R3", "write R2 or disabled"),
+    ([MIXED, *R2, f"{BYPASS}=true"], R3_MODE, "R2", f"write disabled, or {BYPASS}=false"),
+    ([MIXED, *R2, *A3PO], R3_MODE, "R2", "another seamless.staleness.correction than a3po"),
 ]
 ALLOWED = [
     [MIXED, f"{ROLLOUT}.name=sglang"],
     [MIXED, f"{ROLLOUT}.data_parallel_size=2"],
     [*LENDS, f"{ROLLOUT}.name=vllm"],
+    [*LENDS, f"{BACKEND}=nixl"],
+    [MIXED, f"{BACKEND}=kimi_ckpt_engine"],
     [MIXED, R3_ON],  # verl's own agent loops carry the routes
-    [MIXED, "model_engine=megatron", AGENTS, f"{R3_MODE}=R2"],
+    [MIXED, *R2, AGENTS],
 ]
 
 
-@pytest.mark.parametrize(("overrides", "key", "value", "fix"), REFUSED, ids=[f"{r[1]}={r[2]}" for r in REFUSED])
+@pytest.mark.parametrize(("overrides", "key", "value", "fix"), REFUSED, ids=[f"{r[1]}={r[2]}: {r[3]}" for r in REFUSED])
 def test_what_the_engine_cannot_do_is_refused_by_name(overrides: list[str], key: str, value: Any, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         adopted(f"{ROLLOUT}.name=vllm", *overrides)

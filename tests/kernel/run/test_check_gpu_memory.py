@@ -150,6 +150,11 @@ def test_two_published_versions_must_fit_into_shared_memory(check):
     fp32 = {**cpu, f"{ROLLOUT}.dtype": "float32"}
     with pytest.raises(ConfigError, match=r"take 61\.3 GiB"):
         check(fp32, shared=31 * GIB)
+    uncast = {**cpu, f"{ROLLOUT}.dtype": "auto"}
+    with pytest.raises(ConfigError, match=r"take 61\.3 GiB"):
+        check(uncast, shared=31 * GIB)
+    assert check({**uncast, f"{ACTOR}.model_dtype": "bf16"}, shared=31 * GIB) == []
+    assert check({**uncast, ACTOR: {}}, shared=31 * GIB) == [], "Megatron's are two bytes each"
     (warning,) = check({**cpu, "ray_kwargs.ray_init.address": "10.0.0.1:6379"})
     assert warning.startswith("if the cluster's machines are as this one:")
     assert check({"trainer.device": "cpu"}, shared=0) == []

@@ -10,7 +10,8 @@ import pytest
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
-from seamless_verl.run.check_references import check_estimator, task_at
+from seamless_verl.run.check_batches import check_estimator
+from seamless_verl.run.check_references import task_at
 from tests.kernel.run.test_preflight import check, config
 
 NO_CLASS = 7
@@ -175,6 +176,39 @@ def test_a_runner_that_no_row_asks_for_is_refused(tmp_path):
     check(default, agent=AGENT)
 
 
+def graded(tmp_path, reward, *rows):
+    return data(tmp_path, *rows) | {"reward": reward}
+
+
+@pytest.mark.parametrize(
+    ("reward", "key"),
+    [
+        ({"custom_reward_function": {"path": "pkg://seamless_verl.recipes.arithmetic.reward"}}, "function.path=pkg:"),
+        ({"reward_manager": {"name": "dapo"}}, "manager.name=dapo"),
+        ({"reward_manager": {"module": {"path": "mine.py"}}}, "manager.module.path=mine.py"),
+        ({"reward_kwargs": {"overlong_buffer_cfg": {"enable": True}}}, "reward.reward_kwargs={'overlong"),
+        ({"sandbox_fusion": {"url": "http://sandbox"}}, "sandbox_fusion.url=http:"),
+    ],
+)
+def test_a_reward_that_nobody_computes_is_told(tmp_path, reward, key):
+    function = reward.get("custom_reward_function")
+    if function:
+        function["name"] = "compute_score"
+    (told,) = check(graded(tmp_path, reward, ROW), agent=AGENT)
+    assert key in told
+    assert f"graded by seamless.agent.runner={AGENT['runner']}" in told
+    assert check(graded(tmp_path, reward, ROW, {**ROW, "agent_name": "single_turn_agent"}), agent=AGENT) == []
+    assert check(graded(tmp_path, reward, ROW)) == []
+
+
+def test_a_reward_model_that_nobody_asks_is_refused(tmp_path):
+    judge = {"reward_model": {"enable": True, "enable_resource_pool": True}, "reward_manager": {"name": "naive"}}
+    with pytest.raises(ConfigError, match=r"reward_model\.enable=True: would keep GPUs for nothing.*Fix: write false"):
+        check(graded(tmp_path, judge, ROW), agent=AGENT)
+    check(graded(tmp_path, judge, ROW, {**ROW, "agent_name": "single_turn_agent"}), agent=AGENT)
+    assert check(graded(tmp_path, {"reward_manager": {"name": "naive"}}, ROW), agent=AGENT) == []
+
+
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     (tmp_path / "train.parquet").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"train\.parquet: cannot be read as parquet"):
@@ -257,12 +291,30 @@ def test_an_estimator_that_verls_trainer_falls_over_is_refused(estimator):
         check(config(algorithm__adv_estimator=estimator))
 
 
+def test_resampled_rows_are_refused_where_verls_trainer_would_mix_them_up():
+    with pytest.raises(ConfigError, match=r"algorithm\.use_pf_ppo=True: .* Fix: write false"):
+        check(config(algorithm={"adv_estimator": "gae", "use_pf_ppo": True}))
+    check(config(algorithm={"adv_estimator": "grpo", "use_pf_ppo": True}))  # verl reads it for gae only
+
+
+@pytest.mark.parametrize("estimator", ["rloo_vectorized", "grpo_passk"])
+def test_an_estimator_that_compares_rollouts_is_refused_with_one_per_prompt(estimator):
+    changed = config(algorithm__adv_estimator=estimator, actor_rollout_ref__rollout__n=1)
+    with pytest.raises(ConfigError, match=r"rollout\.n=1: .*Fix: write 2 or more, or .*=rloo"):
+        check(changed)
+    del changed["actor_rollout_ref"]["rollout"]["n"]  # verl's default
+    with pytest.raises(ConfigError, match=r"rollout\.n=1: "):
+        check_estimator(changed, SeamlessConfig())
+    check(config(algorithm__adv_estimator="rloo", actor_rollout_ref__rollout__n=1))
+
+
 @pytest.mark.parametrize("estimator", ["rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"])
 def test_where_agents_may_fork_an_estimator_that_counts_rows_is_told(estimator):
     forking, plain = SeamlessConfig.from_mapping({"agent": AGENT}), SeamlessConfig.from_mapping({})
     (told,) = check_estimator(config(algorithm__adv_estimator=estimator), forking)
     assert f"adv_estimator={estimator} compares rows" in told
     assert "write grpo" in told
+    assert ("ties with itself" in told) == (estimator == "grpo_passk")
     assert check_estimator(config(algorithm__adv_estimator=estimator), plain) == []
     for other in ("grpo", "gae", "reinforce_plus_plus", "my_own"):
         assert check_estimator(config(algorithm__adv_estimator=other), forking) == []

@@ -19,6 +19,7 @@ DYNAMIC = {"ppo_mini_batch_size": 8, "use_dynamic_bsz": True, "ppo_max_token_len
 SHARED = {"ppo_mini_batch_size": 8, "ulysses_sequence_parallel_size": 2}
 ROLLOUT, REF, MICRO = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu"
 REFERENCE = {"actor_rollout_ref__actor__use_kl_loss": True}
+ADAPTER = {"path": "Qwen/Qwen3-8B", "lora_adapter_path": "/a", "lora_rank": 8, "lora": {"merge": True}}
 BYPASSED = {"algorithm__rollout_correction": {"bypass_mode": True}}
 ELSEWHERE = "203.0.113.7"  # kept for documentation: no machine has it
 MACHINE = Machine(
@@ -70,8 +71,7 @@ def config(**changes):
 def check(changed, machine=MACHINE, **seamless):
     settings = SeamlessConfig.from_mapping(seamless)
     warnings = preflight.check_settings(changed, settings, machine)
-    check_references.check_files(changed, settings)
-    return warnings
+    return warnings + check_references.check_files(changed, settings)
 
 
 def test_a_sound_configuration_passes():
@@ -282,7 +282,7 @@ def test_batches_that_verl_divides_without_padding_are_not_refused(changes):
         # Nobody computes these: log-probs are copied, a reference is not asked for, or is the actor itself.
         dict(**BYPASSED, actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu=128),
         dict(actor_rollout_ref__ref={MICRO: 128}),
-        dict(**REFERENCE, actor_rollout_ref__model__lora_adapter_path="/a", actor_rollout_ref__ref={MICRO: 128}),
+        dict(**REFERENCE, actor_rollout_ref__model=ADAPTER, actor_rollout_ref__ref={MICRO: 128}),
         # verl's V1 trainer does not read these two.
         dict(algorithm__adv_estimator="gae", critic__use_dynamic_bsz=True, critic__ppo_max_token_len_per_gpu=1023),
     ],

@@ -1,6 +1,7 @@
 """Settings of verl that start and then train on the wrong thing, and packages that a GPU run would miss."""
 
 import copy
+import sys
 
 import pytest
 
@@ -74,6 +75,14 @@ def test_an_unmerged_adapter_is_refused_where_replicas_have_gpus_of_their_own(in
     check({f"{MODEL}.{rank}": 16, "trainer.v1.trainer_mode": "separate_async"})  # verl's own; not ours to refuse
 
 
+def test_an_adapter_is_refused_where_no_rank_says_that_there_is_one(installed):
+    named = {f"{MODEL}.lora_adapter_path": "/adapter", f"{MODEL}.lora.merge": True}
+    with pytest.raises(ConfigError, match=r"Fix: write actor_rollout_ref\.model\.lora_rank=") as refused:
+        check(named)
+    assert (refused.value.key, refused.value.value) == (f"{MODEL}.lora_adapter_path", "/adapter")
+    check({**named, f"{MODEL}.lora_rank": 16})
+
+
 def test_the_trainers_own_replicas_get_adapters_and_one_that_is_started_anew_needs_the_model_below(installed):
     alone = {f"{MODEL}.lora_rank": 16, f"{ROLLOUT}.nnodes": 0, f"{ROLLOUT}.n_gpus_per_node": 0}
     check({**alone, f"{ROLLOUT}.load_format": "safetensors"}, scheduler={"policy": "colocated"})
@@ -93,7 +102,21 @@ def test_a_checkpoint_engine_that_cannot_be_imported_is_refused(installed, backe
     assert str(refused.value.value).startswith("nccl" if backend == "naive" else backend)
     assert "install" in refused.value.fix
     installed.add(missing)
-    check({f"{ROLLOUT}.checkpoint_engine.backend": backend})
+    name = "sglang" if backend == "delta_sharded" else "vllm"
+    check({f"{ROLLOUT}.checkpoint_engine.backend": backend, f"{ROLLOUT}.name": name})
+
+
+def test_only_changes_of_weights_are_refused_with_a_vllm_that_cannot_apply_them(installed, tmp_path, monkeypatch):
+    asked = {f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"}
+    loader = tmp_path / "vllm" / "model_executor" / "model_loader"
+    loader.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(ConfigError, match=r"backend=delta_sharded: needs a vLLM with checkpoint_weight_patch.*nccl"):
+        check(asked)
+    (loader / "checkpoint_weight_patch.py").touch()
+    check(asked)
 
 
 def test_what_needs_no_such_package_is_not_refused(installed):
