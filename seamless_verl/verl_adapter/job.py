@@ -36,7 +36,7 @@ _DYING_S = 30.0  # until Ray notices that the controller of this run's last life
 
 
 class StartUp:
-    """Seconds from the user's command to now, by part."""
+    """Seconds from the user's command, or from the last restart, to now, by part."""
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
@@ -306,7 +306,7 @@ def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> Non
     summary = summarize(
         steps,
         read_records(run_dir / VALIDATION),
-        wall_s=round(time.time() - start_up.started_at, 2),
+        wall_s=round(time.time() - float(os.environ.get("SEAMLESS_COMMAND_AT", start_up.started_at)), 2),
         time_to_first_step_s=round((trainer.first_step_at or time.time()) - start_up.started_at, 2),
         start_up_s=start_up.parts,
     )
