@@ -805,6 +805,20 @@ def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leav
     assert found == {"code": ("passed", 0.5, 2), "math": ("reward", 0.375, 2)}
 
 
+def test_tasks_of_one_name_are_told_apart_and_their_gain_is_no_paired_one():
+    from seamless_verl.observe.reporter import as_record
+    from seamless_verl.observe.summary import _gain
+    from seamless_verl.verl_adapter.trainer.step_report import validation_report
+
+    sources, infos = ["s"] * 4 + ["t"], {"task_id": ["/0", "/0", "/0", "/1", "/0"], "reward": [1.0, 0.0, 0.0, 0.5, 1.0]}
+    before, other = map(as_record, validation_report(1, sources, ["u0", "u0", "u1", "u2", "u3"], infos))
+    assert (before["tasks"], before["rollouts"], before["mean"]) == (3, 4, pytest.approx(1 / 3))
+    assert other["task_means"] == {"/0": 1.0}
+    after, _ = map(as_record, validation_report(2, sources, ["v0", "v0", "v1", "v2", "v3"], infos))
+    assert (_gain(before, after).mean, _gain(before, after).tasks) == (0.0, 3)
+    assert _gain(before, after).high > 0, "an interval of paired differences would be 0"
+
+
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():
     from seamless_verl.verl_adapter.trainer import step_report
 
