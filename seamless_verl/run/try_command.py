@@ -126,7 +126,7 @@ def _run(parsed: argparse.Namespace, scratch: Path) -> int:
     find_or_build(config, seamless)
     plain: Any = OmegaConf.to_container(config, resolve=True)
     name, task = task_at(plain, parsed.task, validation=parsed.validation)
-    print(f"task {name}: {json.dumps(task, ensure_ascii=False)[:2000]}", flush=True)
+    print(f"task {name}: {json.dumps(task, ensure_ascii=False, default=str)[:2000]}", flush=True)
     with _engine(parsed, plain, scratch) as (url, served):
         proxy = _proxy_config(parsed, plain, seamless, url, served, scratch / "recorded")
         tried = asyncio.run(_try(proxy, seamless, task, _sampling(plain, parsed.validation), plain, scratch))
