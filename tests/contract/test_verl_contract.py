@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import inspect
 import itertools
+import json
 import types
 
 import numpy as np
@@ -16,7 +17,9 @@ import pytest
 
 from seamless_verl.run.check_batches import _CRITICS_TOKENS
 from seamless_verl.run.check_combinations import uses_critic
+from seamless_verl.run.check_machine import _TRACKERS
 from seamless_verl.run.check_references import ESTIMATORS
+from seamless_verl.verl_adapter import job
 from tests.contract.moved import users
 
 pytestmark = [
@@ -265,6 +268,27 @@ def test_the_plug_in_registers_trainer_agent_loop_and_platform():
     module, _, name = target.rpartition(".")
     assert inspect.isclass(getattr(importlib.import_module(module), name))
     assert get_platform().device_name == "cpu"
+
+
+def test_the_trackers_that_we_look_for_are_verls():
+    from verl.utils.tracking import Tracking
+
+    assert set(_TRACKERS) == {*Tracking.supported_backend, "tracking"}
+
+
+def test_each_life_of_a_run_has_a_file_of_its_own_for_verls_file_logger(tmp_path, monkeypatch):
+    """verl 0.9.1 opens it for writing anew."""
+    from verl.utils.tracking import FileLogger
+
+    for number in (1, 2):
+        monkeypatch.setattr(job.os, "environ", {})
+        job._name_logger_file(tmp_path)
+        FileLogger("project", "experiment").log({"life": number}, step=7)
+    logs = [json.loads((tmp_path / f"logger-{number}.jsonl").read_text()) for number in (1, 2)]
+    assert [log["data"]["life"] for log in logs] == [1, 2]
+    monkeypatch.setattr(job.os, "environ", {"VERL_FILE_LOGGER_ROOT": str(tmp_path)})
+    job._name_logger_file(tmp_path)
+    assert FileLogger("project", "experiment").filepath == f"{tmp_path}/project/experiment.jsonl"
 
 
 def test_the_estimators_are_verls():
