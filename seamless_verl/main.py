@@ -134,7 +134,8 @@ def _run_in(
     origin = "" if folder.is_relative_to(run_dir) else f" from {folder}"
     (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
     _say(f"continuing {run_dir}{origin}" if resumed else f"run folder: {run_dir}")
-    environment: dict[str, str | None] = {"SEAMLESS_STARTED_AT": repr(started), **trainer_environment(plain(config))}
+    times = dict.fromkeys(("SEAMLESS_COMMAND_AT", "SEAMLESS_STARTED_AT"), repr(started))
+    environment: dict[str, str | None] = {**times, **trainer_environment(plain(config))}
     on_cpu = config.trainer.device == "cpu"
     if (cluster := _cluster(config)) is not None:
         environment[check_machine.VARIABLE] = cluster
@@ -176,7 +177,7 @@ def _run_with_restarts(
                 _say(verdict.reason, sys.stderr)
             return visible(code)
         _say(f"{verdict.reason}, from {'the last checkpoint' if has_checkpoint else 'the beginning'}", sys.stderr)
-        environment["SEAMLESS_STARTED_AT"] = repr(time.time())
+        environment["SEAMLESS_STARTED_AT"] = repr(time.time())  # of this life; the command's start stays
 
 
 @contextmanager

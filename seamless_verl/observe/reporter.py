@@ -17,7 +17,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -162,12 +164,14 @@ class Reporter:
     """Args:
     folder: run folder, or ``None`` to print only.
     stream: where lines for people go.
+    clock: tells how long steps take with what lies between them, as validation.
     """
 
-    def __init__(self, folder: Path | None, stream: TextIO) -> None:
+    def __init__(self, folder: Path | None, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._stream = stream
-        self._step_seconds: list[float] = []
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=11)  # of the last steps
         self._alternation = Alternation()
 
     @classmethod
@@ -175,9 +179,9 @@ class Reporter:
         return cls(Path(run_dir) if run_dir else None, sys.stdout)
 
     def step(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
-        self._step_seconds.append(report.step_s)
-        recent = self._step_seconds[-10:]
-        remaining = (report.total_steps - report.step) * sum(recent) / len(recent)
+        self._ends.append(self._clock())
+        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else report.step_s
+        remaining = (report.total_steps - report.step) * each
         self._append(STEPS, as_record(report))
         numbers = {key: _number(value) for key, value in metrics.items() if _is_number(value)}
         self._append(METRICS, {"step": report.step, **numbers})

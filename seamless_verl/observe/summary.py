@@ -93,8 +93,8 @@ def summarize(
         steps: records of ``steps.jsonl``; where a resumed run repeated a step, the last record counts, but
             violations of all do: a step that an audit ended is repeated when the run is resumed.
         validations: records of ``validation.jsonl``.
-        wall_s: seconds from the command to now (of this process, if the run was resumed).
-        time_to_first_step_s: seconds from the command to the beginning of the first training step.
+        wall_s: seconds from the command to now, with its restarts (of the last command, if the run was resumed).
+        time_to_first_step_s: seconds from the command, or the last restart, to the beginning of the first step after.
         start_up_s: the parts of the start, in seconds.
     """
     latest = list({record["step"]: record for record in steps}.values())

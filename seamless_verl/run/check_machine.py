@@ -22,7 +22,7 @@ import psutil
 
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.errors import ConfigError, MachineError, meant
 from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
 
 RAY_INIT = "ray_kwargs.ray_init"
@@ -50,6 +50,10 @@ _MODULES = {
 """What verl 0.9.1's checkpoint engines import, by backend. Without it verl leaves the backend unregistered and says so
 when the trainer's workers have loaded the model (``CheckpointEngineRegistry.get``)."""
 
+_TRACKERS = {
+    name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")
+} | {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform", "console": "", "file": ""}
+"""What verl 0.9.1's ``Tracking`` imports, by name (a contract test compares)."""
 _WANDB = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_DISABLED")
 _WANDB_SETTINGS = ("wandb/settings", "~/.config/wandb/settings")  # may say offline, or hold the key
 
@@ -291,13 +295,19 @@ def check_packages(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
 
 
 def check_tracker(config: Mapping[str, Any]) -> None:
-    """Raise where wandb, which verl's default ``trainer.logger`` names, would ask for a key that nobody can type.
-
-    It asks when all models are loaded (verl 0.9.1: ``PPOTrainer.fit``), and the trainer has no terminal.
+    """Raise on a tracker that verl does not know, or whose package is missing: it looks when all models are loaded
+    (verl 0.9.1: ``PPOTrainer.fit``); and where wandb would ask for a key that nobody can type, without a terminal.
     """
-    loggers = value_of(config, "trainer.logger", None) or []
+    given = value_of(config, "trainer.logger", None) or []
+    loggers = [given] if isinstance(given, str) else given
+    for name in loggers:
+        if name not in _TRACKERS:
+            raise ConfigError("trainer.logger", name, "is none of verl's trackers", meant(str(name), _TRACKERS))
+        if (module := _TRACKERS[name]) and not is_installed(module):
+            fix = f"install it (pip install {module}), or leave {name} out"
+            raise ConfigError("trainer.logger", name, f"needs {module}, which is not installed", fix)
     environment = {**os.environ, **(value_of(config, f"{RAY_INIT}.runtime_env.env_vars", None) or {})}
-    if "wandb" not in ([loggers] if isinstance(loggers, str) else loggers) or any(map(environment.get, _WANDB)):
+    if not {"wandb", "tracking"} & set(loggers) or any(map(environment.get, _WANDB)):
         return
     host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     for netrc in (environment.get("NETRC") or "~/.netrc", "~/_netrc"):

@@ -326,11 +326,9 @@ def task_at(config: Mapping[str, Any], number: int, *, validation: bool) -> tupl
     Raises:
         ConfigError: there is no such row, or it asks for another agent loop, or has no task.
     """
-    import pyarrow.parquet as parquet
-
     files, before = _files(config, "val_files" if validation else "train_files"), 0
     for file in files:
-        table = parquet.read_table(Path(file).expanduser())
+        table = _table(file)
         if 0 <= number - before < table.num_rows:
             row = table.slice(number - before, 1).to_pylist()[0]
             loop = row.get("agent_name") or value_of(config, _DEFAULT_LOOP, None)
@@ -340,6 +338,18 @@ def task_at(config: Mapping[str, Any], number: int, *, validation: bool) -> tupl
             return f"{extra.get('split', '')}/{extra.get('index', number)}", _task_of(row, file)
         before += table.num_rows
     raise ConfigError("--task", number, f"{', '.join(files)}: {before} rows", f"write 0 to {before - 1}")
+
+
+def _table(file: str) -> Any:
+    """A data file's rows, as verl reads them."""
+    path = Path(file).expanduser()
+    try:
+        if file.endswith(".parquet"):
+            return importlib.import_module("pyarrow.parquet").read_table(path)
+        return importlib.import_module("datasets").load_dataset("json", data_files=str(path), split="train").data
+    except Exception as error:  # each reader has errors of its own
+        fix = "give parquet, JSON or JSONL files"
+        raise ConfigError("data.*_files", file, f"cannot be read ({error})", fix) from error
 
 
 def check_rows(config: Mapping[str, Any], files: Iterable[Path]) -> None:

@@ -126,11 +126,11 @@ def _run(parsed: argparse.Namespace, scratch: Path) -> int:
     find_or_build(config, seamless)
     plain: Any = OmegaConf.to_container(config, resolve=True)
     name, task = task_at(plain, parsed.task, validation=parsed.validation)
-    print(f"task {name}: {json.dumps(task, ensure_ascii=False)[:2000]}", flush=True)
+    print(f"task {name}: {json.dumps(task, ensure_ascii=False, default=str)[:2000]}", flush=True)
     with _engine(parsed, plain, scratch) as (url, served):
         proxy = _proxy_config(parsed, plain, seamless, url, served, scratch / "recorded")
         tried = asyncio.run(_try(proxy, seamless, task, _sampling(plain, parsed.validation), plain, scratch))
-    for line in _lines(tried, open_tokenizer(proxy.tokenizer).decode, every_token=parsed.tokens):
+    for line in _lines(tried, _decode(proxy), every_token=parsed.tokens):
         print(line)
     finished = tried.report is not None and tried.report.status is AgentStatus.FINISHED
     return 0 if finished and any(row.num_trained for row in tried.result.rows) else 1
@@ -161,8 +161,7 @@ def _engine(parsed: argparse.Namespace, config: Mapping[str, Any], scratch: Path
         yield parsed.engine, parsed.served_model or model
         return
     rollout, started = config["actor_rollout_ref"]["rollout"], time.monotonic()
-    length = rollout["max_model_len"] or rollout["prompt_length"] + rollout["response_length"]
-    flags = ["--max-model-len", str(length), "--dtype", str(rollout["dtype"])]
+    flags = ["--max-model-len", str(_length(rollout)), "--dtype", str(rollout["dtype"])]
     flags += ["--tensor-parallel-size", str(rollout["tensor_model_parallel_size"])]
     flags += ["--enforce-eager"] if rollout["enforce_eager"] else []
     flags += ["--trust-remote-code"] if config["actor_rollout_ref"]["model"]["trust_remote_code"] else []
@@ -171,6 +170,11 @@ def _engine(parsed: argparse.Namespace, config: Mapping[str, Any], scratch: Path
     with model_server(model, flags, on_cpu=on_cpu, log=scratch / "vllm.log") as url:
         print(f"it answers after {time.monotonic() - started:.0f} s; the attempt begins", flush=True)
         yield url, SERVED
+
+
+def _length(rollout: Mapping[str, Any]) -> int:
+    """Prompt and answer together, in tokens, as a run takes it."""
+    return int(rollout["max_model_len"] or rollout["prompt_length"] + rollout["response_length"])
 
 
 def _proxy_config(
@@ -187,16 +191,17 @@ def _proxy_config(
         admin_key=secrets.token_urlsafe(32),
         drain_s=1.0,
         parser=parsed.vllm_parser(*parsers) if any(parsers) else None,
+        chat_template=model["custom_chat_template"],
+        template_args=dict(config["data"]["apply_chat_template_kwargs"] or {}),
         on_unsupported=OnUnsupported(seamless.proxy.on_unsupported),
     )
 
 
 def _sampling(config: Mapping[str, Any], validation: bool) -> dict[str, Any]:
-    """What the trainer decides of it."""
+    """What the trainer decides of it; verl 0.9.1's V1 trainer does not read ``do_sample``."""
     rollout = config["actor_rollout_ref"]["rollout"]
     section = rollout["val_kwargs"] if validation else rollout
-    sampling = {key: section[key] for key in ("temperature", "top_p", "top_k")}
-    return {**sampling, "temperature": sampling["temperature"] if section.get("do_sample", True) else 0.0}
+    return {key: section[key] for key in ("temperature", "top_p", "top_k")}
 
 
 async def _try(
@@ -207,14 +212,15 @@ async def _try(
     config: Mapping[str, Any],
     scratch: Path,
 ) -> Tried:
-    agent = seamless.agent
+    agent, rollout = seamless.agent, config["actor_rollout_ref"]["rollout"]
     if agent.max_tokens_per_turn is not None:
         sampling["max_tokens"] = agent.max_tokens_per_turn
     spec = SessionSpec(
         group="try",
         deadline_s=agent.deadline_s,
         max_turns=agent.max_turns,
-        max_tokens=config["actor_rollout_ref"]["rollout"]["response_length"],
+        max_model_len=_length(rollout),
+        max_tokens=rollout["response_length"],
         sampling=sampling,
     )
     async with _serving(proxy) as base_url:
@@ -272,10 +278,14 @@ async def _serving(config: StandaloneConfig) -> AsyncIterator[str]:
 
 def _turns(proxy: StandaloneConfig, session_id: str, scratch: Path) -> list[dict[str, Any]]:
     assert proxy.record is not None
-    decode = transcript.with_pictures(open_tokenizer(proxy.tokenizer).decode)
+    decode = transcript.with_pictures(_decode(proxy))
     with readers.journal(proxy.record / "journal.sqlite", scratch) as db:
         whole = readers.whole_session(db, session_id)
     return transcript.conversation(*whole, decode) if whole is not None else []
+
+
+def _decode(proxy: StandaloneConfig) -> transcript.Decode:
+    return open_tokenizer(proxy.tokenizer, proxy.chat_template).decode
 
 
 # ---------------------------------------------------------------- what is shown of it

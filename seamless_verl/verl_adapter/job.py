@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ _DYING_S = 30.0  # until Ray notices that the controller of this run's last life
 
 
 class StartUp:
-    """Seconds from the user's command to now, by part."""
+    """Seconds from the user's command, or from the last restart, to now, by part."""
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
@@ -94,6 +95,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     start_up.lap("import_verl")
     _start_ray(config, get_ppo_ray_runtime_env(config))
     start_up.lap("start_ray")
+    _name_logger_file(run_dir)
 
     config.transfer_queue.enable = True
     _check_alone()
@@ -117,6 +119,13 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
         reporter.say(
             f"verl's trainer mode {config.trainer.v1.trainer_mode} has ended; its output: {run_dir / 'logs' / _LOG}"
         )
+
+
+def _name_logger_file(run_dir: Path) -> None:
+    """For trainer.logger=[file]: verl's own place is one for all, and each life and point of a sweep would empty it."""
+    if not os.environ.keys() & {"VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT"}:
+        files = (run_dir / f"logger-{number}.jsonl" for number in itertools.count(1))
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(next(file for file in files if not file.exists()))
 
 
 def _load_config(run_dir: Path) -> Any:
@@ -306,7 +315,7 @@ def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> Non
     summary = summarize(
         steps,
         read_records(run_dir / VALIDATION),
-        wall_s=round(time.time() - start_up.started_at, 2),
+        wall_s=round(time.time() - float(os.environ.get("SEAMLESS_COMMAND_AT", start_up.started_at)), 2),
         time_to_first_step_s=round((trainer.first_step_at or time.time()) - start_up.started_at, 2),
         start_up_s=start_up.parts,
     )

@@ -299,3 +299,12 @@ def test_a_launcher_that_runs_points_elsewhere_is_refused(on_machine, tmp_path):
     refused = on_machine(*words, "hydra/launcher=joblib", cards=1)
     assert refused.code == 2
     assert "\nerror: hydra/launcher=joblib: would run points side by side" in refused.err
+
+
+def test_a_life_that_follows_a_death_knows_when_the_command_began(on_machine, monkeypatch):
+    lives, codes = [], iter([Exit.DIED, 0])
+    monkeypatch.setattr(ours, "run_trainer", lambda folder, run, set_, *_: lives.append(dict(set_)) or next(codes))
+    assert on_machine("+recipe=arithmetic", "trainer.save_freq=1", cards=0).code == 0
+    first, second = lives
+    assert first["SEAMLESS_COMMAND_AT"] == first["SEAMLESS_STARTED_AT"] == second["SEAMLESS_COMMAND_AT"]
+    assert second["SEAMLESS_STARTED_AT"] > first["SEAMLESS_STARTED_AT"]

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import itertools
+import json
 import re
 import types
 
@@ -18,6 +19,8 @@ import pytest
 
 from seamless_verl.run.check_batches import _CRITICS_TOKENS, ESTIMATORS
 from seamless_verl.run.check_combinations import uses_critic
+from seamless_verl.run.check_machine import _TRACKERS
+from seamless_verl.verl_adapter import job
 from tests.contract.moved import users
 
 pytestmark = [
@@ -270,6 +273,27 @@ def test_the_plug_in_registers_trainer_agent_loop_and_platform():
     module, _, name = target.rpartition(".")
     assert inspect.isclass(getattr(importlib.import_module(module), name))
     assert get_platform().device_name == "cpu"
+
+
+def test_the_trackers_that_we_look_for_are_verls():
+    from verl.utils.tracking import Tracking
+
+    assert set(_TRACKERS) == {*Tracking.supported_backend, "tracking"}
+
+
+def test_each_life_of_a_run_has_a_file_of_its_own_for_verls_file_logger(tmp_path, monkeypatch):
+    """verl 0.9.1 opens it for writing anew."""
+    from verl.utils.tracking import FileLogger
+
+    for number in (1, 2):
+        monkeypatch.setattr(job.os, "environ", {})
+        job._name_logger_file(tmp_path)
+        FileLogger("project", "experiment").log({"life": number}, step=7)
+    logs = [json.loads((tmp_path / f"logger-{number}.jsonl").read_text()) for number in (1, 2)]
+    assert [log["data"]["life"] for log in logs] == [1, 2]
+    monkeypatch.setattr(job.os, "environ", {"VERL_FILE_LOGGER_ROOT": str(tmp_path)})
+    job._name_logger_file(tmp_path)
+    assert FileLogger("project", "experiment").filepath == f"{tmp_path}/project/experiment.jsonl"
 
 
 def test_the_estimators_are_verls():
@@ -863,6 +887,20 @@ def test_verls_reward_managers_call_a_plain_number_acc():
     assert 'reward_extra_info["acc"] = score' in inspect.getsource(naive)
     told = set(re.findall(r'reward_extra_info\["(\w+)"\]', inspect.getsource(dapo)))
     assert told == _OF_A_PLAIN_NUMBER
+
+
+def test_tasks_of_one_name_are_told_apart_and_their_gain_is_no_paired_one():
+    from seamless_verl.observe.reporter import as_record
+    from seamless_verl.observe.summary import _gain
+    from seamless_verl.verl_adapter.trainer.step_report import validation_report
+
+    sources, infos = ["s"] * 4 + ["t"], {"task_id": ["/0", "/0", "/0", "/1", "/0"], "reward": [1.0, 0.0, 0.0, 0.5, 1.0]}
+    before, other = map(as_record, validation_report(1, sources, ["u0", "u0", "u1", "u2", "u3"], infos))
+    assert (before["tasks"], before["rollouts"], before["mean"]) == (3, 4, pytest.approx(1 / 3))
+    assert other["task_means"] == {"/0": 1.0}
+    after, _ = map(as_record, validation_report(2, sources, ["v0", "v0", "v1", "v2", "v3"], infos))
+    assert (_gain(before, after).mean, _gain(before, after).tasks) == (0.0, 3)
+    assert _gain(before, after).high > 0, "an interval of paired differences would be 0"
 
 
 def test_staleness_counts_from_the_first_token_and_a_replayed_row_is_fresh():

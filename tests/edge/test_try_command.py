@@ -24,6 +24,7 @@ from tests.standalone import ROOT, Mock
 
 # Its answers have 256 tokens, whatever they are asked for.
 LONG = ["data.max_response_length=2048", "seamless.agent.max_tokens_per_turn=null"]
+LONG += ["actor_rollout_ref.rollout.max_model_len=4096"]
 FEW = ["data.train_batch_size=2"]
 
 
@@ -68,6 +69,29 @@ async def test_it_shows_the_conversation_the_reward_and_the_rows(tried: tuple[Pa
     assert "row 1 of 1: " in said
     assert " 512 of them trained (mask 1)" in said
     assert "    1 x 256 " in said
+
+
+async def test_it_renders_as_a_run_does_and_keeps_to_its_lengths(tried: tuple[Path, list[str]]) -> None:
+    folder, options = tried
+    (folder / "assets" / "model" / "chat_template.jinja").unlink()
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    options += [f"actor_rollout_ref.model.custom_chat_template='{template}'"]
+    options += ["+data.apply_chat_template_kwargs.mark=MARKED"]
+    code, said = await command(folder, *options)
+    assert code == 0, said
+    assert "  < user:  7+ 5<|im_end|>MARKED" in said
+    code, said = await command(folder, *options, "actor_rollout_ref.rollout.max_model_len=8")
+    assert code == 1, said
+    assert "prompt and answer together may have 8." in said
+
+
+@pytest.mark.parametrize(("validation", "temperature"), [(False, 1.0), (True, 0.6)])
+def test_a_validations_temperature_is_the_one_of_its_key_as_in_a_run(validation: bool, temperature: float) -> None:
+    sampled = {"temperature": 0.6, "top_p": 0.9, "top_k": -1, "do_sample": False}  # which verl's V1 trainer ignores
+    rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "do_sample": True, "val_kwargs": sampled}
+    found = try_command._sampling({"actor_rollout_ref": {"rollout": rollout}}, validation)
+    assert found["temperature"] == temperature
 
 
 async def test_an_agent_that_raises_is_told_with_its_line(tried: tuple[Path, list[str]]) -> None:

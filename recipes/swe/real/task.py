@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ class SweTask:
     version: str = ""
 
     def __post_init__(self) -> None:
+        for key, value in self._flat().items():
+            if re.search("[\ud800-\udfff]", "".join(value)):  # JSON can write one, UTF-8 cannot
+                raise TaskError(self.view.instance_id, key, "holds half a character", "write it whole, or leave it out")
         if not self.test_command.strip():
             raise TaskError(
                 self.view.instance_id, "test_command", "is missing", "write the command that runs the task's tests"
@@ -87,9 +91,11 @@ class SweTask:
 
     def to_json(self) -> str:
         """Canonical JSON (sorted keys), one flat object: the text in column ``extra_info.task``."""
+        return json.dumps(self._flat(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+    def _flat(self) -> dict[str, Any]:
         flat = dataclasses.asdict(self)
-        flat.update(flat.pop("view"))
-        return json.dumps(flat, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return {**flat.pop("view"), **flat}
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> SweTask:

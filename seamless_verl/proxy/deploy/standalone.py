@@ -18,6 +18,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import shared_file_system
@@ -65,6 +66,8 @@ class StandaloneConfig:
         durable: the journal also survives the loss of power.
         think_tags: opening and closing tag of reasoning; None for a model that does not reason aloud.
         parser: from ``tokenizer`` to a parser of calls and reasoning; None for Hermes-style calls and ``think_tags``.
+        chat_template: instead of the tokenizer's own.
+        template_args: extra arguments of the chat template.
         drain_s: how long answers under way may take after SIGTERM.
         on_unsupported: what becomes of preferences that nobody here can honour.
         base_url: how agents reach this proxy; "" for "as the opener of a session did".
@@ -85,6 +88,8 @@ class StandaloneConfig:
     durable: bool = False
     think_tags: tuple[str, str] | None = None
     parser: ParserOf | None = None
+    chat_template: str | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)
     drain_s: float = 30.0
     base_url: str = ""
     on_unsupported: OnUnsupported = OnUnsupported.ACCEPT
@@ -127,7 +132,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     """
     if config.ends_with_stdin:
         _watch_stdin(asyncio.get_running_loop(), stop)
-    tokenizer = open_tokenizer(config.tokenizer)
+    tokenizer = open_tokenizer(config.tokenizer, config.chat_template)
     version = max(config.version, _last_version(config))
     engine = VllmHttpEngine(
         config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
@@ -163,6 +168,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     parser = TagParser(config.think_tags) if config.parser is None else config.parser(config.tokenizer)
     renderer = TokenizerRenderer(
         tokenizer,
+        template_args=config.template_args,
         stop_token_ids=tokenizer.stop_token_ids,
         keep_special_tokens=keeps_special_tokens(parser, tokenizer),
         placeholder=tokenizer.image_token_id,

@@ -48,11 +48,14 @@ class FolderTokenizer:
     Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``, without transformers and torch: it
     opens in milliseconds where importing transformers takes seconds.
 
+    Args:
+        template: instead of the folder's chat template, which then may lack.
+
     Raises:
         ConfigError: the folder lacks a file, or one of them cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: str | None = None) -> None:
         from tokenizers import Tokenizer
 
         self._folder = folder
@@ -67,7 +70,7 @@ class FolderTokenizer:
         ids = [eos, *(listed if isinstance(listed, list) else [listed])]
         #: ids that end an answer: the tokenizer's, and those that the model's generation config adds
         self.stop_token_ids = tuple(sorted({token for token in ids if token is not None}))
-        self._template_text = _template(folder, config)
+        self._template_text = template or _template(folder, config)
         model = _json(folder / "config.json", missing={})
         #: id of the token that the template writes for a picture; None for a model that takes none
         self.image_token_id = _listed(model, _IMAGE_TOKENS)
@@ -126,7 +129,7 @@ class FolderTokenizer:
         return template
 
 
-def open_tokenizer(source: str) -> FolderTokenizer:
+def open_tokenizer(source: str, template: str | None = None) -> FolderTokenizer:
     """The tokenizer of a model folder, or of a model on the Hugging Face Hub (its small files are fetched or cached).
 
     Raises:
@@ -143,7 +146,7 @@ def open_tokenizer(source: str) -> FolderTokenizer:
             fix = "--tokenizer FOLDER with the model's tokenizer.json and chat template"
             problem = f"no such folder, and not on the Hub ({error_in_words(error)})"
             raise ConfigError("--tokenizer", source, problem, fix) from error
-    return FolderTokenizer(folder)
+    return FolderTokenizer(folder, template)
 
 
 def _text(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seamless_verl.config import SeamlessConfig, StalenessConfig
+from seamless_verl.errors import ConfigError
 from seamless_verl.machine import WEIGHTS, survey
 from seamless_verl.run import check_batches
 from seamless_verl.run.check_combinations import MANAGER, check_engine, has_own_sampler, told_of_sampler
@@ -109,6 +110,16 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     warnings += check_memory(settings, machine)
     for warning in warnings:
         _log.warning("%s", warning)
+
+
+def refuse_no_batch(config: DictConfig, prompts: int) -> None:
+    """Where too few prompts are left when verl has dropped those that are too long: it divides by the steps of an epoch
+    only when all has been started and validated."""
+    data = config.data
+    if prompts < data.train_batch_size and not config.trainer.val_only:
+        problem = f"is more than the {prompts} prompts that data.max_prompt_length={data.max_prompt_length} leaves"
+        fix = f"{f'write {prompts} or less, ' if prompts else ''}raise that limit, or give more data"
+        raise ConfigError("data.train_batch_size", data.train_batch_size, problem, fix)
 
 
 def _correct_lag(config: DictConfig, staleness: StalenessConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -306,13 +306,21 @@ def report_validation(
 def validation_report(
     step: int, data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]]
 ) -> Iterator[ValidationReport]:
-    """One report per data source, on ``passed`` where its rewards have it (0 without), else on the rewards."""
+    """One report per data source, on ``passed`` where its rewards have it (0 without), else on the rewards.
+
+    Tasks go by their names, which last from one validation to the next; where several prompts of a source share one,
+    by their groups, which do not.
+    """
     passed = infos.get("passed") or [None] * len(uids)
     tells = {source for source, value in zip(data_sources, passed, strict=True) if value is not None}
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    rows = zip(data_sources, infos.get("task_id") or uids, uids, passed, infos["reward"], strict=True)
-    for source, task, uid, has_passed, reward in rows:
-        by_source[source][str(task or uid)].append(float((has_passed or 0.0) if source in tells else reward))
+    names = [str(name or uid) for name, uid in zip(infos.get("task_id") or uids, uids, strict=True)]
+    prompts = Counter((source, name) for source, name, _ in {*zip(data_sources, names, uids, strict=True)})
+    shared = {source for (source, _), count in prompts.items() if count > 1}
+    rows = zip(data_sources, names, uids, passed, infos["reward"], strict=True)
+    for source, name, uid, has_passed, reward in rows:
+        task = uid if source in shared else name
+        by_source[source][task].append(float((has_passed or 0.0) if source in tells else reward))
     for name, values in by_source.items():
         estimate = clustered_mean(values)
         yield ValidationReport(

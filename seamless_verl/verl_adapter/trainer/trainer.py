@@ -44,7 +44,7 @@ from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
 from seamless_verl.verl_adapter.slices.standing import StandingServers, replica_loader, with_standing
-from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early
+from seamless_verl.verl_adapter.trainer.adoption import adopt_config, refuse_early, refuse_no_batch
 from seamless_verl.verl_adapter.trainer.batches import correct, in_training_order, on_real_rows
 from seamless_verl.verl_adapter.trainer.lending import Lending, lending_of
 from seamless_verl.verl_adapter.trainer.signal_files import SignalFiles
@@ -100,8 +100,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
-        if self.seamless.curriculum.enabled:
-            settings = self.seamless.curriculum
+        refuse_no_batch(self.config, len(self.train_dataset))
+        if (settings := self.seamless.curriculum).enabled:
             self.curriculum = curriculum_of(self.config, settings, self.train_dataset, self.rows, self.reporter)
             self.train_dataloader = self.curriculum
 

@@ -4,10 +4,13 @@ import importlib
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.run import check_machine, compose
 
@@ -19,17 +22,14 @@ def trainer_of(*overrides):
     importlib.import_module("verl.trainer.ppo.v1")
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
+    return SeamlessTrainer(composed(*overrides))
+
+
+def composed(*overrides):
+    ours = ["trainer.v1.trainer_mode=seamless", "actor_rollout_ref.rollout.nnodes=1"]
+    ours += ["actor_rollout_ref.rollout.n_gpus_per_node=4"]
     with initialize_config_dir(str(compose.verl_config_dir()), version_base=None):
-        config = hydra_compose(
-            "ppo_trainer",
-            overrides=[
-                "trainer.v1.trainer_mode=seamless",
-                "actor_rollout_ref.rollout.nnodes=1",
-                "actor_rollout_ref.rollout.n_gpus_per_node=4",
-                *overrides,
-            ],
-        )
-    return SeamlessTrainer(config)
+        return hydra_compose("ppo_trainer", overrides=[*ours, *overrides])
 
 
 @pytest.mark.parametrize("rank", ["model.lora_rank=16", "model.lora.rank=16"])
@@ -109,3 +109,24 @@ def test_while_a_checkpoint_is_written_verl_has_a_whole_one_only_where_it_keeps_
         manager.register_checkpoint(str(actor), keep)
     assert sorted(actor.parent.name for actor in tmp_path.glob("*/actor")) == left
     assert len(list(tmp_path.glob("*/data.pt"))) == 3, "the rest of each checkpoint stays"
+
+
+def test_prompts_that_the_limit_leaves_too_few_of_for_a_batch_are_refused(tmp_path):
+    """verl divides by the steps of an epoch, once all has been started and validated."""
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
+    from tests.fakes import small_tokenizer
+
+    rows = [{"prompt": [{"role": "user", "content": "long " * size}]} for size in (1, 99, 1, 99)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    trainer = object.__new__(SeamlessTrainer)
+    trainer.tokenizer, trainer.processor, trainer.seamless = small_tokenizer(), None, SeamlessConfig()
+    trainer.trainer_mode, trainer.parameter_sync_step = "seamless", 1
+    files = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]
+    keys = [*files, "data.max_prompt_length=40", "data.filter_overlong_prompts=true"]
+    keys += ["data.filter_overlong_prompts_workers=1", "data.dataloader_num_workers=0"]
+    trainer.config = composed("data.train_batch_size=3", *keys)
+    with pytest.raises(ConfigError, match=r"train_batch_size=3: is more than the 2 prompts .*max_prompt_length=40"):
+        trainer._init_dataloader()
+    trainer.config = composed("data.train_batch_size=2", *keys)
+    trainer._init_dataloader()
+    assert trainer.steps_per_epoch == 1

@@ -131,6 +131,16 @@ def test_a_curriculum_is_on_the_step_line_in_a_file_and_in_the_summary(tmp_path)
     assert summary_of([step(3)], [])["curriculum"] is None
 
 
+def test_what_is_left_counts_what_lies_between_the_steps_too():
+    times, stream = iter(range(0, 1000, 22)), io.StringIO()  # steps of 10 s, and a validation after each
+    reporter = Reporter(None, stream, lambda: next(times))
+    for number in range(1, 15):
+        reporter.step(step(number, step_s=10.0, total_steps=15), {})
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("2 min 20 s left")
+    assert (lines[1][-17:], lines[-1][-9:]) == ("  4 min 46 s left", "22 s left")
+
+
 def test_a_violation_cannot_be_overlooked():
     assert "AUDIT: 3 of 10 rows" in step_line(step(2, audit_violations=3), remaining_s=None)
 

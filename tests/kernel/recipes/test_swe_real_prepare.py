@@ -222,6 +222,20 @@ def test_bad_lines_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["manifest.json", "train.parquet"]
 
 
+@pytest.mark.parametrize("key", ["problem_statement", "FAIL_TO_PASS", "instance_id"])
+def test_half_a_character_is_a_bad_line_as_any_other(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = {key: ["tests/test_a.py::\ud83d"] if key == "FAIL_TO_PASS" else "half \ud83d"}
+    arguments = ["--input", str(write(tmp_path / "t.jsonl", record(1), record(2, **half))), "--val-share", "0"]
+
+    assert main([*arguments, "--check"]) == 1
+    told = f"t.jsonl:2: instance {half.get('instance_id', 'owner__name-2')!r}: {key.lower()}: holds half a character"
+    assert told in capsys.readouterr().err
+    assert main([*arguments, "--output", str(tmp_path), "--skip-invalid"]) == 0
+    assert len(rows(tmp_path / "train.parquet")) == 1
+
+
 def test_a_task_of_the_validation_file_is_never_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train, val = write(tmp_path / "a.jsonl", record(1), record(2)), write(tmp_path / "b.jsonl", record(2))
     command = ["--input", str(train), "--val-input", str(val), "--output", str(tmp_path / "out")]

@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -228,6 +229,21 @@ def test_a_task_is_found_by_its_number(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             task_at(found, number, validation=False)
+
+
+def test_a_task_is_found_in_json_too_which_verl_trains_on(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    lines, whole, other = (str(tmp_path / name) for name in ("a.jsonl", "b.json", "c.csv"))
+    plain = [ROW | {"prompt": "p" * 2_000_000}, ROW | {"extra_info": {"index": 7, "split": "val", "task": {"n": 2}}}]
+    Path(lines).write_text("\n".join(map(json.dumps, [ROW, plain[0]])))
+    Path(whole).write_text(json.dumps(plain[1:]))
+    Path(other).write_text("prompt\np\n")
+    found = config(data={"train_files": [lines, whole], "val_files": other})
+    assert task_at(found, 1, validation=False) == ("train/5", {"n": 1})
+    assert task_at(found, 2, validation=False) == ("val/7", {"n": 2})
+    with pytest.raises(ConfigError, match=r"c\.csv: cannot be read .*Fix: give parquet, JSON or JSONL files"):
+        task_at(found, 0, validation=True)
 
 
 def test_data_that_fills_no_batch_are_refused(tmp_path):

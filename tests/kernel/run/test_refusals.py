@@ -1,6 +1,7 @@
 """Settings of verl that start and then train on the wrong thing, and packages that a GPU run would miss."""
 
 import copy
+import re
 import sys
 
 import pytest
@@ -61,7 +62,7 @@ def check(changes, *, here=None, **seamless):
 @pytest.fixture
 def installed(monkeypatch):
     """The modules that can be found; a test adds what its machine has."""
-    found = {"cupy", "flash_attn"}
+    found = {"cupy", "flash_attn", "wandb"}
     monkeypatch.setattr(check_machine, "is_installed", found.__contains__)
     return found
 
@@ -166,6 +167,19 @@ def nobody_logged_in(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["console", "wandbb"], "trainer.logger=wandbb: is none of verl's trackers. Fix: write wandb; known: "),
+        (["swanlab"], "trainer.logger=swanlab: needs swanlab, which is not installed. Fix: install it (pip install"),
+        ("vemlp_wandb", "trainer.logger=vemlp_wandb: needs volcengine_ml_platform, which is not installed"),
+    ],
+)
+def test_a_tracker_that_verl_could_not_load_is_refused_before_anything_is(installed, asked, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_machine.check_tracker({"trainer": {"logger": asked}})
+
+
 @pytest.mark.parametrize("way", ["key", "key for workers", "offline", "netrc", "settings", "own server", "no wandb"])
 def test_wandb_without_a_key_is_refused_before_anything_is_loaded(installed, nobody_logged_in, monkeypatch, way):
     asked = {"trainer.logger": ["console", "wandb"]}
@@ -192,7 +206,7 @@ def test_wandb_without_a_key_is_refused_before_anything_is_loaded(installed, nob
             check(asked)
         netrc.write_text("machine wandb.example.org\n  login user\n  password p\n")
     else:
-        asked = {"trainer.logger": "tensorboard"}
+        asked = {"trainer.logger": "console"}
     check(asked)
 
 
