@@ -76,10 +76,20 @@ export function marks(flags, explained) {
   return flags.map((flag) => el("span", { class: "mark", title: explained?.[flag] ?? "" }, flag));
 }
 
+// Over plain http from another machine browsers give no clipboard, but copy what is selected.
+async function toClipboard(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = document.body.appendChild(el("textarea"));
+  box.value = text;
+  box.select();
+  const done = document.execCommand("copy");
+  box.remove();
+  if (!done) throw new Error("the browser refused it");
+}
+
 export function copies(label, text) {
   const button = el("button", { onclick: async () => {
-    await navigator.clipboard.writeText(text());
-    button.textContent = "copied";
+    button.textContent = await toClipboard(text()).then(() => "copied", (error) => "not copied: " + error.message);
     setTimeout(() => { button.textContent = label; }, 1500);
   } }, label);
   return button;
