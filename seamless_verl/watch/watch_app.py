@@ -172,9 +172,18 @@ def _run_of(places: Places, run: str) -> Watched:
 def _serve_runs(app: FastAPI, places: Places) -> None:
     run_of = partial(_run_of, places)
 
+def _standing_of(watched: Watched) -> dict[str, Any]:
+    """One run that cannot be read does not hide the others."""
+    try:
+        return watched.standing()
+    except OSError as error:
+        told = {"id": watched.place.id, "name": watched.place.name, "style": "bad", "state": f"cannot be read: {error}"}
+        return told | dict.fromkeys(("step", "total_steps", "reward", "step_s", "changed"))
+
+
     @app.get("/api/runs")
     def runs() -> Response:
-        return _json({"runs": [watched.standing() for watched in places.all()]})
+        return _json({"runs": [_standing_of(watched) for watched in places.all()]})
 
     @app.get("/api/run/{run}/page")
     def page(run: str, seen: str = "") -> Response:
