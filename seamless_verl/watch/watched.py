@@ -6,6 +6,8 @@ that grows is made again at most `_SHARE` of the time.
 
 from __future__ import annotations
 
+import shlex
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +136,7 @@ class Watched:
 
     def figures(self) -> dict[str, Any]:
         """What is laid over another run."""
-        return {"run": {**self.standing(), "path": str(self.place.path)}, **self.report().figures}
+        return {"run": {**self.standing(), "path": shlex.quote(str(self.place.path))}, **self.report().figures}
 
     def times(self, key: str, step: str) -> dict[str, Any]:
         """Where the time of an attempt, or the device time of a step, went; ``why`` where that is not known."""
