@@ -99,7 +99,7 @@ def opened(folders: Sequence[Path], name: str, schema: str, version: int) -> tup
     for folder in folders:
         try:
             return folder / name, _opened(folder / name, schema, version)
-        except sqlite3.Error:
+        except (sqlite3.Error, OSError):
             continue
     raise sqlite3.OperationalError(f"no index can be written in {' or '.join(map(str, folders))}")
 
@@ -118,6 +118,7 @@ def _opened(where: Path, schema: str, version: int) -> sqlite3.Connection:
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("BEGIN EXCLUSIVE")
         db.execute("COMMIT")
+        db.execute(f"PRAGMA user_version = {version}")  # or a file that can only be read would do
     except sqlite3.Error:
         db.close()
         raise
