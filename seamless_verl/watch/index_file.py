@@ -112,6 +112,7 @@ def _opened(where: Path, schema: str, version: int) -> sqlite3.Connection:
             where.unlink(missing_ok=True)
             db = _connect(where)
             db.executescript(schema)
+        db.create_function("lower", 1, str.lower)  # SQLite's own knows the letters of ASCII only
         db.execute("PRAGMA synchronous = OFF")  # it can be made again
         db.execute("PRAGMA cache_size = -65536")  # KiB
         # Held from here on, so that another server of this run makes an index of its own.

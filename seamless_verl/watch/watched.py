@@ -165,16 +165,9 @@ class Watched:
             named, all_named = index.named(text.lower(), MOST, look.is_over) if start == 0 else ([], True)
             places: list[str | Path] = [*index.kept(), *index.text_files()]
             onward = look.look(places, start)
-            found, seen = [], set()
-            for find in look.finds:
-                known = index.attempt(find["key"]) if "key" in find else index.numbered(find["group"], find["index"])
-                same = known and (known["group"], find["where"], find["before"], find["found"], find["after"])
-                if known is not None and same not in seen:  # attempts of a group were given the same
-                    seen.add(same)
-                    found.append({**find, "attempt": known})
             return {
-                **self._head(index), "named": named, "all_named": all_named, "found": found, "onward": onward,
-                "of": len(places), "why_no_text": self._text.why_none,
+                **self._head(index), "named": named, "all_named": all_named, "onward": onward, "of": len(places),
+                "found": look.with_attempts(index.attempt, index.numbered), "why_no_text": self._text.why_none,
             }  # fmt: skip
 
     def _turns(self, index: RunIndex, session: str) -> list[dict[str, Any]]:
