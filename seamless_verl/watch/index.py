@@ -4,9 +4,9 @@
                                  texts (rows of a step)  ─┴─▶ steps, groups, one attempt
 
 What several sources say of one attempt is joined: each fills in what it knows. The index is a cache: another version of
-this program, or a recording that shrank (a run that began anew), makes it afresh. A step that a restarted run repeats
-is written again, so a dump that was changed is read again from its beginning. The index lies in the run's folder, or,
-where nothing can be written there or another server has it, in a temporary folder.
+this program, or a recording that shrank or went (a run that began anew), makes it afresh. A step that a restarted run
+repeats is written again, so a dump that was changed is read again from its beginning. The index lies in the run's
+folder, or, where nothing can be written there or another server has it, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -64,16 +64,20 @@ class RunIndex:
     """The index of one place; not for several threads at once.
 
     Attributes:
+    Args:
+        beside: in the run's folder, where it can be.
+
         where: the index's file.
         is_behind: the last update left something for the next one: a large file is read in parts.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, beside: bool = True) -> None:
         self._place = place
         self._scratch = tempfile.TemporaryDirectory(prefix="seamless-watch-")
         self.scratch = Path(self._scratch.name)
-        self.where, self._db = opened((place, self.scratch), INDEX, _SCHEMA, _VERSION)
-        self._open_sessions: dict[str, dict[str, int]] = {}
+        self.where, self._db = opened((place, self.scratch)[not beside :], INDEX, _SCHEMA, _VERSION)
+        self._open_sessions: dict[str, dict[str, int]] = {}  # by journal: turns of each that were read
+        self._turns: dict[str, readers.Turns] = {}
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
         self.sources, self.summaries = Sources(self._db), Summaries(self._db)
@@ -97,7 +101,7 @@ class RunIndex:
             Steps whose attempts may have changed; ``None`` for attempts that no step is known to have trained.
         """
         self._lost = set()
-        if any(file.exists() and file.stat().st_size < mark for file, mark in self._marks()):
+        if any(not file.exists() or file.stat().st_size < mark for file, mark in self._marks()):
             self._lost = {None, *self.steps()}
             self._begin_anew()
         files = (files_of(self._place, (f"{FLIGHT}/*.jsonl",)), self._row_files(), files_of(self._place, KEPT_FILES))

@@ -107,7 +107,7 @@ def opened(folders: Sequence[Path], name: str, schema: str, version: int) -> tup
 def _opened(where: Path, schema: str, version: int) -> sqlite3.Connection:
     db = _connect(where)
     try:
-        if db.execute("PRAGMA user_version").fetchone()[0] != version:
+        if not _is_whole(db, version):
             db.close()
             where.unlink(missing_ok=True)
             db = _connect(where)
@@ -118,12 +118,27 @@ def _opened(where: Path, schema: str, version: int) -> sqlite3.Connection:
         # Held from here on, so that another server of this run makes an index of its own.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("BEGIN EXCLUSIVE")
-        db.execute("COMMIT")
         db.execute(f"PRAGMA user_version = {version}")  # or a file that can only be read would do
+        db.execute("COMMIT")
     except sqlite3.Error:
         db.close()
         raise
     return db
+
+
+def _is_whole(db: sqlite3.Connection, version: int) -> bool:
+    """Whether it is an index of this version that can be read.
+
+    Raises:
+        sqlite3.OperationalError: another server has it.
+    """
+    try:
+        found = db.execute("PRAGMA user_version").fetchone()[0], *db.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError:
+        return False
+    return found == (version, "ok")
 
 
 def _connect(where: Path) -> sqlite3.Connection:

@@ -69,7 +69,7 @@ class Watched:
         self._report_lock = threading.Lock()  # the report of a long run takes its time, and nobody else waits for it
         self._index: RunIndex | None = None
         self._updated = 0.0
-        self._text = RunText(place, tokenizer)
+        self._tokenizer, self._text = tokenizer, RunText(place, tokenizer)
         self._trained: list[int] | None = None  # steps with attempts
         self._report: Report | None = None
         self._stands: tuple[str, dict[str, Any]] = ("", {})
@@ -81,9 +81,7 @@ class Watched:
 
     def close(self) -> None:
         with self._lock:
-            if self._index is not None:
-                self._index.close()
-            self._index = None
+            self._forget()
 
     def standing(self) -> dict[str, Any]:
         """A line of the list of runs; told anew when a file of the run has changed."""
@@ -119,9 +117,8 @@ class Watched:
         size = sum(file.stat().st_size for file in files_of(self.place.path, (f"{FLIGHT}/*.jsonl",)))
         if size > _MOST_RECORDING:
             raise NotThere(
-                f"The recording of this run has {size >> 20} MiB; to draw all of it takes several times that in "
-                f"memory, which this server does not take. The steps, groups and attempts are all there. For the "
-                f"whole on one page: seamless-verl report {self.place.path}"
+                f"The recording of this run has {size >> 20} MiB; drawing it takes more memory than this server takes. "
+                f"Its steps, groups and attempts are all there. For the page: seamless-verl report {self.place.path}"
             )
         try:
             run = load_digest(self.place.path, running=running)
@@ -148,9 +145,7 @@ class Watched:
         if told is None:
             return {"why": "The recording does not know it (yet): it is read again as it grows."}
         if key and not times.tells_requests:
-            told["why"] = (
-                "This recording does not say which requests were of which attempt: it is of an earlier version."
-            )
+            told["why"] = "This recording is of an earlier version: it does not say whose its requests were."
         return told
 
     def search(self, text: str, start: int) -> dict[str, Any]:
@@ -172,10 +167,9 @@ class Watched:
 
     def _turns(self, index: RunIndex, session: str) -> list[dict[str, Any]]:
         known = index.attempt(session)
-        whole = self._whole(index, known) if known is not None else None
-        return (
-            transcript.conversation(*whole, transcript.with_pictures(self._text.decode())) if whole is not None else []
-        )
+        if known is None or (whole := self._whole(index, known)) is None:
+            return []
+        return transcript.conversation(*whole, transcript.with_pictures(self._text.decode()))
 
     def steps(self) -> dict[str, Any]:
         with self._lock:
@@ -276,8 +270,7 @@ class Watched:
             if sum(bool(rows) for _, rows in said) > 1:
                 return parted(said, transcript.with_pictures(self._text.decode()), "token")
             texts = [
-                (known["key"], [] if known["index"] is None else of_texts(index.texts(group, known["index"])))
-                for known in members
+                (m["key"], [] if m["index"] is None else of_texts(index.texts(group, m["index"]))) for m in members
             ]
             return parted(texts, str, "character")
 
@@ -361,14 +354,31 @@ class Watched:
         return found
 
     def _head(self, index: RunIndex) -> dict[str, Any]:
+        if self._index is not None and not self._index.where.exists():  # the run is gone, or another is in its place
+            self._forget()
+        for beside in (True, False):
+            try:
+                return self._updated_index(beside=beside)
+            except sqlite3.Error as error:  # the disk is full: what the index notes as read may not be in it
+                self._forget()
+                failed = error
+        raise failed
+
+    def _updated_index(self, *, beside: bool) -> RunIndex:
         problems = [f"{file}: {problem}" for file, problem in index.sources.problems()]
         return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
 
     def _current(self) -> RunIndex:
         if self._index is None:
-            self._index = RunIndex(self.place.path)
+            self._index = RunIndex(self.place.path, beside=beside)
         if self._index.is_behind or time.monotonic() - self._updated > _UPDATE_S:
             if not self._index.update() <= {None, *(self._trained or ())}:
+    def _forget(self) -> None:
+        if self._index is not None:
+            self._index.close()
+        self._index = self._trained = None
+        self._text = RunText(self.place, self._tokenizer)
+
                 self._trained = None
             self._updated = time.monotonic()
         return self._index
