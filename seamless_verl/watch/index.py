@@ -33,6 +33,7 @@ _MOST_BYTES = 1 << 18
 _UPDATE_S = 0.2  # so that a click is answered while a large run is still being read
 _AGAIN_S = 10.0  # between two looks at row files of which none is new and none had changed
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
+_UNTRAINED = "SELECT grp FROM groups WHERE step IS NULL"
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
 _QUOTED = tuple(f'"{_NAMES.get(name, name)}"' for name in _FACTS)
@@ -263,10 +264,12 @@ class RunIndex:
     # ------------------------------------------------------------ asked
 
     def attempts(self, *, step: int | None) -> list[dict[str, Any]]:
-        """Attempts of the groups that a step trained; ``None``: the latest of those that no step is known to have."""
+        """Attempts of the groups that a step trained; ``None``: of those that no step is known to have trained all that
+        have one under way, and the latest of the others."""
         if step is None:
-            latest = "SELECT grp FROM groups WHERE step IS NULL ORDER BY rowid DESC LIMIT ?"
-            return self._joined(f"grp IN ({latest})", (_MOST_UNTRAINED,), [])
+            under_way = f"{_UNTRAINED} AND grp IN (SELECT grp FROM attempts WHERE state = 'open')"
+            latest = f"SELECT grp FROM ({_UNTRAINED} ORDER BY rowid DESC LIMIT ?)"
+            return self._joined(f"grp IN ({latest} UNION {under_way})", (_MOST_UNTRAINED,), [])
         return self._selected("grp IN (SELECT grp FROM groups WHERE step = ?)", (step,))
 
     def group(self, name: str) -> list[dict[str, Any]]:
@@ -277,8 +280,10 @@ class RunIndex:
         found = self._db.execute("SELECT DISTINCT step FROM groups WHERE step IS NOT NULL ORDER BY step")
         return [step for (step,) in found]
 
-    def has_untrained(self) -> bool:
-        return self._db.execute("SELECT 1 FROM groups WHERE step IS NULL LIMIT 1").fetchone() is not None
+    def num_groups(self, step: int | None) -> int:
+        """Of which `attempts` shows so many."""
+        found: int = self._db.execute("SELECT count(*) FROM groups WHERE step IS ?", (step,)).fetchone()[0]
+        return found
 
     def silent(self, before: float) -> list[tuple[str, float]]:
         """Sessions under way whose last answer is older than that, with when it came; the longest first."""

@@ -178,7 +178,7 @@ class Watched:
             if self._trained is None:
                 self._trained = index.steps()
             steps: list[int | None] = [*sorted({*records, *self._trained}, reverse=True)]
-            steps += [None] if index.has_untrained() else []
+            steps += [None] if index.num_groups(None) else []
             told = self._summaries(index, steps, records)
             return {
                 **self._head(index),
@@ -197,20 +197,15 @@ class Watched:
             raise NotThere(f"{step} is no step: a number, or {watched_groups.NO_STEP}")
         with self._lock:
             index = self._current()
-            found = watched_groups.groups_of(
-                index.attempts(step=None if step == watched_groups.NO_STEP else int(step)), self._now()
-            )
+            number = int(step) if step.isdecimal() else None
+            found = watched_groups.groups_of(index.attempts(step=number), self._now())
             chosen = watched_groups.chosen(found, sort=sort, flag=flag, text=text)
             return {
-                **self._head(index),
-                "step": step,
-                "of": len(found),
-                "matching": len(chosen),
+                **self._head(index), "step": step, "sorts": list(watched_groups.SORTS), "flags": watched_groups.FLAGS,
+                "of": len(found), "in_all": index.num_groups(number), "matching": len(chosen),
                 "groups": chosen[start : start + _PAGE],
                 "onward": start + _PAGE if start + _PAGE < len(chosen) else None,
-                "sorts": list(watched_groups.SORTS),
-                "flags": watched_groups.FLAGS,
-            }
+            }  # fmt: skip
 
     def attempt(self, key: str, seen: str = "") -> dict[str, Any] | None:
         """Facts, turns and rows of one attempt, from the best source that is left of it; of long texts the beginning.
@@ -347,6 +342,7 @@ class Watched:
             if told is None and time.monotonic() < until:
                 began = time.thread_time()
                 told = watched_groups.summary(name, index.attempts(step=step), self._now())
+                told["groups"] = index.num_groups(step)
                 lasts = "under way" not in told["flags"]  # what is silent changes by itself
                 index.summaries.keep(step, told, took_s=time.thread_time() - began, lasts=lasts)
             record = records.get(step, {}) if step is not None else {}
