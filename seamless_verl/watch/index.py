@@ -64,10 +64,10 @@ _NAMED = f"SELECT session FROM attempts WHERE instr(replace(lower({_NAMES_OF}), 
 class RunIndex:
     """The index of one place; not for several threads at once.
 
-    Attributes:
     Args:
         beside: in the run's folder, where it can be.
 
+    Attributes:
         where: the index's file.
         is_behind: the last update left something for the next one: a large file is read in parts.
     """
@@ -83,6 +83,7 @@ class RunIndex:
         self._lost: set[int | None] = set()
         self.sources, self.summaries = Sources(self._db), Summaries(self._db)
         self._most = self._unread = 0
+        self._until = 0.0  # sessions under way are read
         self._goes_on = False  # there is more in the file that was read last
         self._has_read = False  # in this update
         self._rows_as: list[int] = []  # when the folders of rows had been changed
@@ -110,8 +111,9 @@ class RunIndex:
         self._groups = set()
         self._db.execute("BEGIN")
         try:
+            self._until = time.monotonic() + _UPDATE_S
             for file in files_of(self._place, JOURNALS):
-                self._guarded(file, self._read_journal)
+                self.is_behind |= self._guarded(file, self._read_journal)
             self._has_read, until = False, time.monotonic() + _UPDATE_S
             grow = zip((self._read_recording, self._read_rows, self._read_kept), files, strict=True)
             for file, read in ((file, read) for read, those in grow for file in those):
@@ -203,20 +205,23 @@ class RunIndex:
             if numbers and not self._goes_on:  # else they may have left the file meanwhile
                 there = {session for (session,) in db.execute("SELECT id FROM kept")}
                 gone = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()
-                self._db.executemany(
-                    "UPDATE attempts SET file = NULL WHERE session = ?",
-                    [row for row in gone if row[0] not in there],
-                )
+                left = [row for row in gone if row[0] not in there]
+                self._db.executemany("UPDATE attempts SET file = NULL WHERE session = ?", left)
         return max(numbers.values(), default=mark)
 
     def _read_journal(self, file: Path, name: str, mark: int) -> int:
-        """Sessions under way: those with new turns are read again, those that left are over."""
-        before = self._open_sessions.get(name)
+        """Sessions under way, so many as there is time for: new turns are read, those that left are over."""
+        before = self._open_sessions.setdefault(name, {})
         with readers.journal(file, self.scratch) as db:
             sessions = {row[0]: 0 for row in db.execute("SELECT id FROM sessions")} | readers.num_turns(db)
-            changed = frozenset(s for s, turns in sessions.items() if before is None or before.get(s) != turns)
-            if changed:
-                self._put(readers.sessions_in(db, changed), name)
+            changed = [session for session, turns in sessions.items() if before.get(session) != turns]
+            for start in range(0, len(changed), _MOST_KEPT):
+                if start and time.monotonic() >= self._until:
+                    self._goes_on = True
+                    break
+                part = changed[start : start + _MOST_KEPT]
+                self._put(readers.sessions_in(db, part, self._turns), name)
+                before.update((session, sessions[session]) for session in part)
         known = self._db.execute("SELECT session, grp FROM attempts WHERE file = ?", (name,)).fetchall()
         over = [(session, group) for session, group in known if session not in sessions]
         self._groups |= {group for _, group in over}
@@ -225,7 +230,9 @@ class RunIndex:
             "WHERE session = ?",
             [(session,) for session, _ in over],
         )
-        self._open_sessions[name] = sessions
+        for session in before.keys() - sessions.keys():
+            del before[session]
+            self._turns.pop(session, None)
         return mark
 
     def _put(self, found: Iterable[AttemptFacts], file: str | None) -> None:
@@ -258,8 +265,7 @@ class RunIndex:
         self._db.execute("DELETE FROM groups WHERE step IS NULL AND grp NOT IN (SELECT grp FROM attempts)")
 
     def _marks(self) -> list[tuple[Path, int]]:
-        known = self.sources.known.items()
-        return [(self._place / file, source.mark) for file, source in known if file.startswith(f"{FLIGHT}/")]
+        return [(self._place / f, s.mark) for f, s in self.sources.known.items() if f.startswith(f"{FLIGHT}/")]
 
     # ------------------------------------------------------------ asked
 
@@ -329,8 +335,8 @@ class RunIndex:
 
     def text_files(self) -> list[Path]:
         """verl's dumps, those of the latest steps first."""
-        known = [file for file in self.sources.known if Path(file).stem.isdecimal()]
-        return [self._place / file for file in sorted(known, key=lambda file: -int(Path(file).stem))]
+        known = [Path(file) for file in self.sources.known if Path(file).stem.isdecimal()]
+        return [self._place / file for file in sorted(known, key=lambda file: -int(file.stem))]
 
     def _selected(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
         texts = self._db.execute(
@@ -367,21 +373,19 @@ class RunIndex:
 
     def texts(self, group: str, index: int) -> list[dict[str, Any]]:
         """What was trained of an attempt, as verl wrote it down."""
-        rows = self._db.execute(
-            'SELECT row, step, score, file, start, length FROM texts WHERE grp = ? AND "index" = ? ORDER BY row',
-            (group, index),
-        ).fetchall()
+        asked = 'SELECT row, step, score, file, start, length FROM texts WHERE grp = ? AND "index" = ? ORDER BY row'
+        rows = self._db.execute(asked, (group, index)).fetchall()
         found = []
         for row, step, score, file, start, length in rows:
             record = readers.line_at(self._place / file, start, length)
-            text = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
-            found.append({"row": row, "step": step, "score": score, **text})
+            told = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
+            found.append(told | {"row": row, "step": step, "score": score})
         return found
 
     def _begin_anew(self) -> None:
         for table in ("sources", "attempts", "texts", "groups", "summaries"):
             self._db.execute(f"DELETE FROM {table}")
-        self._open_sessions.clear()
+        self._open_sessions, self._turns = {}, {}
         self._rows_changed = True
         self.sources, self.summaries = Sources(self._db), Summaries(self._db)
 

@@ -350,6 +350,10 @@ class Watched:
         return found
 
     def _head(self, index: RunIndex) -> dict[str, Any]:
+        problems = [f"{file}: {problem}" for file, problem in index.sources.problems()]
+        return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
+
+    def _current(self) -> RunIndex:
         if self._index is not None and not self._index.where.exists():  # the run is gone, or another is in its place
             self._forget()
         for beside in (True, False):
@@ -361,23 +365,19 @@ class Watched:
         raise failed
 
     def _updated_index(self, *, beside: bool) -> RunIndex:
-        problems = [f"{file}: {problem}" for file, problem in index.sources.problems()]
-        return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
-
-    def _current(self) -> RunIndex:
         if self._index is None:
             self._index = RunIndex(self.place.path, beside=beside)
         if self._index.is_behind or time.monotonic() - self._updated > _UPDATE_S:
             if not self._index.update() <= {None, *(self._trained or ())}:
+                self._trained = None
+            self._updated = time.monotonic()
+        return self._index
+
     def _forget(self) -> None:
         if self._index is not None:
             self._index.close()
         self._index = self._trained = None
         self._text = RunText(self.place, self._tokenizer)
-
-                self._trained = None
-            self._updated = time.monotonic()
-        return self._index
 
     def _known(self, index: RunIndex, key: str) -> dict[str, Any]:
         known = index.attempt(key)
