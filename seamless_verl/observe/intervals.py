@@ -9,7 +9,8 @@ Intervals = Sequence[tuple[float, float]]  # seconds, disjoint and ascending
 
 
 def within(intervals: Intervals, at: float) -> bool:
-    return any(begin <= at <= end for begin, end in intervals)
+    last = bisect_right(intervals, at, key=lambda interval: interval[0])
+    return last > 0 and at <= intervals[last - 1][1]
 
 
 def overlap(intervals: Intervals, low: float, high: float) -> float:

@@ -33,12 +33,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
+import psutil
 
-from seamless_verl.errors import SeamlessError
+from seamless_verl.errors import MachineError, SeamlessError
 from seamless_verl.observe import flight
 from seamless_verl.observe.flight import EventsLost, FlightEvent
 
 FLIGHT = "flight"
+_MEMORY = 8  # bytes of memory per byte of the files; 5 to 8 were measured
 FORMAT, VERSION = "seamless_verl.flight", 1
 KINDS: dict[str, type[FlightEvent]] = {
     name: kind for name, kind in vars(flight).items() if isinstance(kind, type) and issubclass(kind, FlightEvent)
@@ -164,11 +166,14 @@ def read_recording(folder: Path) -> Recording:
 
     Raises:
         FlightFormatError: names the file and the line.
+        MachineError: it would not fit into this machine's memory.
     """
+    files = sorted(folder.glob("*.jsonl"))
+    _check_memory(folder, sum(file.stat().st_size for file in files))
     streams: list[tuple[FlightHeader, list[FlightEvent]]] = []
     torn: list[str] = []
     unknown: Counter[str] = Counter()
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in files:
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
         if lines.pop():
             torn.append(file.name)
@@ -198,6 +203,17 @@ def read_recording(folder: Path) -> Recording:
         torn=tuple(torn),
         unknown=dict(unknown),
     )
+
+
+def _check_memory(folder: Path, size: int) -> None:
+    free = psutil.virtual_memory().available
+    if size * _MEMORY > free:
+        raise MachineError(
+            f"memory for {folder}",
+            f"all of it is read at once and takes about {size * _MEMORY >> 20} MiB; {free >> 20} MiB are free",
+            "end what else runs here, or copy the run to a machine with more; seamless-verl watch shows its steps, "
+            "groups and attempts with little",
+        )
 
 
 def _ended_by_death(

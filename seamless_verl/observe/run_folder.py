@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,12 @@ def _points(folder: Path) -> list[Path]:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Every run begins by making these."""
-    return (folder / CONFIG).is_file() and (folder / LOGS).is_dir()
+    """Every run begins by making these. Where this user may not enter, `os.path` says no and `Path.is_file` raises."""
+    return os.path.isfile(folder / CONFIG) and os.path.isdir(folder / LOGS)
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    return sorted(path for path in folder.iterdir() if os.path.isdir(path)) if folder.is_dir() else []
 
 
 def _why_nothing(run: Path, *, running: bool) -> str:

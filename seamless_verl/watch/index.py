@@ -4,9 +4,9 @@
                                  texts (rows of a step)  ─┴─▶ steps, groups, one attempt
 
 What several sources say of one attempt is joined: each fills in what it knows. The index is a cache: another version of
-this program, or a recording that shrank (a run that began anew), makes it afresh. A step that a restarted run repeats
-is written again, so a dump that was changed is read again from its beginning. The index lies in the run's folder, or,
-where nothing can be written there or another server has it, in a temporary folder.
+this program, or a recording that shrank or went (a run that began anew), makes it afresh. A step that a restarted run
+repeats is written again, so a dump that was changed is read again from its beginning. The index lies in the run's
+folder, or, where nothing can be written there or another server has it, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _MOST_BYTES = 1 << 18
 _UPDATE_S = 0.2  # so that a click is answered while a large run is still being read
 _AGAIN_S = 10.0  # between two looks at row files of which none is new and none had changed
 _MOST_UNTRAINED = 500  # groups; a run that writes down no rows has all of them there
+_UNTRAINED = "SELECT grp FROM groups WHERE step IS NULL"
 _FACTS = tuple(spec.name for spec in fields(AttemptFacts) if spec.name != "session")
 _NAMES = {"group": "grp"}
 _QUOTED = tuple(f'"{_NAMES.get(name, name)}"' for name in _FACTS)
@@ -63,21 +64,26 @@ _NAMED = f"SELECT session FROM attempts WHERE instr(replace(lower({_NAMES_OF}), 
 class RunIndex:
     """The index of one place; not for several threads at once.
 
+    Args:
+        beside: in the run's folder, where it can be.
+
     Attributes:
         where: the index's file.
         is_behind: the last update left something for the next one: a large file is read in parts.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, beside: bool = True) -> None:
         self._place = place
         self._scratch = tempfile.TemporaryDirectory(prefix="seamless-watch-")
         self.scratch = Path(self._scratch.name)
-        self.where, self._db = opened((place, self.scratch), INDEX, _SCHEMA, _VERSION)
-        self._open_sessions: dict[str, dict[str, int]] = {}
+        self.where, self._db = opened((place, self.scratch)[not beside :], INDEX, _SCHEMA, _VERSION)
+        self._open_sessions: dict[str, dict[str, int]] = {}  # by journal: turns of each that were read
+        self._turns: dict[str, readers.Turns] = {}
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
         self.sources, self.summaries = Sources(self._db), Summaries(self._db)
         self._most = self._unread = 0
+        self._until = 0.0  # sessions under way are read
         self._goes_on = False  # there is more in the file that was read last
         self._has_read = False  # in this update
         self._rows_as: list[int] = []  # when the folders of rows had been changed
@@ -97,7 +103,7 @@ class RunIndex:
             Steps whose attempts may have changed; ``None`` for attempts that no step is known to have trained.
         """
         self._lost = set()
-        if any(file.exists() and file.stat().st_size < mark for file, mark in self._marks()):
+        if any(not file.exists() or file.stat().st_size < mark for file, mark in self._marks()):
             self._lost = {None, *self.steps()}
             self._begin_anew()
         files = (files_of(self._place, (f"{FLIGHT}/*.jsonl",)), self._row_files(), files_of(self._place, KEPT_FILES))
@@ -105,8 +111,9 @@ class RunIndex:
         self._groups = set()
         self._db.execute("BEGIN")
         try:
+            self._until = time.monotonic() + _UPDATE_S
             for file in files_of(self._place, JOURNALS):
-                self._guarded(file, self._read_journal)
+                self.is_behind |= self._guarded(file, self._read_journal)
             self._has_read, until = False, time.monotonic() + _UPDATE_S
             grow = zip((self._read_recording, self._read_rows, self._read_kept), files, strict=True)
             for file, read in ((file, read) for read, those in grow for file in those):
@@ -198,20 +205,23 @@ class RunIndex:
             if numbers and not self._goes_on:  # else they may have left the file meanwhile
                 there = {session for (session,) in db.execute("SELECT id FROM kept")}
                 gone = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()
-                self._db.executemany(
-                    "UPDATE attempts SET file = NULL WHERE session = ?",
-                    [row for row in gone if row[0] not in there],
-                )
+                left = [row for row in gone if row[0] not in there]
+                self._db.executemany("UPDATE attempts SET file = NULL WHERE session = ?", left)
         return max(numbers.values(), default=mark)
 
     def _read_journal(self, file: Path, name: str, mark: int) -> int:
-        """Sessions under way: those with new turns are read again, those that left are over."""
-        before = self._open_sessions.get(name)
+        """Sessions under way, so many as there is time for: new turns are read, those that left are over."""
+        before = self._open_sessions.setdefault(name, {})
         with readers.journal(file, self.scratch) as db:
             sessions = {row[0]: 0 for row in db.execute("SELECT id FROM sessions")} | readers.num_turns(db)
-            changed = frozenset(s for s, turns in sessions.items() if before is None or before.get(s) != turns)
-            if changed:
-                self._put(readers.sessions_in(db, changed), name)
+            changed = [session for session, turns in sessions.items() if before.get(session) != turns]
+            for start in range(0, len(changed), _MOST_KEPT):
+                if start and time.monotonic() >= self._until:
+                    self._goes_on = True
+                    break
+                part = changed[start : start + _MOST_KEPT]
+                self._put(readers.sessions_in(db, part, self._turns), name)
+                before.update((session, sessions[session]) for session in part)
         known = self._db.execute("SELECT session, grp FROM attempts WHERE file = ?", (name,)).fetchall()
         over = [(session, group) for session, group in known if session not in sessions]
         self._groups |= {group for _, group in over}
@@ -220,7 +230,9 @@ class RunIndex:
             "WHERE session = ?",
             [(session,) for session, _ in over],
         )
-        self._open_sessions[name] = sessions
+        for session in before.keys() - sessions.keys():
+            del before[session]
+            self._turns.pop(session, None)
         return mark
 
     def _put(self, found: Iterable[AttemptFacts], file: str | None) -> None:
@@ -253,16 +265,17 @@ class RunIndex:
         self._db.execute("DELETE FROM groups WHERE step IS NULL AND grp NOT IN (SELECT grp FROM attempts)")
 
     def _marks(self) -> list[tuple[Path, int]]:
-        known = self.sources.known.items()
-        return [(self._place / file, source.mark) for file, source in known if file.startswith(f"{FLIGHT}/")]
+        return [(self._place / f, s.mark) for f, s in self.sources.known.items() if f.startswith(f"{FLIGHT}/")]
 
     # ------------------------------------------------------------ asked
 
     def attempts(self, *, step: int | None) -> list[dict[str, Any]]:
-        """Attempts of the groups that a step trained; ``None``: the latest of those that no step is known to have."""
+        """Attempts of the groups that a step trained; ``None``: of those that no step is known to have trained all that
+        have one under way, and the latest of the others."""
         if step is None:
-            latest = "SELECT grp FROM groups WHERE step IS NULL ORDER BY rowid DESC LIMIT ?"
-            return self._joined(f"grp IN ({latest})", (_MOST_UNTRAINED,), [])
+            under_way = f"{_UNTRAINED} AND grp IN (SELECT grp FROM attempts WHERE state = 'open')"
+            latest = f"SELECT grp FROM ({_UNTRAINED} ORDER BY rowid DESC LIMIT ?)"
+            return self._joined(f"grp IN ({latest} UNION {under_way})", (_MOST_UNTRAINED,), [])
         return self._selected("grp IN (SELECT grp FROM groups WHERE step = ?)", (step,))
 
     def group(self, name: str) -> list[dict[str, Any]]:
@@ -273,8 +286,10 @@ class RunIndex:
         found = self._db.execute("SELECT DISTINCT step FROM groups WHERE step IS NOT NULL ORDER BY step")
         return [step for (step,) in found]
 
-    def has_untrained(self) -> bool:
-        return self._db.execute("SELECT 1 FROM groups WHERE step IS NULL LIMIT 1").fetchone() is not None
+    def num_groups(self, step: int | None) -> int:
+        """Of which `attempts` shows so many."""
+        found: int = self._db.execute("SELECT count(*) FROM groups WHERE step IS ?", (step,)).fetchone()[0]
+        return found
 
     def silent(self, before: float) -> list[tuple[str, float]]:
         """Sessions under way whose last answer is older than that, with when it came; the longest first."""
@@ -320,8 +335,8 @@ class RunIndex:
 
     def text_files(self) -> list[Path]:
         """verl's dumps, those of the latest steps first."""
-        known = [file for file in self.sources.known if Path(file).stem.isdecimal()]
-        return [self._place / file for file in sorted(known, key=lambda file: -int(Path(file).stem))]
+        known = [Path(file) for file in self.sources.known if Path(file).stem.isdecimal()]
+        return [self._place / file for file in sorted(known, key=lambda file: -int(file.stem))]
 
     def _selected(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
         texts = self._db.execute(
@@ -358,21 +373,19 @@ class RunIndex:
 
     def texts(self, group: str, index: int) -> list[dict[str, Any]]:
         """What was trained of an attempt, as verl wrote it down."""
-        rows = self._db.execute(
-            'SELECT row, step, score, file, start, length FROM texts WHERE grp = ? AND "index" = ? ORDER BY row',
-            (group, index),
-        ).fetchall()
+        asked = 'SELECT row, step, score, file, start, length FROM texts WHERE grp = ? AND "index" = ? ORDER BY row'
+        rows = self._db.execute(asked, (group, index)).fetchall()
         found = []
         for row, step, score, file, start, length in rows:
             record = readers.line_at(self._place / file, start, length)
-            text = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
-            found.append({"row": row, "step": step, "score": score, **text})
+            told = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
+            found.append(told | {"row": row, "step": step, "score": score})
         return found
 
     def _begin_anew(self) -> None:
         for table in ("sources", "attempts", "texts", "groups", "summaries"):
             self._db.execute(f"DELETE FROM {table}")
-        self._open_sessions.clear()
+        self._open_sessions, self._turns = {}, {}
         self._rows_changed = True
         self.sources, self.summaries = Sources(self._db), Summaries(self._db)
 

@@ -99,7 +99,7 @@ def opened(folders: Sequence[Path], name: str, schema: str, version: int) -> tup
     for folder in folders:
         try:
             return folder / name, _opened(folder / name, schema, version)
-        except sqlite3.Error:
+        except (sqlite3.Error, OSError):
             continue
     raise sqlite3.OperationalError(f"no index can be written in {' or '.join(map(str, folders))}")
 
@@ -107,21 +107,38 @@ def opened(folders: Sequence[Path], name: str, schema: str, version: int) -> tup
 def _opened(where: Path, schema: str, version: int) -> sqlite3.Connection:
     db = _connect(where)
     try:
-        if db.execute("PRAGMA user_version").fetchone()[0] != version:
+        if not _is_whole(db, version):
             db.close()
             where.unlink(missing_ok=True)
             db = _connect(where)
             db.executescript(schema)
+        db.create_function("lower", 1, str.lower)  # SQLite's own knows the letters of ASCII only
         db.execute("PRAGMA synchronous = OFF")  # it can be made again
         db.execute("PRAGMA cache_size = -65536")  # KiB
         # Held from here on, so that another server of this run makes an index of its own.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("BEGIN EXCLUSIVE")
+        db.execute(f"PRAGMA user_version = {version}")  # or a file that can only be read would do
         db.execute("COMMIT")
     except sqlite3.Error:
         db.close()
         raise
     return db
+
+
+def _is_whole(db: sqlite3.Connection, version: int) -> bool:
+    """Whether it is an index of this version that can be read.
+
+    Raises:
+        sqlite3.OperationalError: another server has it.
+    """
+    try:
+        found = db.execute("PRAGMA user_version").fetchone()[0], *db.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError:
+        return False
+    return found == (version, "ok")
 
 
 def _connect(where: Path) -> sqlite3.Connection:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,6 +36,7 @@ from seamless_verl.trajectory.generation import FinishReason, TrajectoryError
 from seamless_verl.trajectory.tree import SessionTree
 
 _MOST_BYTES = 1 << 24
+_MOST_HELD = 1 << 25  # tokens of sessions under way
 _MOST_NAME = 2000  # characters of a task's name or an error, which stand in every list
 
 
@@ -307,11 +309,16 @@ def _open(file: Path, how: str) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(str(file.absolute()))}?{how}", uri=True, isolation_level=None, timeout=1.0)
 
 
-def sessions_in(db: sqlite3.Connection, only: frozenset[str]) -> Iterator[AttemptFacts]:
-    """Facts of sessions, from their turns."""
+def sessions_in(
+    db: sqlite3.Connection, only: Iterable[str], held: dict[str, Turns] | None = None
+) -> Iterator[AttemptFacts]:
+    """Facts of sessions, from their turns; those that ``held`` has are read on."""
+    held = {} if held is None else held
     for name in only:
         for session in read_sessions(db, name):
-            yield _facts(db, session)
+            yield _facts(session, held.setdefault(name, Turns()).read_on(db, name))
+        if sum(turns.tree.num_stored_tokens for turns in held.values()) > _MOST_HELD:
+            held.clear()
 
 
 def kept_sessions(db: sqlite3.Connection, new: frozenset[str]) -> Iterator[AttemptFacts]:
@@ -324,38 +331,54 @@ def num_turns(db: sqlite3.Connection) -> dict[str, int]:
     return dict(db.execute("SELECT session_id, count(*) FROM turns GROUP BY session_id"))
 
 
-def _facts(db: sqlite3.Connection, session: Session) -> AttemptFacts:
-    _, bodies = read_turns(db, session.id)
-    turns, tokens, cut, seams = 0, 0, 0, 0
-    tree = SessionTree()
-    versions: set[int] = set()
+@dataclass(slots=True)
+class Turns:
+    """What the turns of a session come to, up to one that is damaged; ``number`` is the journal's of the last."""
+
+    tree: SessionTree = field(default_factory=SessionTree)
+    number: int = 0
+    is_damaged: bool = False
+    tokens: int = 0
+    cut: int = 0
+    seams: int = 0
+    versions: set[int] = field(default_factory=set)
     last: float | None = None
-    for body in bodies:
-        try:
-            record, _, answer = unpack(body)
-            tree.commit(record)
-        except (Damaged, TrajectoryError):
-            break
-        turns += 1
-        tokens += len(record.token_ids)
-        cut += record.finish_reason is FinishReason.LENGTH
-        seams += len(record.version_spans) - 1
-        versions |= {span.version for span in record.version_spans}
-        last = float(answer.created)
+
+    def read_on(self, db: sqlite3.Connection, session: str) -> Turns:
+        """A session under way is looked at with each turn: no turn is read twice."""
+        asked = "SELECT number, body FROM turns WHERE session_id = ? AND number > ? ORDER BY number"
+        for number, body in () if self.is_damaged else db.execute(asked, (session, self.number)):
+            self.number = number
+            try:
+                record, _, answer = unpack(bytes(body))
+                self.tree.commit(replace(record, log_probs=array("f")))
+            except (Damaged, TrajectoryError):
+                self.is_damaged = True
+                break
+            self.tokens += len(record.token_ids)
+            self.cut += record.finish_reason is FinishReason.LENGTH
+            self.seams += len(record.version_spans) - 1
+            self.versions |= {span.version for span in record.version_spans}
+            self.last = float(answer.created)
+        return self
+
+
+def _facts(session: Session, turns: Turns) -> AttemptFacts:
+    last = turns.last
     return AttemptFacts(
         session=session.id,
         group=session.spec.group,
         index=session.spec.index,
         state=session.state.value,
         reward=session.reward,
-        turns=turns,
-        tokens=tokens,
+        turns=turns.tree.num_turns,
+        tokens=turns.tokens,
         task=task[:_MOST_NAME] if isinstance(task := session.spec.metadata.get(TASK), str) else None,
-        drift={reason.value: count for reason, count in tree.drift.items()},
-        cut=cut,
-        seams=seams,
-        oldest=min(versions, default=None),
-        newest=max(versions, default=None),
+        drift={reason.value: count for reason, count in turns.tree.drift.items()},
+        cut=turns.cut,
+        seams=turns.seams,
+        oldest=min(turns.versions, default=None),
+        newest=max(turns.versions, default=None),
         began=session.opened_at,
         ended=last if session.state is not SessionState.OPEN else None,
         latest=last if last is not None else session.opened_at,

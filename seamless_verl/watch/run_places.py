@@ -6,6 +6,7 @@ A place is a run of the trainer (``flight/``, ``steps.jsonl``, ``rows/``), a rec
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -40,7 +41,8 @@ class Place:
 
 
 def is_place(folder: Path) -> bool:
-    if (folder / FLIGHT).is_dir() or (folder / STEPS).is_file() or is_run_folder(folder):
+    """Not where this user may not enter: `os.path` asks, since `Path.is_dir` raises there."""
+    if os.path.isdir(folder / FLIGHT) or os.path.isfile(folder / STEPS) or is_run_folder(folder):
         return True
     return any(next(folder.glob(pattern), None) is not None for pattern in (*JOURNALS, *KEPT_FILES))
 
@@ -60,7 +62,7 @@ def places(root: Path) -> list[Place]:
 
 def _folders(folder: Path) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())[:_MOST_FOLDERS]
+        return sorted(path for path in folder.iterdir() if os.path.isdir(path))[:_MOST_FOLDERS]
     except OSError:
         return []
 

@@ -9,6 +9,7 @@ Invariant: nothing is indexed for it, and an answer takes about `LOOK_S`, howeve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ MOST = 50  # finds of one answer
 _AROUND = 80  # characters that are shown on each side of a find
 _PART_BYTES = 1 << 22
 
+Known = dict[str, Any] | None
 Turns = Callable[[str], Sequence[dict[str, Any]]]
 """The turns of a session's conversation; empty where they are gone."""
 
@@ -57,6 +59,18 @@ class Search:
             self.finds += self._in_session(place) if isinstance(place, str) else self._in_dump(place)
         return None
 
+    def with_attempts(
+        self, attempt: Callable[[str], Known], numbered: Callable[[str, int], Known]
+    ) -> list[dict[str, Any]]:
+        """The finds, each with its attempt; once where attempts of a group were given the same."""
+        found: dict[Any, dict[str, Any]] = {}
+        for find in self.finds:
+            known = attempt(find["key"]) if "key" in find else numbered(find["group"], find["index"])
+            if known is not None:
+                same = known["group"], find["where"], find["before"], find["found"], find["after"]
+                found.setdefault(same, {**find, "attempt": known})
+        return list(found.values())
+
     def _in_session(self, session: str) -> Iterator[dict[str, Any]]:
         for turn in self._turns_of(session):
             called = " ".join(call["name"] for call in (turn["answer"] or {}).get("tool_calls", ()))
@@ -66,17 +80,17 @@ class Search:
                     break
 
     def _in_dump(self, file: Path) -> Iterator[dict[str, Any]]:
-        # As the text may stand in a line of JSON: with its characters, or with their numbers.
-        spelled = {json.dumps(self._text, ensure_ascii=plain)[1:-1].lower().encode() for plain in (True, False)}
+        # What of it stands in a line of JSON in any case: other letters may be there in either, or as numbers.
+        needle = max(re.split(r"\\u[0-9a-f]{4}", json.dumps(self._text)[1:-1]), key=len).encode()
         end, found = 0, 0
         while (part := readers.new_lines(file, end, _PART_BYTES)).lines:
             end = part.end
             for start, line in part.lines:
-                lowered = line.lower()
-                if not any(needle in lowered for needle in spelled):
+                if needle not in line.lower():
                     continue
-                yield from self._in_line(start, line)
-                found += 1
+                for find in self._in_line(start, line):
+                    yield find
+                    found += 1
                 if found >= MOST:
                     return
 

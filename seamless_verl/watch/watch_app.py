@@ -85,32 +85,35 @@ class Guard:
             await send(message)
 
         first, _, rest = scope["path"].lstrip("/").partition("/")
-        refused = self._refused(scope, first)
-        if refused is not None:
-            await refused(scope, receive, sealed)
+        answer = self._refused(scope, first)
+        if answer is None and scope["path"] == f"/{first}":  # what the page asks for is named from its folder
+            answer = Response(status_code=307, headers={"location": f"{first}/"})
+        if answer is not None:
+            await answer(scope, receive, sealed)
             return
         path = f"/{rest}"
         await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, sealed)
 
     def _refused(self, scope: Scope, token: str) -> Response | None:
+        said = partial(_refusal, in_page="/api/" in scope["path"])
         headers: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
         hosts, origins = headers.get("host", []), headers.get("origin", [])
         if len(hosts) != 1 or not self._allowed(hosts[0]):
-            return _said(
-                421, "This server does not go by that name. Open the address that seamless-verl watch printed."
-            )
+            return said(421, "This server does not go by that name. Open the address that seamless-verl watch printed.")
         if any(urlsplit(origin).netloc != hosts[0] for origin in origins):
-            return _said(403, "Pages of other origins get nothing here.")
+            return said(403, "Pages of other origins get nothing here.")
         if not hmac.compare_digest(token.encode("utf-8", "replace"), self._token):
-            return _said(403, "The token is missing or wrong. Open the address that seamless-verl watch printed.")
+            return said(403, "The token is missing or wrong. Open the address that seamless-verl watch printed.")
         if scope["method"] not in ("GET", "HEAD"):
-            return _said(405, "Nothing can be changed here.")
+            return said(405, "Nothing can be changed here.")
         return None
 
 
-def _said(status: int, text: str) -> Response:
+def _refusal(status: int, text: str, *, in_page: bool) -> Response:
+    if in_page:  # a page of before this server began
+        return _json({"error": text}, status)
     return Response(f"{text}\n", status, media_type="text/plain")
 
 
@@ -169,12 +172,21 @@ def _run_of(places: Places, run: str) -> Watched:
     return watched
 
 
+def _standing_of(watched: Watched) -> dict[str, Any]:
+    """One run that cannot be read does not hide the others."""
+    try:
+        return watched.standing()
+    except OSError as error:
+        told = {"id": watched.place.id, "name": watched.place.name, "style": "bad", "state": f"cannot be read: {error}"}
+        return told | dict.fromkeys(("step", "total_steps", "reward", "step_s", "changed"))
+
+
 def _serve_runs(app: FastAPI, places: Places) -> None:
     run_of = partial(_run_of, places)
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return _json({"runs": [watched.standing() for watched in places.all()]})
+        return _json({"runs": [_standing_of(watched) for watched in places.all()]})
 
     @app.get("/api/run/{run}/page")
     def page(run: str, seen: str = "") -> Response:

@@ -6,6 +6,8 @@ that grows is made again at most `_SHARE` of the time.
 
 from __future__ import annotations
 
+import shlex
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +69,7 @@ class Watched:
         self._report_lock = threading.Lock()  # the report of a long run takes its time, and nobody else waits for it
         self._index: RunIndex | None = None
         self._updated = 0.0
-        self._text = RunText(place, tokenizer)
+        self._tokenizer, self._text = tokenizer, RunText(place, tokenizer)
         self._trained: list[int] | None = None  # steps with attempts
         self._report: Report | None = None
         self._stands: tuple[str, dict[str, Any]] = ("", {})
@@ -79,9 +81,7 @@ class Watched:
 
     def close(self) -> None:
         with self._lock:
-            if self._index is not None:
-                self._index.close()
-            self._index = None
+            self._forget()
 
     def standing(self) -> dict[str, Any]:
         """A line of the list of runs; told anew when a file of the run has changed."""
@@ -117,9 +117,8 @@ class Watched:
         size = sum(file.stat().st_size for file in files_of(self.place.path, (f"{FLIGHT}/*.jsonl",)))
         if size > _MOST_RECORDING:
             raise NotThere(
-                f"The recording of this run has {size >> 20} MiB; to draw all of it takes several times that in "
-                f"memory, which this server does not take. The steps, groups and attempts are all there. For the "
-                f"whole on one page: seamless-verl report {self.place.path}"
+                f"The recording of this run has {size >> 20} MiB; drawing it takes more memory than this server takes. "
+                f"Its steps, groups and attempts are all there. For the page: seamless-verl report {self.place.path}"
             )
         try:
             run = load_digest(self.place.path, running=running)
@@ -134,7 +133,7 @@ class Watched:
 
     def figures(self) -> dict[str, Any]:
         """What is laid over another run."""
-        return {"run": {**self.standing(), "path": str(self.place.path)}, **self.report().figures}
+        return {"run": {**self.standing(), "path": shlex.quote(str(self.place.path))}, **self.report().figures}
 
     def times(self, key: str, step: str) -> dict[str, Any]:
         """Where the time of an attempt, or the device time of a step, went; ``why`` where that is not known."""
@@ -146,9 +145,7 @@ class Watched:
         if told is None:
             return {"why": "The recording does not know it (yet): it is read again as it grows."}
         if key and not times.tells_requests:
-            told["why"] = (
-                "This recording does not say which requests were of which attempt: it is of an earlier version."
-            )
+            told["why"] = "This recording is of an earlier version: it does not say whose its requests were."
         return told
 
     def search(self, text: str, start: int) -> dict[str, Any]:
@@ -163,24 +160,16 @@ class Watched:
             named, all_named = index.named(text.lower(), MOST, look.is_over) if start == 0 else ([], True)
             places: list[str | Path] = [*index.kept(), *index.text_files()]
             onward = look.look(places, start)
-            found, seen = [], set()
-            for find in look.finds:
-                known = index.attempt(find["key"]) if "key" in find else index.numbered(find["group"], find["index"])
-                same = known and (known["group"], find["where"], find["before"], find["found"], find["after"])
-                if known is not None and same not in seen:  # attempts of a group were given the same
-                    seen.add(same)
-                    found.append({**find, "attempt": known})
             return {
-                **self._head(index), "named": named, "all_named": all_named, "found": found, "onward": onward,
-                "of": len(places), "why_no_text": self._text.why_none,
+                **self._head(index), "named": named, "all_named": all_named, "onward": onward, "of": len(places),
+                "found": look.with_attempts(index.attempt, index.numbered), "why_no_text": self._text.why_none,
             }  # fmt: skip
 
     def _turns(self, index: RunIndex, session: str) -> list[dict[str, Any]]:
         known = index.attempt(session)
-        whole = self._whole(index, known) if known is not None else None
-        return (
-            transcript.conversation(*whole, transcript.with_pictures(self._text.decode())) if whole is not None else []
-        )
+        if known is None or (whole := self._whole(index, known)) is None:
+            return []
+        return transcript.conversation(*whole, transcript.with_pictures(self._text.decode()))
 
     def steps(self) -> dict[str, Any]:
         with self._lock:
@@ -189,7 +178,7 @@ class Watched:
             if self._trained is None:
                 self._trained = index.steps()
             steps: list[int | None] = [*sorted({*records, *self._trained}, reverse=True)]
-            steps += [None] if index.has_untrained() else []
+            steps += [None] if index.num_groups(None) else []
             told = self._summaries(index, steps, records)
             return {
                 **self._head(index),
@@ -208,20 +197,15 @@ class Watched:
             raise NotThere(f"{step} is no step: a number, or {watched_groups.NO_STEP}")
         with self._lock:
             index = self._current()
-            found = watched_groups.groups_of(
-                index.attempts(step=None if step == watched_groups.NO_STEP else int(step)), self._now()
-            )
+            number = int(step) if step.isdecimal() else None
+            found = watched_groups.groups_of(index.attempts(step=number), self._now())
             chosen = watched_groups.chosen(found, sort=sort, flag=flag, text=text)
             return {
-                **self._head(index),
-                "step": step,
-                "of": len(found),
-                "matching": len(chosen),
+                **self._head(index), "step": step, "sorts": list(watched_groups.SORTS), "flags": watched_groups.FLAGS,
+                "of": len(found), "in_all": index.num_groups(number), "matching": len(chosen),
                 "groups": chosen[start : start + _PAGE],
                 "onward": start + _PAGE if start + _PAGE < len(chosen) else None,
-                "sorts": list(watched_groups.SORTS),
-                "flags": watched_groups.FLAGS,
-            }
+            }  # fmt: skip
 
     def attempt(self, key: str, seen: str = "") -> dict[str, Any] | None:
         """Facts, turns and rows of one attempt, from the best source that is left of it; of long texts the beginning.
@@ -281,8 +265,7 @@ class Watched:
             if sum(bool(rows) for _, rows in said) > 1:
                 return parted(said, transcript.with_pictures(self._text.decode()), "token")
             texts = [
-                (known["key"], [] if known["index"] is None else of_texts(index.texts(group, known["index"])))
-                for known in members
+                (m["key"], [] if m["index"] is None else of_texts(index.texts(group, m["index"]))) for m in members
             ]
             return parted(texts, str, "character")
 
@@ -359,6 +342,7 @@ class Watched:
             if told is None and time.monotonic() < until:
                 began = time.thread_time()
                 told = watched_groups.summary(name, index.attempts(step=step), self._now())
+                told["groups"] = index.num_groups(step)
                 lasts = "under way" not in told["flags"]  # what is silent changes by itself
                 index.summaries.keep(step, told, took_s=time.thread_time() - began, lasts=lasts)
             record = records.get(step, {}) if step is not None else {}
@@ -370,13 +354,30 @@ class Watched:
         return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
 
     def _current(self) -> RunIndex:
+        if self._index is not None and not self._index.where.exists():  # the run is gone, or another is in its place
+            self._forget()
+        for beside in (True, False):
+            try:
+                return self._updated_index(beside=beside)
+            except sqlite3.Error as error:  # the disk is full: what the index notes as read may not be in it
+                self._forget()
+                failed = error
+        raise failed
+
+    def _updated_index(self, *, beside: bool) -> RunIndex:
         if self._index is None:
-            self._index = RunIndex(self.place.path)
+            self._index = RunIndex(self.place.path, beside=beside)
         if self._index.is_behind or time.monotonic() - self._updated > _UPDATE_S:
             if not self._index.update() <= {None, *(self._trained or ())}:
                 self._trained = None
             self._updated = time.monotonic()
         return self._index
+
+    def _forget(self) -> None:
+        if self._index is not None:
+            self._index.close()
+        self._index = self._trained = None
+        self._text = RunText(self.place, self._tokenizer)
 
     def _known(self, index: RunIndex, key: str) -> dict[str, Any]:
         known = index.attempt(key)

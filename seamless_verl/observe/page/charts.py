@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 WIDTH, HEIGHT = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 34
 _BAND, _BINS = 40.0, 28
+_MOST = 600  # points of a line, or columns: more than there are pixels for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class _Frame:
 
 def lines(series: Sequence[Series], *, x_label: str, y_format: Callable[[float], str]) -> str:
     """Lines over a shared x axis; empty text when there is nothing to draw."""
+    series = [_thinned(one) for one in series]
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
     ys += [bound for one in series for pair in one.intervals if pair for bound in pair]
@@ -62,6 +64,23 @@ def lines(series: Sequence[Series], *, x_label: str, y_format: Callable[[float],
     return _svg("".join(parts), ", ".join(one.label for one in series)) + _legend(
         [(one.label, one.style) for one in series]
     )
+
+
+def _thinned(one: Series) -> Series:
+    """Of each stretch of a long line its lowest and its highest point."""
+    num = len(one.points)
+    if num <= _MOST:
+        return one
+    stretch = math.ceil(2 * num / _MOST)
+    kept = sorted(
+        {
+            pick(range(start, min(start + stretch, num)), key=lambda index: one.points[index][1])
+            for start in range(0, num, stretch)
+            for pick in (min, max)
+        }
+    )
+    intervals = [one.intervals[index] for index in kept] if one.intervals else ()
+    return replace(one, points=[one.points[index] for index in kept], intervals=intervals)
 
 
 def _line(one: Series, frame: _Frame, y_format: Callable[[float], str], x_label: str) -> str:
@@ -128,9 +147,13 @@ def histogram(values: Sequence[float], *, x_label: str, style: str) -> str:
 def columns(
     stacks: Sequence[tuple[str, Mapping[str, float]]], *, styles: Mapping[str, str], x_label: str, y_unit: str
 ) -> str:
-    """Stacked columns, one per ``(label, amounts by part)``; ``styles`` gives the order of the parts from below."""
+    """Stacked columns, one per ``(label, amounts by part)``; ``styles`` gives the order of the parts from below. Where
+    they are too many, one is the mean of some."""
     if not stacks:
         return ""
+    some = math.ceil(len(stacks) / _MOST)
+    if some > 1:
+        stacks = [_mean(stacks[start : start + some]) for start in range(0, len(stacks), some)]
     ticks = _ticks(0.0, max(sum(amounts.values()) for _, amounts in stacks))
     frame = _Frame(low_x=0.0, high_x=float(len(stacks)), low_y=0.0, high_y=ticks[-1])
     parts = [_y_axis(frame, ticks, lambda value: f"{value:g} {y_unit}")]
@@ -154,9 +177,15 @@ def columns(
     for index in range(0, len(stacks), stride):
         middle = (frame.x(index) + frame.x(index + 1)) / 2
         parts.append(f'<text class="tick" x="{middle:.2f}" y="{HEIGHT - 18}" text-anchor="middle">')
-        parts.append(f"{escape(stacks[index][0])}</text>")
+        parts.append(f"{escape(stacks[index][0].partition(' to ')[0])}</text>")
     parts.append(_x_axis(frame, (), x_label))
     return _svg("".join(parts), f"{y_unit} by part and {x_label}")
+
+
+def _mean(stacks: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[str, Mapping[str, float]]:
+    names = {part: None for _, amounts in stacks for part in amounts}
+    amounts = {part: sum(amounts.get(part, 0.0) for _, amounts in stacks) / len(stacks) for part in names}
+    return f"{stacks[0][0]} to {stacks[-1][0]}, on average", amounts
 
 
 def bands(

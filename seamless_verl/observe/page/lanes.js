@@ -46,6 +46,7 @@ function drawLanes(view) {
       target.width = pixels;
       target.height = rows;
       target.style.height = cssHeight + "px";
+      target.style.width = width + "px"; // a scrollbar takes from the lanes only
     }
     const pen = target.getContext("2d");
     pen.setTransform(scale, 0, 0, scale, 0, 0);
@@ -67,7 +68,7 @@ function drawLanes(view) {
     const size = Math.abs(value);
     if (size < 1) return (value * 1000).toFixed(size < 0.01 ? 1 : 0) + " ms";
     if (size < 60) return value.toFixed(size < 10 ? 2 : 1).replace(/\.?0+$/, "") + " s";
-    const minutes = Math.floor(size / 60), rest = Math.round(size % 60);
+    const minutes = Math.floor(Math.round(size) / 60), rest = Math.round(size) % 60;
     if (minutes < 60) return minutes + ":" + String(rest).padStart(2, "0") + " min";
     return Math.floor(minutes / 60) + ":" + String(minutes % 60).padStart(2, "0") + " h";
   }

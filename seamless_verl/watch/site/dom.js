@@ -13,10 +13,11 @@ export function el(tag, given = {}, ...children) {
   return made;
 }
 
-// Characters that move the cursor, turn the direction of text or cannot be seen are named instead.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+// Characters that move the cursor, turn the direction of text or cannot be seen are named instead; not the one that
+// chooses how the emoji before it is drawn.
+const UNSEEN = /(?!(?<=\p{Emoji})[\ufe0e\ufe0f])[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\p{Default_Ignorable_Code_Point}]/gu;
 export const shown = (text) =>
-  text.replace(UNSEEN, (one) => "⟨U+" + one.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩");
+  text.replace(UNSEEN, (one) => "⟨U+" + one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩");
 
 // The server sends the beginning of a long text, how long it is, and where `whole` finds all of it.
 const PIECE = 100000;
@@ -75,10 +76,20 @@ export function marks(flags, explained) {
   return flags.map((flag) => el("span", { class: "mark", title: explained?.[flag] ?? "" }, flag));
 }
 
+// Over plain http from another machine browsers give no clipboard, but copy what is selected.
+async function toClipboard(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = document.body.appendChild(el("textarea"));
+  box.value = text;
+  box.select();
+  const done = document.execCommand("copy");
+  box.remove();
+  if (!done) throw new Error("the browser refused it");
+}
+
 export function copies(label, text) {
   const button = el("button", { onclick: async () => {
-    await navigator.clipboard.writeText(text());
-    button.textContent = "copied";
+    button.textContent = await toClipboard(text()).then(() => "copied", (error) => "not copied: " + error.message);
     setTimeout(() => { button.textContent = label; }, 1500);
   } }, label);
   return button;

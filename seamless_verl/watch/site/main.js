@@ -53,10 +53,13 @@ async function refresh(mine, first) {
     const data = await view.load(params);
     behind = data.is_behind; // a large run is read as long as somebody looks
     if (mine !== round) return;
-    const text = data?.mark ?? JSON.stringify(data) ?? "";
-    if (first || text !== last) draw(view, data, params);
-    last = text;
-    trouble.hidden = true;
+    // How the run stands is in every answer and changes all the time; only the list of runs shows it.
+    const text = data?.mark ?? JSON.stringify(data, (key, value) => (key === "run" ? value?.name : value)) ?? "";
+    const waits = !first && text !== last && busy();
+    if (first || (text !== last && !waits)) draw(view, data, params);
+    if (!waits) last = text;
+    trouble.hidden = !waits;
+    trouble.textContent = waits ? "There is something new. It is shown when no text is selected, and what you type is sent." : "";
   } catch (error) {
     if (mine !== round) return;
     trouble.hidden = false;
@@ -66,18 +69,31 @@ async function refresh(mine, first) {
     if (!(error instanceof Refused || error instanceof TypeError)) console.error(error);
   }
   const again_s = document.hidden ? 10 : behind ? 0.3 : view.again_s;
+  clearTimeout(timer); // a look may have begun beside it: back in this tab
   timer = setTimeout(() => refresh(mine, false), 1000 * again_s);
 }
 
+// Drawing anew would take it away: text that is being typed, or is selected.
+function busy() {
+  const typed = document.activeElement, chosen = getSelection();
+  return (typed.tagName === "INPUT" && typed.value !== typed.defaultValue) || (!chosen.isCollapsed && main.contains(chosen.anchorNode));
+}
+
+const SCROLLED = ".text, .scroll, #lane-scroll";
+const keyOf = (one) => one.dataset.key ?? one.querySelector("summary")?.textContent;
+
 function draw(view, data, params) {
-  const open = new Map([...main.querySelectorAll("details[data-key]")].map((one) => [one.dataset.key, one.open]));
-  const held = document.activeElement?.dataset?.focus, caret = document.activeElement?.selectionStart;
+  const open = new Map([...main.querySelectorAll("details")].map((one) => [keyOf(one), one.open]));
+  const places = [...main.querySelectorAll(SCROLLED)].map((one) => [one.scrollTop, one.scrollLeft]);
+  const active = document.activeElement, caret = active?.selectionStart, href = main.contains(active) && active.getAttribute("href");
+  const held = active?.dataset?.focus ? `[data-focus="${active.dataset.focus}"]` : href ? `a[href="${CSS.escape(href)}"]` : "";
   where.replaceChildren(...crumbs(params, data));
   leave = view.draw(main, data, params) ?? (() => {});
-  for (const one of main.querySelectorAll("details[data-key]")) {
-    if (open.has(one.dataset.key)) one.open = open.get(one.dataset.key);
+  for (const one of main.querySelectorAll("details")) {
+    if (open.has(keyOf(one))) one.open = open.get(keyOf(one));
   }
-  const again = held && main.querySelector(`[data-focus="${held}"]`);
+  [...main.querySelectorAll(SCROLLED)].forEach((one, at) => { if (places[at]) [one.scrollTop, one.scrollLeft] = places[at]; });
+  const again = held && main.querySelector(held);
   if (again) {
     again.focus();
     if (caret !== undefined && caret !== null) again.setSelectionRange?.(caret, caret);

@@ -45,7 +45,7 @@ export const one = {
       choice("flag", "only", [["", "all groups"], ...Object.entries(data.flags).map(([flag, title]) => [flag, flag, title])], params.flag ?? ""),
       el("label", {}, "with ", el("input", { type: "search", "data-focus": "search", value: params.text ?? "", placeholder: "task, id, status or drift reason  ( / )",
         onchange: (event) => go({ text: event.target.value }) })),
-      el("span", { class: "soft" }, data.matching + " of " + data.of + " groups"));
+      el("span", { class: "soft" }, data.matching + " of " + (data.of < data.in_all ? "the latest " + data.of + " of " + number(data.in_all) : data.of) + " groups"));
     const more = (start, label) => el("button", { onclick: () => go({ start }) }, label);
     main.replaceChildren(el("h1", {}, data.step === "none" ? "Attempts that no step has trained" : "Step " + data.step), notes(data),
       data.step === "none" ? "" : times(params.run, { step: data.step }, ofStep), controls,

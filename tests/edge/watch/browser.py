@@ -22,7 +22,9 @@ async def browsing(dark: bool = False) -> AsyncIterator[Any]:
 
     said: list[str] = []
     async with async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        browser = await driver.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"], ignore_default_args=["--hide-scrollbars"]
+        )
         page = await browser.new_page(color_scheme="dark" if dark else "light", viewport={"width": 1240, "height": 900})
         page.set_default_timeout(15_000)
         page.on("console", lambda message: said.append(message.text))

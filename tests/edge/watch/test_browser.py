@@ -39,7 +39,9 @@ ATTACK = (
     "<img src=x onerror=\"document.body.dataset.taken = 'image'\">"
     "<a href=\"javascript:document.body.dataset.taken = 'link'\">click</a>"
     "\x1b[31mred\u202egnp.exe\u202c </pre></details></section>"
+    "\U000e0069\U000e0067 so\u00adft \u034f\u115f\u17b4\u180b\u3164\uffa0\ufe01 \u2764\ufe0f"
 )
+UNSEEN = "⟨U+E0069⟩⟨U+E0067⟩ so⟨U+00AD⟩ft ⟨U+034F⟩⟨U+115F⟩⟨U+17B4⟩⟨U+180B⟩⟨U+3164⟩⟨U+FFA0⟩⟨U+FE01⟩ \u2764\ufe0f"
 
 
 TOOL = "<img src=x onerror=alert(3)>\u202e"
@@ -90,6 +92,7 @@ async def test_every_view_draws_and_hostile_text_stays_text(tmp_path: Path) -> N
     for name in ("attempt", "old"):
         assert "<script>document.body.dataset.taken = 'script'</script>" in doms[name]
         assert "⟨U+001B⟩[31mred⟨U+202E⟩gnp.exe" in doms[name]
+        assert UNSEEN in doms[name]
     assert "what the request said" in doms["attempt"]
     assert "<|im_start|>" in doms["tokens"]
     assert "Advantage 1." in doms["advantage"]
@@ -310,3 +313,102 @@ async def test_keys_dark_and_a_turn_that_comes(tmp_path: Path) -> None:
         await page.evaluate("document.activeElement.blur()")
         await page.keyboard.press("c")
         await page.get_by_role("heading", name="Compare").wait_for()
+
+
+# How many looks wait for their time, and how many were ever set.
+TIMERS = """
+  window.waiting = new Set(); window.set = 0;
+  const later = window.setTimeout, cancel = window.clearTimeout;
+  window.setTimeout = (act, ms) => {
+    const timer = later(() => { waiting.delete(timer); act(); }, ms);
+    waiting.add(timer); set += 1;
+    return timer;
+  };
+  window.clearTimeout = (timer) => { waiting.delete(timer); cancel(timer); };
+"""
+
+
+@in_browser
+async def test_coming_back_to_the_tab_adds_no_loop(tmp_path: Path) -> None:
+    write_flight(tmp_path)
+    async with watching(tmp_path) as http, browsing() as page:
+        await page.add_init_script(TIMERS)
+        await page.goto(f"{http.base_url}#/")
+        await page.wait_for_selector("h1")
+        await page.evaluate("for (let i = 0; i < 9; i++) document.dispatchEvent(new Event('visibilitychange'))")
+        while await page.evaluate("set") < 10:
+            await page.wait_for_timeout(50)
+        assert await page.evaluate("waiting.size") <= 1
+
+
+@in_browser
+@pytest.mark.timeout(240)
+async def test_what_the_reader_does_outlives_what_comes(tmp_path: Path) -> None:
+    """A filter half typed, a link in focus, a place in a text, and a selection, in a run that goes on."""
+    async with (
+        training(tmp_path) as proxy,
+        watching(tmp_path, save_tokenizer(tmp_path / "model"), alive=True) as http,
+        browsing() as page,
+    ):
+        agent = await begin(proxy, "first")
+        said = [user("line\n" * 2000)]
+        said = [*said, await agent.ask(said), user("more")]
+        at = f"{http.base_url}#/{await only_run(http)}"
+        await page.goto(f"{at}/step/none")
+        await page.wait_for_selector(".group")
+        await page.locator("input[type=search]").press_sequentially("fir")
+        await begin(proxy, "second")
+        await page.wait_for_selector("#trouble:not([hidden])")
+        assert await page.evaluate("[document.activeElement.value, document.querySelectorAll('.group').length]") == [
+            "fir",
+            1,
+        ]
+        await page.fill("input[type=search]", "")
+        await page.wait_for_selector(".group >> nth=1")
+        await page.locator(".strip a").first.focus()
+        focused = await page.evaluate("document.activeElement.href")
+        await begin(proxy, "third")
+        await page.wait_for_selector(".group >> nth=2")
+        assert await page.evaluate("document.activeElement.href") == focused
+
+        await page.goto(f"{at}/attempt/{agent.session.id}")
+        await page.wait_for_selector('[data-turn="0"]')
+        await page.evaluate(
+            "document.querySelector('details').open = true; document.querySelector('.text').scrollTop = 500"
+        )
+        await agent.ask(said)
+        await page.wait_for_selector('[data-turn="1"]')
+        assert await page.evaluate("document.querySelector('.text').scrollTop") == 500
+        await page.evaluate("getSelection().selectAllChildren(document.querySelector('h3'))")
+        await begin(proxy, "first", 1)
+        await page.wait_for_selector("#trouble:not([hidden])")
+        assert await page.evaluate("document.querySelectorAll('.strip a').length") == 1
+        await page.evaluate("getSelection().removeAllRanges()")
+        await page.wait_for_selector(".strip a >> nth=1")
+
+
+@in_browser
+async def test_what_is_copied_over_plain_http_is_copied(tmp_path: Path) -> None:
+    run = write_made_up_run(tmp_path / "a run")
+    async with watching(tmp_path) as http, browsing() as page:
+        await page.add_init_script(
+            "Object.defineProperty(navigator, 'clipboard', { value: undefined });"
+            "document.addEventListener('copy', () => { window.copied = document.activeElement.value; });"
+        )
+        await page.goto(f"{http.base_url}#/compare/{(await only_run(http)).removeprefix('run/')}")
+        await page.click("text=copy >> nth=-1")
+        await page.wait_for_selector("button:has-text('copied')")
+        assert f"--from '{run}' --set" in await page.evaluate("window.copied")
+
+
+@in_browser
+async def test_the_axis_of_many_lanes_is_as_wide_as_they_are(tmp_path: Path) -> None:
+    """The lanes scroll, and their scrollbar takes its width from them alone."""
+    write_made_up_run(tmp_path, trainers=40, rollouts=20, requests=2)
+    async with watching(tmp_path) as http, browsing() as page:
+        await page.goto(f"{http.base_url}#/{await only_run(http)}")
+        await page.wait_for_selector("#lane-legend span")
+        scrolls = "(one) => one.scrollHeight > one.clientHeight"
+        assert await page.eval_on_selector("#lane-scroll", scrolls)
+        wide = "(one) => one.getBoundingClientRect().width"
+        assert await page.eval_on_selector("#lane-axis", wide) == await page.eval_on_selector("#lane-canvas", wide)

@@ -35,6 +35,20 @@ async def test_without_the_token_every_route_is_refused_and_says_nothing(tmp_pat
                 assert "secret" not in answer.text
 
 
+async def test_an_address_without_its_last_slash_leads_to_the_page(tmp_path: Path) -> None:
+    async with watching(tmp_path) as http:
+        answer = await http.get(str(http.base_url).rstrip("/"), follow_redirects=True)
+    assert (answer.status_code, answer.url.path) == (200, f"/{TOKEN}/")
+    assert "static/main.js" in answer.text
+
+
+async def test_a_page_of_before_this_server_began_can_tell_why_it_gets_nothing(tmp_path: Path) -> None:
+    async with watching(tmp_path) as http:
+        answer = await http.get(str(http.base_url).replace(TOKEN, "old") + "api/runs")
+    assert answer.status_code == 403
+    assert "Open the address that seamless-verl watch printed" in answer.json()["error"]
+
+
 async def test_a_name_that_points_here_another_origin_and_changes_are_refused(tmp_path: Path) -> None:
     async with watching(tmp_path) as http:
         own = f"{http.base_url.host}:{http.base_url.port}"

@@ -9,6 +9,8 @@ import pytest
 from seamless_verl.observe import flight
 from seamless_verl.observe.digest import digest
 from seamless_verl.observe.flight import SliceState
+from seamless_verl.observe.intervals import within
+from seamless_verl.observe.page import charts
 from seamless_verl.observe.page.html import render
 from seamless_verl.observe.recording import Recording
 from tests.kernel.observe.made_up import made_up_run
@@ -207,3 +209,26 @@ def test_a_large_recording_stays_small_enough_for_a_laptop():
     assert len(text) < 4_000_000
     assert json.loads(page.scripts[0])["grain_s"] > 0
     assert "joined" in text
+
+
+def test_charts_of_a_very_long_run_have_about_as_many_marks_as_pixels():
+    values = [float(step % 7) for step in range(10_000)]
+    line = charts.lines(
+        [charts.Series(label="reward", points=list(enumerate(values)), style="s-train")], x_label="step", y_format=str
+    )
+    columns = charts.columns(
+        [(str(step), {"training": 1.0 + step % 2}) for step in range(1, 6001)],
+        styles={"training": "c-train"}, x_label="step", y_unit="s",
+    )  # fmt: skip
+    assert 300 <= line.count("<circle") <= 600
+    assert "reward: 0.0" in line
+    assert "reward: 6.0" in line
+    assert columns.count("<rect") == 600
+    assert "step 1 to 10, on average: training 1.5 s" in columns
+
+
+def test_within_is_between_a_beginning_and_its_end():
+    intervals = [(1.0, 2.0), (2.0, 3.0), (5.0, 5.0)]
+    found = [at for at in (0.9, 1.0, 2.0, 2.5, 3.0, 3.1, 4.9, 5.0, 5.1) if within(intervals, at)]
+    assert found == [1.0, 2.0, 2.5, 3.0, 5.0]
+    assert not within([], 1.0)

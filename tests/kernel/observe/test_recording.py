@@ -2,6 +2,8 @@
 
 import pytest
 
+from seamless_verl.errors import MachineError
+from seamless_verl.observe import recording
 from seamless_verl.observe.flight import (
     WORKER_DIED,
     RequestEnded,
@@ -97,3 +99,10 @@ def test_what_a_dead_rollout_worker_had_not_ended_ends_with_it(tmp_path):
         write_recording(tmp_path / f"{writer}.jsonl", header(writer, 0.0, 0.0, "boot"), events)
     ends = [event for event in read_recording(tmp_path).events if isinstance(event, RequestEnded)]
     assert ends == [ended, RequestEnded(at=3.0, request="r2", slice="a:1", tokens=0, finish=WORKER_DIED)]
+
+
+def test_a_recording_that_would_not_fit_into_memory_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    write_recording(tmp_path / "trainer.jsonl", FlightHeader(writer="w", clock_s=0.0, wall_s=0.0), [])
+    monkeypatch.setattr(recording, "_MEMORY", 1 << 60)
+    with pytest.raises(MachineError, match=r"all of it is read at once .* MiB are free.* seamless-verl watch shows"):
+        read_recording(tmp_path)

@@ -34,12 +34,12 @@ def test_prompts_answers_and_tools_in_either_case() -> None:
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
-@pytest.mark.parametrize("text", ['größe "x"\n', "naïve 猫", "a\\b"])
+@pytest.mark.parametrize("text", ['größe "x"\n', "naïve 猫", "a\\b", "É"])
 def test_text_of_a_dump_however_json_spells_it(tmp_path: Path, text: str, ascii_only: bool) -> None:
     file = tmp_path / "3.jsonl"
     lines = [{"input": "q", "output": said, "score": 1.0, "step": 3, "uid": f"task_{i}_0"} for i, said in enumerate(["no", f"so {text} it is"])]  # fmt: skip  # noqa: E501
     file.write_text("".join(json.dumps(line, ensure_ascii=ascii_only) + "\n" for line in lines), encoding="utf-8")
-    search = Search(text, TURNS.__getitem__, lambda: 0.0)
+    search = Search(text.swapcase().replace("SS", "ß"), TURNS.__getitem__, lambda: 0.0)
     search.look([file], 0)
     (find,) = search.finds
     assert (find["group"], find["index"], find["where"], find["found"]) == ("task", 1, "output", text)
