@@ -91,6 +91,28 @@ async def test_from_the_run_to_a_group_an_attempt_and_its_tokens(tmp_path: Path)
     assert "watched" in page.text
 
 
+async def test_each_row_of_a_session_shows_what_the_trainer_made_of_it(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        said = [user("hi")]
+        await agent.ask([*said, await agent.ask(said), user("more")])
+        await agent.ask([user("something of its own")])
+        rows = await agent.end(1.0)
+    step_no = rows[0].version_spans[0].version + 1
+    write_texts(tmp_path, step_no, [("task_0_0", 1.0, "b"), ("task_0_1", 1.0, "a")])
+    lengths = [len(row.token_ids) - row.prompt_len for row in rows]
+    trained = {
+        key: TokenSignals(mask=np.ones(length), advantage=np.full(length, at))
+        for key, length, at in (("task_0_0", lengths[1], 0.25), ("task_0_1", lengths[0], 0.5))
+    }
+    write(tmp_path / FOLDER, f"{step_no}.0", trained)
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        told = [(await get(http, f"{at}/tokens", key=agent.session.id, row=row))["signals"] for row in (0, 1)]
+    assert lengths[0] > lengths[1]
+    assert [signals and signals["advantage"][-1] for signals in told] == [0.5, 0.25]
+
+
 def _ended(session: str, index: int, reward: float, seconds: float, status: str, detail: str = "") -> SessionEnded:
     return SessionEnded(
         at=1.0 + index, session=session, group="task", index=index, seconds=seconds, turns=2, rows=1, reward=reward,
