@@ -87,6 +87,12 @@ class RunDigest:
         return self.tallies.end.outcome if self.tallies.end is not None else None
 
     @property
+    def bound(self) -> int | None:
+        """On staleness; ``None``: nothing keeps one."""
+        start = self.tallies.start
+        return None if start is None else start.eta if start.bound == -1 else start.bound
+
+    @property
     def whole_steps(self) -> tuple[StepSpan, ...]:
         """Steps that were recorded to their end; of one repeated after a resumption the last."""
         spans = self.step_spans[:-1] if self.tallies.cut_off else self.step_spans

@@ -44,12 +44,17 @@ class FlightEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(FlightEvent):
-    """A run, or the continuation of one in the same folder, begins; slices are declared anew after it."""
+    """A run, or the continuation of one in the same folder, begins; slices are declared anew after it.
+
+    Attributes:
+        bound: on staleness; ``None``: nothing keeps one; -1: ``eta`` (the writer is of a version that did not say).
+    """
 
     name: str
     policy: str
     eta: int
     total_steps: int
+    bound: int | None = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ def _told(run: RunDigest) -> list[str]:
             f"{len(run.whole_steps)} of {run.tallies.start.total_steps} steps",
             f"{sum(devices.values())} devices in {len(devices)} slices",
             f"policy {run.tallies.start.policy}",
-            f"staleness bound {run.tallies.start.eta}",
+            "staleness not bounded" if run.bound is None else f"staleness bound {run.bound}",
         ]
     return told
 
@@ -135,7 +135,7 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         audited, rows = (sum(record[key] for record in run.steps) for key in ("rows_audited", "rows"))
         violations = sum(record["audit_violations"] for record in run.steps)
         stale = max(record["staleness_max"] for record in run.steps)
-        bound = f" (bound {run.tallies.start.eta})" if run.tallies.start is not None else ""
+        bound = f" (bound {run.bound})" if run.bound is not None else ""
         compared = f"of {audited} compared ({share(audited / rows) if rows else '–'})"
         detail = f"rows differ from the engine's record, {compared} · staleness ≤ {stale}{bound}"
         yield "token audit", str(violations), detail

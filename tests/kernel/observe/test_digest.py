@@ -20,8 +20,8 @@ def run_of(events, steps=(), validations=()):
     return digest(Recording(events=tuple(events)), steps, validations)
 
 
-def start(at: float = 0.0, eta: int = 1) -> flight.RunStarted:
-    return flight.RunStarted(at=at, name="x", policy="disaggregated", eta=eta, total_steps=2)
+def start(at: float = 0.0, eta: int = 1, **fields) -> flight.RunStarted:
+    return flight.RunStarted(at=at, name="x", policy="disaggregated", eta=eta, total_steps=2, **fields)
 
 
 def trainer(at: float, devices: int = 1) -> flight.SliceAdded:
@@ -248,6 +248,14 @@ def test_what_is_broken_comes_first():
         assert part in text
 
 
+def test_a_bound_that_nothing_keeps_is_no_promise():
+    rows = flight.RowsTrained(
+        at=5.0, step=1, rollouts=1, staleness=(2,), prompt_tokens=(1,), response_tokens=(1,)
+    )  # fmt: skip
+    for bound, alarms in ((None, 0), (2, 0), (1, 1), (-1, 1)):  # the last: a recording of an earlier version
+        assert len(titles([start(bound=bound), rows, flight.RunEnded(at=9.0, outcome="finished")])) == alarms
+
+
 def test_a_healthy_run_is_called_one():
     events = [
         start(), trainer(0.0), flight.StepBegan(at=0.0, step=1),
@@ -336,6 +344,11 @@ def test_groups_without_signal_are_an_alarm_that_tells_easy_from_hard():
     assert title == "56% of the latest 9 groups have the same reward for every attempt"
     assert "2 have the best reward that was seen (1)" in advice
     assert "3 have a lower one" in advice
+
+
+def test_in_a_simulation_nothing_is_solved_and_nothing_told_of_rewards():
+    events = (start(), *grouped(9, 0), OVER)
+    assert told(digest(Recording(events=events, virtual=True), [], [])) == {}
 
 
 def test_groups_of_validation_of_one_attempt_and_of_long_ago_are_not_without_signal():

@@ -160,6 +160,15 @@ def test_what_a_trained_token_cost_and_how_many_rows_a_rollout_became_have_cards
     assert "in step 1; median 1.50, most 1.50" in text
 
 
+@pytest.mark.parametrize(("bound", "told"), [(None, "staleness not bounded"), (2, "staleness bound 2")])
+def test_the_bound_is_that_which_is_kept(bound: int | None, told: str):
+    events = [flight.RunStarted(at=0.0, name="x", policy="p", eta=1, bound=bound, total_steps=1)]
+    text = " ".join(page_of(events, [step(1)])[0].text)
+    assert told in text
+    assert ("staleness ≤ 1 (bound 2)" in text) is (bound == 2)
+    assert "bound 1" not in text
+
+
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;\'"'
 
 
