@@ -10,7 +10,7 @@ request is split in that proportion. Remove when verl passes vLLM's request timi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,7 +154,7 @@ def digest(
 ) -> RunDigest:
     """Args:
     steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
-        the last counts.
+        the last counts, but violations of all do: what an audit ended is repeated.
     start_up_s: of ``summary.json``.
     running: whether the process of the run lives.
     guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
@@ -170,6 +170,9 @@ def digest(
     books = ledger.books(span_s)
     keys = [(entry.slice, entry.pool, entry.devices) for entry in books]
     lanes = tuple(_lane(key, stretches[key], tallies.load[key]) for key in keys)
+    violations: Counter[int] = Counter()
+    for record in steps:
+        violations[record["step"]] += record.get("audit_violations", 0)
     return RunDigest(
         recording=recording,
         tallies=tallies,
@@ -181,7 +184,7 @@ def digest(
         step_spans=_by_step(tallies.step_spans, lanes),
         decisions=tallies.decided(),
         memory=tallies.memory.of_slices(),
-        steps=tuple({record["step"]: record for record in steps}.values()),
+        steps=tuple({r["step"]: {**r, "audit_violations": violations[r["step"]]} for r in steps}.values()),
         validations=tuple(validations),
         guard=tuple({record["step"]: record for record in guard}.values()),
     )

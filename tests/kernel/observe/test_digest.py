@@ -248,6 +248,12 @@ def test_what_is_broken_comes_first():
         assert part in text
 
 
+def test_violations_of_a_step_that_was_repeated_still_count():
+    run = run_of([start(), OVER], [dict(step=1, audit_violations=2), dict(step=1)])
+    assert [record["audit_violations"] for record in run.steps] == [2]
+    assert any("2 rows are not what the engine returned" in finding.title for finding in findings(run))
+
+
 def test_a_bound_that_nothing_keeps_is_no_promise():
     rows = flight.RowsTrained(
         at=5.0, step=1, rollouts=1, staleness=(2,), prompt_tokens=(1,), response_tokens=(1,)
