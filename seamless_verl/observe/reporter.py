@@ -314,13 +314,16 @@ def epoch_line(report: EpochReport) -> str:
 
 
 def closing_lines(summary: Mapping[str, Any], notes: Sequence[str]) -> list[str]:
-    """What a run ends with: before and after."""
+    """What a run ends with: before and after, or what its only validation found."""
     lines = [""]
     for name in summary.get("validation_sets", []):
-        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-        gain, (low, high) = summary[f"{name}_gain"], summary[f"{name}_gain_ci"]
-        label = name.replace("_", " ")
-        lines.append(f"{label}: {before:.3f} before, {after:.3f} after ({gain:+.3f}, {_interval(low, high)})")
+        before, after = summary.get(f"{name}_before"), f"{summary[f'{name}_after']:.3f}"
+        if before is None:  # validated once
+            told = f"{after} ({_interval(*summary[f'{name}_after_ci'])})"
+        else:
+            gain = f"{summary[f'{name}_gain']:+.3f}, {_interval(*summary[f'{name}_gain_ci'])}"
+            told = f"{before:.3f} before, {after} after ({gain})"
+        lines.append(f"{name.replace('_', ' ')}: {told}")
     if (pool := summary["curriculum"]) is not None:
         lines.append(
             f"curriculum: {pool['epochs_ended']} epochs ended, now stage {pool['stage']} with {pool['pool']} prompts; "
@@ -329,14 +332,14 @@ def closing_lines(summary: Mapping[str, Any], notes: Sequence[str]) -> list[str]
     idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
     if summary["attempts_failed"]:
         lines.append(f"{summary['attempts_failed']} of {summary['attempts']} attempts failed")
-    return [
-        *lines,
-        f"{summary['steps']} steps, {summary['rows']} rows, {_audited(summary)}, "
-        f"{summary['audit_violations']} violations; idle share: {idle}",
-        f"wall time {_duration(summary['wall_s'])}, of which {_duration(summary['time_to_first_step_s'])} "
-        "until the first training step began",
-        *notes,
-    ]
+    if summary["steps"]:
+        lines.append(
+            f"{summary['steps']} steps, {summary['rows']} rows, {_audited(summary)}, "
+            f"{summary['audit_violations']} violations; idle share: {idle}"
+        )
+    began = summary["time_to_first_step_s"]
+    until = "" if began is None else f", of which {_duration(began)} until the first training step began"
+    return [*lines, f"wall time {_duration(summary['wall_s'])}{until}", *notes]
 
 
 def file_lines(run_dir: Path, rows: str | None, checkpoints: str | None, steps: list[dict[str, Any]]) -> Iterator[str]:

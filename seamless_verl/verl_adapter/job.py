@@ -302,12 +302,12 @@ def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> Non
     from seamless_verl.observe.reporter import STEPS, VALIDATION, closing_lines, file_lines, read_records
     from seamless_verl.observe.summary import summarize
 
-    steps, settings = read_records(run_dir / STEPS), trainer.config.trainer
+    steps, settings, began = read_records(run_dir / STEPS), trainer.config.trainer, trainer.first_step_at
     summary = summarize(
         steps,
         read_records(run_dir / VALIDATION),
         wall_s=round(time.time() - start_up.started_at, 2),
-        time_to_first_step_s=round((trainer.first_step_at or time.time()) - start_up.started_at, 2),
+        time_to_first_step_s=began and round(began - start_up.started_at, 2),
         start_up_s=start_up.parts,
     )
     temporary = run_dir / "summary.json.part"

@@ -46,12 +46,12 @@ def validation(at: int, means: dict[str, float], name: str = "held_out") -> Vali
     )  # fmt: skip
 
 
-def summary_of(steps, validations):
+def summary_of(steps, validations, first_step_s=0.5):
     return summarize(
         [as_record(r) for r in steps],
         [as_record(r) for r in validations],
         wall_s=1.0,
-        time_to_first_step_s=0.5,
+        time_to_first_step_s=first_step_s,
         start_up_s={},
     )
 
@@ -252,6 +252,16 @@ def test_the_end_of_a_run_says_what_changed():
     text = "\n".join(closing_lines(summary_of([step(1)], validations), ["a note"]))
     for part in ("held out pass rate: 0.250 before, 0.750 after", "0 violations", "a note"):
         assert part in text
+
+
+def test_a_run_that_only_validates_says_what_it_found():
+    summary = summary_of([], [validation(4, {"a": 0.0, "b": 0.5})], first_step_s=None)
+    assert summary["held_out_pass_rate_after"] == 0.25
+    assert summary["held_out_pass_rate_after_rollouts"] == 2
+    assert not {"held_out_pass_rate_before", "held_out_pass_rate_gain"} & summary.keys()
+    low, high = summary["held_out_pass_rate_after_ci"]
+    told = f"held out pass rate: 0.250 (95 % interval {low:+.3f} … {high:+.3f})"
+    assert closing_lines(summary, []) == ["", told, "wall time 1 s"]
 
 
 def test_the_end_of_a_run_points_to_files_that_are_there(tmp_path, monkeypatch):
