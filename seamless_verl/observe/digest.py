@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from seamless_verl.observe.flight import FirstToken, FlightEvent, RequestEnded, RequestStarted
+from seamless_verl.observe.flight import (
+    FirstToken,
+    FlightEvent,
+    PullEnded,
+    RequestEnded,
+    RequestStarted,
+    SliceAdded,
+    SliceMoved,
+    SliceState,
+)
 from seamless_verl.observe.intervals import overlap, union
 from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.recording import Recording
@@ -162,7 +171,7 @@ def digest(
     stretches: defaultdict[AccountKey, list[Stretch]] = defaultdict(list)
     ledger = Ledger(lambda stretch: stretches[stretch.account].append(stretch))
     tallies = Tallies()
-    for event in with_first_tokens(recording.events):
+    for event in with_first_tokens(with_pulls(recording.events)):
         ledger.handle(event)
         tallies.handle(event)
     span_s = recording.events[-1].at if recording.events else 0.0
@@ -212,6 +221,39 @@ def _by_step(spans: Sequence[tuple[int, float, float]], lanes: Sequence[Lane]) -
         StepSpan(step=step, start=start, stop=stop, pools=pools)
         for (step, start, stop), pools in zip(spans, sums, strict=True)
     )
+
+
+# ---------------------------------------------------------------- when replicas took weights
+
+_PULLED = "pulled"  # why a slice moved
+
+
+def with_pulls(events: Sequence[FlightEvent]) -> tuple[FlightEvent, ...]:
+    """``events`` (in order of time), in which a slice that pulls weights loads for as long as its pull held it up.
+
+    That it was in the state of loading says of such a slice only that the trainer handed weights over: it generated on.
+    """
+    servers: dict[str, str] = {}
+    pulls: list[SliceMoved] = []
+    for event in events:
+        if isinstance(event, SliceAdded):
+            servers[event.address or event.slice] = event.slice
+        elif isinstance(event, PullEnded) and event.stood_s:
+            name = servers.get(event.slice, event.slice)
+            for at, state in ((event.at - event.stood_s, SliceState.SYNCING), (event.at, SliceState.ROLLOUT)):
+                pulls.append(SliceMoved(at=at, slice=name, state=state, reason=_PULLED))
+    pulled = {move.slice for move in pulls}
+    states: dict[str, SliceState] = {}
+    told: list[FlightEvent] = []
+    for event in sorted([*events, *pulls], key=lambda event: event.at):
+        if isinstance(event, SliceMoved) and event.slice in pulled:
+            loads = {states.get(event.slice), event.state} == {SliceState.ROLLOUT, SliceState.SYNCING}
+            if loads is not (event.reason == _PULLED):  # a hand-over, or a pull of a replica that died meanwhile
+                continue
+        if isinstance(event, (SliceAdded, SliceMoved)):
+            states[event.slice] = event.state
+        told.append(event)
+    return tuple(told)
 
 
 # ---------------------------------------------------------------- where prefill ended

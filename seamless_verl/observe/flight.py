@@ -223,6 +223,11 @@ class PullEnded(FlightEvent):
     waiting: int = 0
     failure: str = ""
 
+    @property
+    def stood_s(self) -> float:
+        """How long the replica stood still; in the other stages it generates."""
+        return sum(self.seconds.get(stage, 0.0) for stage in ("pause", "load", "resume"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsTrained(FlightEvent):

@@ -248,6 +248,30 @@ def test_what_is_broken_comes_first():
         assert part in text
 
 
+def test_a_replica_that_pulls_stands_still_for_its_pull_and_not_for_the_hand_over():
+    stages = {"prefetch": 3.0, "gate": 1.0, "pause": 0.5, "load": 1.0, "resume": 0.5}
+
+    def moved(at: float, state: SliceState) -> flight.SliceMoved:
+        return flight.SliceMoved(at=at, slice="r", state=state)
+
+    def pulled(at: float) -> flight.PullEnded:
+        return flight.PullEnded(at=at, slice="a:1", before=0, version=1, seconds=stages)
+
+    handed_over = [moved(2.0, SliceState.SYNCING), moved(9.0, SliceState.ROLLOUT)]
+    ends = [moved(30.0, SliceState.FAILED), flight.RunEnded(at=40.0, outcome="finished")]
+    events = [start(), rollout(0.0), request(0.0, "x"), *handed_over, pulled(20.0), *ends]
+    (books,) = run_of(events).books
+    spent = {category: seconds for category, seconds in books.seconds.items() if seconds}
+    assert spent == {Category.GENERATE: 28.0, Category.SYNC: 2.0, Category.FAILED: 10.0}
+    during = [start(), rollout(0.0), request(0.0, "x"), handed_over[0], pulled(10.0), handed_over[1], *ends]
+    late = pulled(30.1)  # it failed before it was seen that its pull had ended
+    (books,) = run_of(sorted([*during, late], key=lambda event: event.at)).books
+    assert books.seconds[Category.SYNC] == pytest.approx(3.9)
+    assert books.seconds[Category.FAILED] == 10.0
+    (books,) = run_of([event for event in events if not isinstance(event, flight.PullEnded)]).books
+    assert books.seconds[Category.SYNC] == 7.0, "without pulls the slice itself loads meanwhile"
+
+
 def test_violations_of_a_step_that_was_repeated_still_count():
     run = run_of([start(), OVER], [dict(step=1, audit_violations=2), dict(step=1)])
     assert [record["audit_violations"] for record in run.steps] == [2]
