@@ -124,8 +124,8 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         yield "idle in steps", share(max(shares.values())), others
     lengths = [record["step_s"] for record in run.steps] or [span.stop - span.start for span in run.whole_steps]
     if lengths:
-        tokens = [record["tokens_per_s"] for record in run.steps]
-        speed = f" · {si(statistics.fmean(tokens))} trained tokens/s" if tokens else ""
+        tokens = sum(record["tokens_per_s"] * record["step_s"] for record in run.steps)
+        speed = f" · {si(tokens / sum(lengths))} trained tokens/s" if run.steps and sum(lengths) else ""
         detail = f"{duration(min(lengths))} to {duration(max(lengths))}{speed}"
         yield "step time, median", duration(statistics.median(lengths)), detail
     yield from _per_token_and_rollout(run)
