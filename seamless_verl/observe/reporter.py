@@ -200,9 +200,7 @@ class Reporter:
         self.say(f"checkpoint of step {step} written")
 
     def say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone; the training goes on, and its records are files
-            self._stream.write(line + "\n")
-            self._stream.flush()
+        tell(self._stream, line)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if self._folder is None:
@@ -217,6 +215,15 @@ class Reporter:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
+def tell(stream: TextIO, text: str) -> None:
+    """Write ``text`` for people: what is nothing to look at (an agent's half characters, escape codes) as escapes."""
+    seen = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in f"{text}\n")
+    encoding = stream.encoding or "utf-8"
+    with contextlib.suppress(OSError):  # the terminal is gone; the training goes on, and its records are files
+        stream.write(seen.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Records of a JSONL file; of lines that a crash cut short the log is told. A missing file has no records."""
     records = []
@@ -229,9 +236,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def json_of(line: bytes) -> dict[str, Any] | None:
-    """A record; bytes that are no UTF-8 become replacement characters. ``None``: it is none, or nests too deep."""
+    """A record; what is no Unicode in it becomes replacement characters. ``None``: it is none, or nests too deep."""
     try:
         record = json.loads(line.decode("utf-8", "replace"))
+        if b"\\ud" in line:  # perhaps half of a surrogate pair, which no database and no file takes
+            record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

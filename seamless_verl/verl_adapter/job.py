@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import MachineError, SeamlessError
+from seamless_verl.observe.reporter import tell
 from seamless_verl.run.check_machine import ADDRESS, cluster_address
 from seamless_verl.run.checkpoints import have_one
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
@@ -69,9 +70,7 @@ def main(run_dir: Path) -> int:
 
 
 def _tell(run_dir: Path, terminal: TextIO, story: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal is gone; the exit code says whether to start again
-        terminal.write(f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})\n")
-        terminal.flush()
+    tell(terminal, f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})")
 
 
 def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:

@@ -53,7 +53,7 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
         "realised": _realised,
     }
     whole = run.pools()
-    return environment.from_string(page).render(
+    whole_page = environment.from_string(page).render(
         run=run,
         title=run.tallies.start.name if run.tallies.start is not None else "run without a recording",
         state=_state(run),
@@ -78,6 +78,7 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
         script=Markup(script),
         lanes=Markup(as_script(lane_data(run))),
     )
+    return whole_page.encode("utf-8", "replace").decode()  # an agent's error may hold half of a surrogate pair
 
 
 # ---------------------------------------------------------------- the top

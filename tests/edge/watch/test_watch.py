@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from seamless_verl.observe.flight import SessionEnded, SessionGivenUp
+from seamless_verl.observe.recording import FlightRecorder
 from seamless_verl.observe.reporter import STEPS, VALIDATION
 from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
@@ -504,6 +505,17 @@ async def test_broken_bytes_are_shown_as_such_and_lines_that_are_no_records_are_
     assert told["texts"][0]["output"] == "caf\ufffd \ufffd\ufffd au lait"
     assert [find["found"] for find in search["found"]] == ["au lait"]
     assert ended["attempt"]["status"] == "finished"
+
+
+async def test_half_a_surrogate_pair_in_an_error_hides_no_attempt(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, "rollout")
+    recorder.record(_ended("s1", 0, 0.0, 2.0, "failed", "ValueError: \ud83d"))
+    recorder.record(_ended("s2", 1, 1.0, 2.0, "finished"))
+    recorder.close()
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        told = [(await get(http, f"{at}/attempt", key=key))["attempt"]["detail"] for key in ("s1", "s2")]
+    assert told == ["ValueError: ?", None]
 
 
 async def test_of_a_long_text_the_beginning_is_sent_and_what_was_seen_is_not_sent_again(tmp_path: Path) -> None:

@@ -247,6 +247,13 @@ def test_the_end_of_a_run_says_which_rows_were_not_audited_and_why(audited, told
     assert told in "\n".join(closing_lines(summary_of([step(1, rows_audited=audited)], []), []))
 
 
+@pytest.mark.parametrize(("encoding", "said"), [("utf-8", "é █"), ("ascii", "\\xe9 \\u2588")])
+def test_what_an_agent_says_cannot_end_the_run_nor_speak_to_the_terminal(encoding, said):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Reporter(None, terminal).say("é █\n\tx \ud83d\x1b]0;t\x07")
+    assert terminal.buffer.getvalue().decode(encoding) == f"{said}\n\tx \\ud83d\\x1b]0;t\\x07\n"
+
+
 def test_the_end_of_a_run_says_what_changed():
     validations = [validation(0, {"a": 0.0, "b": 0.5}), validation(3, {"a": 0.5, "b": 1.0})]
     text = "\n".join(closing_lines(summary_of([step(1)], validations), ["a note"]))
