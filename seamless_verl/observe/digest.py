@@ -10,14 +10,23 @@ request is split in that proportion. Remove when verl passes vLLM's request timi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from seamless_verl.observe.flight import FirstToken, FlightEvent, RequestEnded, RequestStarted
+from seamless_verl.observe.flight import (
+    FirstToken,
+    FlightEvent,
+    PullEnded,
+    RequestEnded,
+    RequestStarted,
+    SliceAdded,
+    SliceMoved,
+    SliceState,
+)
 from seamless_verl.observe.intervals import overlap, union
 from seamless_verl.observe.memory import SliceMemory
 from seamless_verl.observe.recording import Recording
@@ -87,6 +96,12 @@ class RunDigest:
         return self.tallies.end.outcome if self.tallies.end is not None else None
 
     @property
+    def bound(self) -> int | None:
+        """On staleness; ``None``: nothing keeps one."""
+        start = self.tallies.start
+        return None if start is None else start.eta if start.bound == -1 else start.bound
+
+    @property
     def whole_steps(self) -> tuple[StepSpan, ...]:
         """Steps that were recorded to their end; of one repeated after a resumption the last."""
         spans = self.step_spans[:-1] if self.tallies.cut_off else self.step_spans
@@ -148,7 +163,7 @@ def digest(
 ) -> RunDigest:
     """Args:
     steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
-        the last counts.
+        the last counts, but violations of all do: what an audit ended is repeated.
     start_up_s: of ``summary.json``.
     running: whether the process of the run lives.
     guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
@@ -156,7 +171,7 @@ def digest(
     stretches: defaultdict[AccountKey, list[Stretch]] = defaultdict(list)
     ledger = Ledger(lambda stretch: stretches[stretch.account].append(stretch))
     tallies = Tallies()
-    for event in with_first_tokens(recording.events):
+    for event in with_first_tokens(with_pulls(recording.events)):
         ledger.handle(event)
         tallies.handle(event)
     span_s = recording.events[-1].at if recording.events else 0.0
@@ -164,6 +179,9 @@ def digest(
     books = ledger.books(span_s)
     keys = [(entry.slice, entry.pool, entry.devices) for entry in books]
     lanes = tuple(_lane(key, stretches[key], tallies.load[key]) for key in keys)
+    violations: Counter[int] = Counter()
+    for record in steps:
+        violations[record["step"]] += record.get("audit_violations", 0)
     return RunDigest(
         recording=recording,
         tallies=tallies,
@@ -175,7 +193,7 @@ def digest(
         step_spans=_by_step(tallies.step_spans, lanes),
         decisions=tallies.decided(),
         memory=tallies.memory.of_slices(),
-        steps=tuple({record["step"]: record for record in steps}.values()),
+        steps=tuple({r["step"]: {**r, "audit_violations": violations[r["step"]]} for r in steps}.values()),
         validations=tuple(validations),
         guard=tuple({record["step"]: record for record in guard}.values()),
     )
@@ -203,6 +221,39 @@ def _by_step(spans: Sequence[tuple[int, float, float]], lanes: Sequence[Lane]) -
         StepSpan(step=step, start=start, stop=stop, pools=pools)
         for (step, start, stop), pools in zip(spans, sums, strict=True)
     )
+
+
+# ---------------------------------------------------------------- when replicas took weights
+
+_PULLED = "pulled"  # why a slice moved
+
+
+def with_pulls(events: Sequence[FlightEvent]) -> tuple[FlightEvent, ...]:
+    """``events`` (in order of time), in which a slice that pulls weights loads for as long as its pull held it up.
+
+    That it was in the state of loading says of such a slice only that the trainer handed weights over: it generated on.
+    """
+    servers: dict[str, str] = {}
+    pulls: list[SliceMoved] = []
+    for event in events:
+        if isinstance(event, SliceAdded):
+            servers[event.address or event.slice] = event.slice
+        elif isinstance(event, PullEnded) and event.stood_s:
+            name = servers.get(event.slice, event.slice)
+            for at, state in ((event.at - event.stood_s, SliceState.SYNCING), (event.at, SliceState.ROLLOUT)):
+                pulls.append(SliceMoved(at=at, slice=name, state=state, reason=_PULLED))
+    pulled = {move.slice for move in pulls}
+    states: dict[str, SliceState] = {}
+    told: list[FlightEvent] = []
+    for event in sorted([*events, *pulls], key=lambda event: event.at):
+        if isinstance(event, SliceMoved) and event.slice in pulled:
+            loads = {states.get(event.slice), event.state} == {SliceState.ROLLOUT, SliceState.SYNCING}
+            if loads is not (event.reason == _PULLED):  # a hand-over, or a pull of a replica that died meanwhile
+                continue
+        if isinstance(event, (SliceAdded, SliceMoved)):
+            states[event.slice] = event.state
+        told.append(event)
+    return tuple(told)
 
 
 # ---------------------------------------------------------------- where prefill ended

@@ -9,6 +9,7 @@ first of a kind is told at once, with the user's own lines, the others are count
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +41,8 @@ class Failure:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Type of the exception and where it was raised."""
-        return self.error.partition(":")[0], self.places[-1] if self.places else ""
+        """Type of the exception and where it was raised; numbers (of processes, of tries) make no other kind."""
+        return re.sub(r"\d+", "#", self.error.partition(":")[0]), self.places[-1] if self.places else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +213,14 @@ class AttemptBook:
         lines = [note for words in news.notes for note in self._once((words,), words)]
         for failure in news.failures:
             self._kinds.setdefault((failure.validation, failure.kind), _Kind(failure)).add(failure)
-            if failure.kind not in self._told and len(self._told) < _MOST_KINDS:
+            if failure.kind in self._told:
+                continue
+            if len(self._told) < _MOST_KINDS:
                 self._told.add(failure.kind)
                 lines += _told(failure)
+            else:
+                many = f"attempts fail in more than {_MOST_KINDS} ways; further ones are counted, not told"
+                lines += self._once((many,), many)
         return lines + self._stuck(news)
 
     def _stuck(self, news: AttemptNews) -> list[str]:

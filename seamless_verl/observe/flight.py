@@ -44,12 +44,17 @@ class FlightEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(FlightEvent):
-    """A run, or the continuation of one in the same folder, begins; slices are declared anew after it."""
+    """A run, or the continuation of one in the same folder, begins; slices are declared anew after it.
+
+    Attributes:
+        bound: on staleness; ``None``: nothing keeps one; -1: ``eta`` (the writer is of a version that did not say).
+    """
 
     name: str
     policy: str
     eta: int
     total_steps: int
+    bound: int | None = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +222,11 @@ class PullEnded(FlightEvent):
     running: int = 0
     waiting: int = 0
     failure: str = ""
+
+    @property
+    def stood_s(self) -> float:
+        """How long the replica stood still; in the other stages it generates."""
+        return sum(self.seconds.get(stage, 0.0) for stage in ("pause", "load", "resume"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

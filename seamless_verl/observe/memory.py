@@ -100,7 +100,7 @@ class MemoryLevels:
         self._note(event.slice, event.at)
 
     def clear(self, at: float) -> None:
-        """A run begins: whatever an earlier one in this folder held is gone."""
+        """A run is over: whatever it held is gone."""
         for name, held in self._held.items():
             held.clear()
             self._note(name, at)

@@ -204,9 +204,7 @@ class Reporter:
         self.say(f"checkpoint of step {step} written")
 
     def say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone; the training goes on, and its records are files
-            self._stream.write(line + "\n")
-            self._stream.flush()
+        tell(self._stream, line)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if self._folder is None:
@@ -221,6 +219,15 @@ class Reporter:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
+def tell(stream: TextIO, text: str) -> None:
+    """Write ``text`` for people: what is nothing to look at (an agent's half characters, escape codes) as escapes."""
+    seen = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in f"{text}\n")
+    encoding = stream.encoding or "utf-8"
+    with contextlib.suppress(OSError):  # the terminal is gone; the training goes on, and its records are files
+        stream.write(seen.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Records of a JSONL file; of lines that a crash cut short the log is told. A missing file has no records."""
     records = []
@@ -233,9 +240,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def json_of(line: bytes) -> dict[str, Any] | None:
-    """A record; bytes that are no UTF-8 become replacement characters. ``None``: it is none, or nests too deep."""
+    """A record; what is no Unicode in it becomes replacement characters. ``None``: it is none, or nests too deep."""
     try:
         record = json.loads(line.decode("utf-8", "replace"))
+        if b"\\ud" in line:  # perhaps half of a surrogate pair, which no database and no file takes
+            record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
@@ -318,13 +327,16 @@ def epoch_line(report: EpochReport) -> str:
 
 
 def closing_lines(summary: Mapping[str, Any], notes: Sequence[str]) -> list[str]:
-    """What a run ends with: before and after."""
+    """What a run ends with: before and after, or what its only validation found."""
     lines = [""]
     for name in summary.get("validation_sets", []):
-        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-        gain, (low, high) = summary[f"{name}_gain"], summary[f"{name}_gain_ci"]
-        label = name.replace("_", " ")
-        lines.append(f"{label}: {before:.3f} before, {after:.3f} after ({gain:+.3f}, {_interval(low, high)})")
+        before, after = summary.get(f"{name}_before"), f"{summary[f'{name}_after']:.3f}"
+        if before is None:  # validated once
+            told = f"{after} ({_interval(*summary[f'{name}_after_ci'])})"
+        else:
+            gain = f"{summary[f'{name}_gain']:+.3f}, {_interval(*summary[f'{name}_gain_ci'])}"
+            told = f"{before:.3f} before, {after} after ({gain})"
+        lines.append(f"{name.replace('_', ' ')}: {told}")
     if (pool := summary["curriculum"]) is not None:
         lines.append(
             f"curriculum: {pool['epochs_ended']} epochs ended, now stage {pool['stage']} with {pool['pool']} prompts; "
@@ -333,14 +345,14 @@ def closing_lines(summary: Mapping[str, Any], notes: Sequence[str]) -> list[str]
     idle = ", ".join(f"{pool} {_share(share)}" for pool, share in summary["idle_share"].items())
     if summary["attempts_failed"]:
         lines.append(f"{summary['attempts_failed']} of {summary['attempts']} attempts failed")
-    return [
-        *lines,
-        f"{summary['steps']} steps, {summary['rows']} rows, {_audited(summary)}, "
-        f"{summary['audit_violations']} violations; idle share: {idle}",
-        f"wall time {_duration(summary['wall_s'])}, of which {_duration(summary['time_to_first_step_s'])} "
-        "until the first training step began",
-        *notes,
-    ]
+    if summary["steps"]:
+        lines.append(
+            f"{summary['steps']} steps, {summary['rows']} rows, {_audited(summary)}, "
+            f"{summary['audit_violations']} violations; idle share: {idle}"
+        )
+    began = summary["time_to_first_step_s"]
+    until = "" if began is None else f", of which {_duration(began)} until the first training step began"
+    return [*lines, f"wall time {_duration(summary['wall_s'])}{until}", *notes]
 
 
 def file_lines(run_dir: Path, rows: str | None, checkpoints: str | None, steps: list[dict[str, Any]]) -> Iterator[str]:

@@ -84,7 +84,7 @@ def summarize(
     validations: Sequence[Mapping[str, Any]],
     *,
     wall_s: float,
-    time_to_first_step_s: float,
+    time_to_first_step_s: float | None,
     start_up_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """Figures of a run.
@@ -94,7 +94,8 @@ def summarize(
             violations of all do: a step that an audit ended is repeated when the run is resumed.
         validations: records of ``validation.jsonl``.
         wall_s: seconds from the command to now, with its restarts (of the last command, if the run was resumed).
-        time_to_first_step_s: seconds from the command, or the last restart, to the beginning of the first step after.
+        time_to_first_step_s: seconds from the command, or the last restart, to the beginning of the first step after;
+            ``None``: none began.
         start_up_s: the parts of the start, in seconds.
     """
     latest = list({record["step"]: record for record in steps}.values())
@@ -115,19 +116,18 @@ def summarize(
         "start_up_s": dict(start_up_s),
         "idle_share": _idle_share(latest),
         "curriculum": latest[-1].get("curriculum") if latest else None,
-        "validation_sets": [],
+        "validation_sets": list(_by_set(validations)),
     }
     for name, records in _by_set(validations).items():
-        if records[0]["step"] == records[-1]["step"]:
-            continue
-        summary["validation_sets"].append(name)
-        for when, record in (("before", records[0]), ("after", records[-1])):
+        before = {"before": records[0]} if records[0]["step"] != records[-1]["step"] else {}
+        for when, record in (before | {"after": records[-1]}).items():
             summary[f"{name}_{when}"] = record["mean"]
             summary[f"{name}_{when}_ci"] = [record["low"], record["high"]]
             summary[f"{name}_{when}_rollouts"] = record["rollouts"]
-        gain = _gain(records[0], records[-1])
-        summary[f"{name}_gain"] = gain.mean
-        summary[f"{name}_gain_ci"] = [finite(gain.low), finite(gain.high)]
+        if before:
+            gain = _gain(records[0], records[-1])
+            summary[f"{name}_gain"] = gain.mean
+            summary[f"{name}_gain_ci"] = [finite(gain.low), finite(gain.high)]
     return summary
 
 

@@ -179,9 +179,7 @@ class Tallies:
                 self._run_started(event)
             case flight.RunEnded():
                 self.end = event
-                self._charge_phase(event.at)
-                self._nested.clear()
-                self._close_requests(event.at)
+                self._close(event.at)
             case flight.MemoryHeld():
                 self.memory.hold(event)
             case flight.WeightsChecked():
@@ -193,11 +191,8 @@ class Tallies:
     def _run_started(self, event: flight.RunStarted) -> None:
         self.start, self.end = event, None
         self._run += 1
-        self.memory.clear(event.at)
-        self._charge_phase(self._latest)  # an earlier run in this folder was killed after its last event
-        self._nested.clear()
+        self._close(self._latest)  # an earlier run in this folder was killed after its last event
         self._open_step = None  # of a run that was killed; what it had done of the step is done again
-        self._close_requests(event.at)
 
     def _charge_phase(self, at: float) -> None:
         if self._nested:
@@ -209,7 +204,11 @@ class Tallies:
         if event.phase in self._nested:  # phases inside it have ended with it
             del self._nested[len(self._nested) - 1 - self._nested[::-1].index(event.phase) :]
 
-    def _close_requests(self, at: float) -> None:
+    def _close(self, at: float) -> None:
+        """A run is over: nothing of it goes on."""
+        self.memory.clear(at)
+        self._charge_phase(at)
+        self._nested.clear()
         self._out.clear()
         for key in self._levels:
             self.load[key].append((at, 0))

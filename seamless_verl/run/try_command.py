@@ -35,6 +35,7 @@ from seamless_verl.agents.contract import AgentJob, AgentReport, AgentRunner, Ag
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import survey
+from seamless_verl.observe.reporter import tell
 from seamless_verl.places import error_in_words, places_of, places_of_coroutine
 from seamless_verl.proxy.calls import OnUnsupported
 from seamless_verl.proxy.client import ProxyAdmin, SessionResult
@@ -126,12 +127,12 @@ def _run(parsed: argparse.Namespace, scratch: Path) -> int:
     find_or_build(config, seamless)
     plain: Any = OmegaConf.to_container(config, resolve=True)
     name, task = task_at(plain, parsed.task, validation=parsed.validation)
-    print(f"task {name}: {json.dumps(task, ensure_ascii=False, default=str)[:2000]}", flush=True)
+    tell(sys.stdout, f"task {name}: {json.dumps(task, ensure_ascii=False, default=str)[:2000]}")
     with _engine(parsed, plain, scratch) as (url, served):
         proxy = _proxy_config(parsed, plain, seamless, url, served, scratch / "recorded")
         tried = asyncio.run(_try(proxy, seamless, task, _sampling(plain, parsed.validation), plain, scratch))
     for line in _lines(tried, _decode(proxy), every_token=parsed.tokens):
-        print(line)
+        tell(sys.stdout, line)
     finished = tried.report is not None and tried.report.status is AgentStatus.FINISHED
     return 0 if finished and any(row.num_trained for row in tried.result.rows) else 1
 

@@ -45,7 +45,6 @@ from seamless_verl.simulation.scenario import Pool, Scenario, SwitchCosts, Train
 _TO_ROLLOUT, _TO_TRAIN = 1.5, 1.0  # a switch that was never seen, in loads of weights; as `published.COSTS`
 _SWITCHING = (SliceState.WAKING, SliceState.DRAINING, SliceState.SYNCING)
 _UNLIMITED = 1024
-_STANDS_STILL = ("pause", "load", "resume")  # of the stages of a pull; in the others the replica generates
 
 _Event = TypeVar("_Event", bound=flight.FlightEvent)
 
@@ -380,8 +379,7 @@ def _switch_costs(recording: Recording, *, rolling: bool = False) -> tuple[Switc
     publish_s = median(end - begin for begin, end in publications)
     beside_s = median(overlap(loading, begin, end) for begin, end in publications)
     load_s = median(load) if load else publish_s
-    ended = [event.seconds for event in _all(recording, flight.PullEnded) if event.seconds]
-    pulls = [sum(seconds.get(stage, 0.0) for stage in _STANDS_STILL) for seconds in ended]
+    pulls = [event.stood_s for event in _all(recording, flight.PullEnded) if event.seconds]
     costs = SwitchCosts(
         wake=median(wake) if wake else _TO_ROLLOUT * load_s,
         drain=median(drain) if drain else _TO_TRAIN * load_s,

@@ -159,9 +159,10 @@ class Simulation:
         if self._record:
             self._record(
                 flight.RunStarted(
-                    at=0.0, name="simulation", policy=scenario.system, eta=scenario.eta, total_steps=scenario.steps
+                    at=0.0, name="simulation", policy=scenario.system, eta=scenario.eta, total_steps=scenario.steps,
+                    bound=self._regime.bound(scenario.eta),
                 )
-            )
+            )  # fmt: skip
         self._build()
         self.clock.start(self.loop.run())
         for name in self.fleet.units:

@@ -101,6 +101,11 @@ def build_rows(tree: SessionTree) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def trained_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows that train something, as verl gets them and numbers them: it scores a session by its last one."""
+    return [row for row in reversed(tuple(rows)) if row.num_trained]
+
+
 def _by_rule(
     leaf: tuple[list[tuple[Segment, int]], Segment],
 ) -> tuple[int, list[int], list[float], list[tuple[int, int]], str]:

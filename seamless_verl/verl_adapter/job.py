@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import MachineError, SeamlessError
+from seamless_verl.observe.reporter import tell
 from seamless_verl.run.check_machine import ADDRESS, cluster_address
 from seamless_verl.run.checkpoints import have_one
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
@@ -70,9 +71,7 @@ def main(run_dir: Path) -> int:
 
 
 def _tell(run_dir: Path, terminal: TextIO, story: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal is gone; the exit code says whether to start again
-        terminal.write(f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})\n")
-        terminal.flush()
+    tell(terminal, f"error: {story}\n(full story: {run_dir / 'logs' / _LOG})")
 
 
 def _last_word(run_dir: Path, terminal: TextIO, story: str) -> None:
@@ -311,12 +310,12 @@ def _close(run_dir: Path, reporter: Any, start_up: StartUp, trainer: Any) -> Non
     from seamless_verl.observe.reporter import STEPS, VALIDATION, closing_lines, file_lines, read_records
     from seamless_verl.observe.summary import summarize
 
-    steps, settings = read_records(run_dir / STEPS), trainer.config.trainer
+    steps, settings, began = read_records(run_dir / STEPS), trainer.config.trainer, trainer.first_step_at
     summary = summarize(
         steps,
         read_records(run_dir / VALIDATION),
         wall_s=round(time.time() - float(os.environ.get("SEAMLESS_COMMAND_AT", start_up.started_at)), 2),
-        time_to_first_step_s=round((trainer.first_step_at or time.time()) - start_up.started_at, 2),
+        time_to_first_step_s=began and round(began - start_up.started_at, 2),
         start_up_s=start_up.parts,
     )
     temporary = run_dir / "summary.json.part"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -33,6 +33,7 @@ from seamless_verl.proxy.journal.sqlite_journal import check_format, read_sessio
 from seamless_verl.proxy.journal.turn_bytes import Damaged, unpack
 from seamless_verl.proxy.session.sessions import TASK, Session, SessionState
 from seamless_verl.trajectory.generation import FinishReason, TrajectoryError
+from seamless_verl.trajectory.rows import Row, trained_order
 from seamless_verl.trajectory.tree import SessionTree
 
 _MOST_BYTES = 1 << 24
@@ -216,11 +217,11 @@ class _Dumped(msgspec.Struct):
 _DUMPED = msgspec.json.Decoder(_Dumped)
 
 
-def signals(run: Path, attempt: Mapping[str, Any], row: int) -> TokenSignals | None:
-    """What the trainer made of a row's tokens; None: it is not trained yet, or nothing is kept."""
-    if attempt["step"] is None or attempt["index"] is None:
+def signals(run: Path, attempt: Mapping[str, Any], rows: Sequence[Row], row: int) -> TokenSignals | None:
+    """What the trainer made of the tokens of one of ``rows``; None: it is not trained (yet), or nothing is kept."""
+    if attempt["step"] is None or attempt["index"] is None or not rows[row].num_trained:
         return None
-    key = f"{attempt['group']}_{attempt['index']}_{row}"
+    key = f"{attempt['group']}_{attempt['index']}_{trained_order(rows).index(rows[row])}"
     return token_signals.read(run / token_signals.FOLDER, attempt["step"], key)
 
 

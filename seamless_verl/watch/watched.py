@@ -322,7 +322,7 @@ class Watched:
                 raise NotThere(transcript.why_nothing(known))
             if not 0 <= row < len(rows):
                 raise NotThere(f"attempt {key} has {len(rows)} rows; there is no row {row}")
-            signals = readers.signals(self.place.path, known, row)
+            signals = readers.signals(self.place.path, known, rows, row)
             told = transcript.token_view(rows[row], self._text.of_token, signals)
             return {
                 **head, "attempt": known, "row": row, "num_rows": len(rows), "mark": mark,

@@ -106,6 +106,16 @@ async def test_an_agent_that_raises_is_told_with_its_line(tried: tuple[Path, lis
     assert "Traceback" not in said
 
 
+async def test_what_an_agent_says_does_not_speak_to_the_terminal(tried: tuple[Path, list[str]]) -> None:
+    folder, options = tried
+    agent = folder / "my_task" / "agent.py"
+    agent.write_text(agent.read_text().replace("turns += 1\n", r"raise ValueError('\ud83d\x1b]0;t\x07')" + "\n"))
+    code, said = await command(folder, *options)
+    assert code == 1, said
+    assert r"ValueError: \ud83d\x1b]0;t\x07" in said
+    assert "Traceback" not in said
+
+
 def test_vllm_is_started_as_the_runs_engines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Sequence[str]] = []
 

@@ -53,7 +53,7 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
         "realised": _realised,
     }
     whole = run.pools()
-    return environment.from_string(page).render(
+    whole_page = environment.from_string(page).render(
         run=run,
         title=run.tallies.start.name if run.tallies.start is not None else "run without a recording",
         state=_state(run),
@@ -78,6 +78,7 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
         script=Markup(script),
         lanes=Markup(as_script(lane_data(run))),
     )
+    return whole_page.encode("utf-8", "replace").decode()  # an agent's error may hold half of a surrogate pair
 
 
 # ---------------------------------------------------------------- the top
@@ -107,7 +108,7 @@ def _told(run: RunDigest) -> list[str]:
             f"{len(run.whole_steps)} of {run.tallies.start.total_steps} steps",
             f"{sum(devices.values())} devices in {len(devices)} slices",
             f"policy {run.tallies.start.policy}",
-            f"staleness bound {run.tallies.start.eta}",
+            "staleness not bounded" if run.bound is None else f"staleness bound {run.bound}",
         ]
     return told
 
@@ -124,8 +125,8 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         yield "idle in steps", share(max(shares.values())), others
     lengths = [record["step_s"] for record in run.steps] or [span.stop - span.start for span in run.whole_steps]
     if lengths:
-        tokens = [record["tokens_per_s"] for record in run.steps]
-        speed = f" · {si(statistics.fmean(tokens))} trained tokens/s" if tokens else ""
+        tokens = sum(record["tokens_per_s"] * record["step_s"] for record in run.steps)
+        speed = f" · {si(tokens / sum(lengths))} trained tokens/s" if run.steps and sum(lengths) else ""
         detail = f"{duration(min(lengths))} to {duration(max(lengths))}{speed}"
         yield "step time, median", duration(statistics.median(lengths)), detail
     yield from _per_token_and_rollout(run)
@@ -135,7 +136,7 @@ def _cards(run: RunDigest) -> Iterator[_Card]:
         audited, rows = (sum(record[key] for record in run.steps) for key in ("rows_audited", "rows"))
         violations = sum(record["audit_violations"] for record in run.steps)
         stale = max(record["staleness_max"] for record in run.steps)
-        bound = f" (bound {run.tallies.start.eta})" if run.tallies.start is not None else ""
+        bound = f" (bound {run.bound})" if run.bound is not None else ""
         compared = f"of {audited} compared ({share(audited / rows) if rows else '–'})"
         detail = f"rows differ from the engine's record, {compared} · staleness ≤ {stale}{bound}"
         yield "token audit", str(violations), detail

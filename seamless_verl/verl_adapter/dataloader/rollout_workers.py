@@ -113,6 +113,10 @@ class GroupRuns:
             await self._clear(group, surplus)
         return complete, errors
 
+    def here(self, groups: Sequence[str]) -> list[str]:
+        """Those that are under way here."""
+        return [group for group in groups if group in self._runs]
+
     def writing(self, group: str, member: int, rows: int) -> None:
         """``member`` has ended and is about to write so many rows."""
         if group in self._runs:
@@ -120,7 +124,7 @@ class GroupRuns:
 
     def restart(self, groups: Sequence[str]) -> list[str]:
         """Start these from their prompts again; returns those that will, the others have ended or are not here."""
-        accepted = [group for group in groups if group in self._runs and not self._runs[group].restarted]
+        accepted = [group for group in self.here(groups) if not self._runs[group].restarted]
         for group in accepted:
             run = self._runs[group]
             run.restarted = True
@@ -129,7 +133,7 @@ class GroupRuns:
 
     def give_up(self, groups: Sequence[str]) -> None:
         """Nobody needs these any more: they end as if they had failed."""
-        for run in [self._runs[group] for group in groups if group in self._runs]:
+        for run in [self._runs[group] for group in self.here(groups)]:
             run.restarted = run.over = True
             run.stop(list(run.tasks.values()), GIVEN_UP)
 
@@ -249,8 +253,8 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
             self._groups.give_up(uids)
 
     async def cut_groups(self, uids: Sequence[str]) -> None:
-        """End what is generated for these prompts where it is."""
-        cut_groups.cut(uids)
+        """End what is generated for these prompts where it is; the trainer tells all workers, and tells them again."""
+        cut_groups.cut(self._groups.here(uids) if self._groups is not None else [])
 
     async def close(self) -> None:
         """End what is generated here and every process that was started for it; for the end of the run.

@@ -21,7 +21,7 @@ from seamless_verl.observe.flight import GIVEN_UP, UNWANTED, SessionEnded, Sessi
 from seamless_verl.places import error_in_words
 from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.session.sessions import RESERVED, TASK, SessionSpec
-from seamless_verl.trajectory.rows import Row
+from seamless_verl.trajectory.rows import Row, trained_order
 from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log, task_name
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
 from seamless_verl.verl_adapter.rollout.request_log import recorder_of_worker, request_log
@@ -64,8 +64,7 @@ class ProxyAgentLoop(AgentLoopBase):
         task_id = task_name(kwargs)
         outputs = [
             self._output(row, result, report, task_id, AgentLoopMetrics.model_validate(timing))
-            for row in reversed(result.rows)  # verl scores a session by its last row; ours with the most tokens
-            if row.num_trained
+            for row in trained_order(result.rows)
         ]
         if not outputs:
             fix = ". Fix: it must send its requests to AgentJob.base_url with AgentJob.api_key as its key"

@@ -37,7 +37,7 @@ from seamless_verl.observe.flight import (
 )
 from seamless_verl.observe.memory import MemoryTrack
 from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
-from seamless_verl.run.check_combinations import replica_size
+from seamless_verl.run.check_combinations import has_own_sampler, replica_size
 from seamless_verl.verl_adapter.rollout.request_log import recorder_of_process, role_of_worker
 
 TRAINER, ROLLOUT = "trainer", "rollout"
@@ -213,11 +213,14 @@ class TrainerFlight:
 
 def run_started(config: DictConfig, seamless: SeamlessConfig, at: float, policy: str, total_steps: int) -> RunStarted:
     """``at`` is not after the slices': a recording is read in the order of time, and a run ends what was before it."""
+    staleness = seamless.staleness
+    ours = staleness.policy == "reserve" and not has_own_sampler(config)
     return RunStarted(
         at=at,
         name=seamless.recipe or config.trainer.experiment_name,
         policy=policy,
-        eta=seamless.staleness.eta,
+        eta=staleness.eta,
+        bound=staleness.eta if ours else None,
         total_steps=total_steps,
     )
 

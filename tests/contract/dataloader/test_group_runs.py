@@ -308,6 +308,23 @@ def test_workers_can_stop_a_prompt_where_there_are_surplus_ones(monkeypatch, sta
     asyncio.run(ours.give_up_groups(["u"]))
 
 
+async def test_a_worker_cuts_short_what_it_rolls_out_and_remembers_no_other_group():
+    """The trainer tells all workers."""
+    from seamless_verl.verl_adapter.dataloader.rollout_workers import NotifyingWorker, cut_groups
+
+    members, worker = Members(redundancy=1), object.__new__(NotifyingWorker)
+    worker._groups = members.runs
+    group = members.start(needed=1)
+    await worker.cut_groups(["elsewhere", "u"])
+    assert not cut_groups.is_cut("u"), "it has not begun here; the trainer asks again"
+    await until(lambda: members.ends)
+    await worker.cut_groups(["elsewhere", "u"])
+    assert (cut_groups.is_cut("u"), cut_groups.is_cut("elsewhere")) == (True, False)
+    cut_groups.forget("u")
+    members.ends[0].set_result(1)
+    await group
+
+
 # ---------------------------------------------------------------- the trainer's end
 
 

@@ -1,5 +1,6 @@
 """The files that keep what the trainer made of every token, written from a batch as verl's queue hands it over."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,6 +69,27 @@ def test_where_they_cannot_be_written_the_run_goes_on_and_is_told_once(tmp_path,
         "advantages and ratios of tokens are not kept (trainer.rollout_data_dir=null keeps none):"
     )
     assert FOLDER in told[0]
+
+
+def test_a_disk_that_stands_still_fills_no_memory_and_holds_up_no_end(tmp_path, batch, monkeypatch):
+    begun, moves = threading.Event(), threading.Event()
+
+    def stands_still(*_: object) -> None:
+        begun.set()
+        moves.wait()
+
+    monkeypatch.setattr(signal_files, "write", stands_still)
+    monkeypatch.setattr(signal_files, "_PATIENCE_S", 0.1)
+    files = _files(tmp_path, told := [])
+    files.keep(batch, "1.0")
+    assert begun.wait(60)
+    for step in range(2, 9):
+        files.keep(batch, f"{step}.0")
+    files.close()  # comes back
+    assert len(told) == 1
+    assert "step 4.0" in told[0]
+    moves.set()
+    files.close()
 
 
 def test_nothing_is_asked_for_where_rows_are_not_kept(tmp_path, monkeypatch):

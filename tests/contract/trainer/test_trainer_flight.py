@@ -110,3 +110,20 @@ def test_what_ended_the_run_stands_in_the_recording(tmp_path, error, story, outc
     flight.broke(error)
     end = load_digest(tmp_path).tallies.end
     assert (end.outcome, end.detail) == (outcome, detail)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sampler", "bound"),
+    [("reserve", None, 3), ("verl", None, None), ("reserve", "mine.py", None)],
+)
+def test_a_bound_is_recorded_where_one_is_kept(policy, sampler, bound):
+    from omegaconf import OmegaConf
+
+    from seamless_verl.config import SeamlessConfig, StalenessConfig
+    from seamless_verl.verl_adapter.trainer.trainer_flight import run_started
+
+    own = {"path": sampler, "name": sampler and "Mine"}
+    config = OmegaConf.create({"trainer": {"experiment_name": "x", "v1": {"sampler": {"custom_sampler": own}}}})
+    seamless = SeamlessConfig(staleness=StalenessConfig(eta=3, policy=policy))
+    started = run_started(config, seamless, 0.0, "disaggregated", 1)
+    assert (started.eta, started.bound) == (3, bound)

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import io
 import signal
 import sys
 import textwrap
@@ -265,6 +266,14 @@ def test_a_run_that_ends_before_it_tracks_anything_has_nobody_to_tell():
 
     with pytest.raises(KeyboardInterrupt), _tracking_finished(SimpleNamespace()):
         raise KeyboardInterrupt
+
+
+def test_half_a_surrogate_pair_in_the_error_that_ends_a_run_is_told(tmp_path):
+    from seamless_verl.verl_adapter.job import _tell
+
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    _tell(tmp_path, terminal, "RunBroken: \ud83d")
+    assert terminal.buffer.getvalue().startswith(b"error: RunBroken: \\ud83d\n(full story: ")
 
 
 def test_what_is_filled_in_reaches_the_rollout_workers_without_keys_of_ours():

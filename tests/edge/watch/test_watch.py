@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from seamless_verl.observe.flight import SessionEnded, SessionGivenUp
+from seamless_verl.observe.recording import FlightRecorder
 from seamless_verl.observe.reporter import STEPS, VALIDATION
 from seamless_verl.observe.token_signals import FOLDER, TokenSignals, write
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
@@ -89,6 +90,28 @@ async def test_from_the_run_to_a_group_an_attempt_and_its_tokens(tmp_path: Path)
     assert of_another["signals"] is None, "a row of another length is not this one"
     assert page.status_code == 200
     assert "watched" in page.text
+
+
+async def test_each_row_of_a_session_shows_what_the_trainer_made_of_it(tmp_path: Path) -> None:
+    async with training(tmp_path) as proxy:
+        agent = await begin(proxy, "task")
+        said = [user("hi")]
+        await agent.ask([*said, await agent.ask(said), user("more")])
+        await agent.ask([user("something of its own")])
+        rows = await agent.end(1.0)
+    step_no = rows[0].version_spans[0].version + 1
+    write_texts(tmp_path, step_no, [("task_0_0", 1.0, "b"), ("task_0_1", 1.0, "a")])
+    lengths = [len(row.token_ids) - row.prompt_len for row in rows]
+    trained = {
+        key: TokenSignals(mask=np.ones(length), advantage=np.full(length, at))
+        for key, length, at in (("task_0_0", lengths[1], 0.25), ("task_0_1", lengths[0], 0.5))
+    }
+    write(tmp_path / FOLDER, f"{step_no}.0", trained)
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        told = [(await get(http, f"{at}/tokens", key=agent.session.id, row=row))["signals"] for row in (0, 1)]
+    assert lengths[0] > lengths[1]
+    assert [signals and signals["advantage"][-1] for signals in told] == [0.5, 0.25]
 
 
 def _ended(session: str, index: int, reward: float, seconds: float, status: str, detail: str = "") -> SessionEnded:
@@ -482,6 +505,17 @@ async def test_broken_bytes_are_shown_as_such_and_lines_that_are_no_records_are_
     assert told["texts"][0]["output"] == "caf\ufffd \ufffd\ufffd au lait"
     assert [find["found"] for find in search["found"]] == ["au lait"]
     assert ended["attempt"]["status"] == "finished"
+
+
+async def test_half_a_surrogate_pair_in_an_error_hides_no_attempt(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, "rollout")
+    recorder.record(_ended("s1", 0, 0.0, 2.0, "failed", "ValueError: \ud83d"))
+    recorder.record(_ended("s2", 1, 1.0, 2.0, "finished"))
+    recorder.close()
+    async with watching(tmp_path) as http:
+        at = await only_run(http)
+        told = [(await get(http, f"{at}/attempt", key=key))["attempt"]["detail"] for key in ("s1", "s2")]
+    assert told == ["ValueError: ?", None]
 
 
 async def test_of_a_long_text_the_beginning_is_sent_and_what_was_seen_is_not_sent_again(tmp_path: Path) -> None:

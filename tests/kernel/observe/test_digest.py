@@ -20,8 +20,8 @@ def run_of(events, steps=(), validations=()):
     return digest(Recording(events=tuple(events)), steps, validations)
 
 
-def start(at: float = 0.0, eta: int = 1) -> flight.RunStarted:
-    return flight.RunStarted(at=at, name="x", policy="disaggregated", eta=eta, total_steps=2)
+def start(at: float = 0.0, eta: int = 1, **fields) -> flight.RunStarted:
+    return flight.RunStarted(at=at, name="x", policy="disaggregated", eta=eta, total_steps=2, **fields)
 
 
 def trainer(at: float, devices: int = 1) -> flight.SliceAdded:
@@ -248,6 +248,44 @@ def test_what_is_broken_comes_first():
         assert part in text
 
 
+def test_a_replica_that_pulls_stands_still_for_its_pull_and_not_for_the_hand_over():
+    stages = {"prefetch": 3.0, "gate": 1.0, "pause": 0.5, "load": 1.0, "resume": 0.5}
+
+    def moved(at: float, state: SliceState) -> flight.SliceMoved:
+        return flight.SliceMoved(at=at, slice="r", state=state)
+
+    def pulled(at: float) -> flight.PullEnded:
+        return flight.PullEnded(at=at, slice="a:1", before=0, version=1, seconds=stages)
+
+    handed_over = [moved(2.0, SliceState.SYNCING), moved(9.0, SliceState.ROLLOUT)]
+    ends = [moved(30.0, SliceState.FAILED), flight.RunEnded(at=40.0, outcome="finished")]
+    events = [start(), rollout(0.0), request(0.0, "x"), *handed_over, pulled(20.0), *ends]
+    (books,) = run_of(events).books
+    spent = {category: seconds for category, seconds in books.seconds.items() if seconds}
+    assert spent == {Category.GENERATE: 28.0, Category.SYNC: 2.0, Category.FAILED: 10.0}
+    during = [start(), rollout(0.0), request(0.0, "x"), handed_over[0], pulled(10.0), handed_over[1], *ends]
+    late = pulled(30.1)  # it failed before it was seen that its pull had ended
+    (books,) = run_of(sorted([*during, late], key=lambda event: event.at)).books
+    assert books.seconds[Category.SYNC] == pytest.approx(3.9)
+    assert books.seconds[Category.FAILED] == 10.0
+    (books,) = run_of([event for event in events if not isinstance(event, flight.PullEnded)]).books
+    assert books.seconds[Category.SYNC] == 7.0, "without pulls the slice itself loads meanwhile"
+
+
+def test_violations_of_a_step_that_was_repeated_still_count():
+    run = run_of([start(), OVER], [dict(step=1, audit_violations=2), dict(step=1)])
+    assert [record["audit_violations"] for record in run.steps] == [2]
+    assert any("2 rows are not what the engine returned" in finding.title for finding in findings(run))
+
+
+def test_a_bound_that_nothing_keeps_is_no_promise():
+    rows = flight.RowsTrained(
+        at=5.0, step=1, rollouts=1, staleness=(2,), prompt_tokens=(1,), response_tokens=(1,)
+    )  # fmt: skip
+    for bound, alarms in ((None, 0), (2, 0), (1, 1), (-1, 1)):  # the last: a recording of an earlier version
+        assert len(titles([start(bound=bound), rows, flight.RunEnded(at=9.0, outcome="finished")])) == alarms
+
+
 def test_a_healthy_run_is_called_one():
     events = [
         start(), trainer(0.0), flight.StepBegan(at=0.0, step=1),
@@ -336,6 +374,11 @@ def test_groups_without_signal_are_an_alarm_that_tells_easy_from_hard():
     assert title == "56% of the latest 9 groups have the same reward for every attempt"
     assert "2 have the best reward that was seen (1)" in advice
     assert "3 have a lower one" in advice
+
+
+def test_in_a_simulation_nothing_is_solved_and_nothing_told_of_rewards():
+    events = (start(), *grouped(9, 0), OVER)
+    assert told(digest(Recording(events=events, virtual=True), [], [])) == {}
 
 
 def test_groups_of_validation_of_one_attempt_and_of_long_ago_are_not_without_signal():

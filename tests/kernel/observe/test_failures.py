@@ -46,6 +46,22 @@ def test_the_first_failure_of_a_kind_is_told_with_its_lines_and_the_others_are_c
     ]
 
 
+def test_what_differs_in_a_number_is_one_kind_and_that_there_are_too_many_is_said_once() -> None:
+    log, book = log_of(Clock()), AttemptBook()
+    told = []
+    for error in (*(f"worker {4711 + number} ended (exit 1)" for number in range(9)), "KeyError: 'x'"):
+        with log.attempt("train/1", validation=False, where=tuple):
+            log.failed(error)
+        told += book.take(log.take(1.0))
+    said = [line for line in told if not line.startswith(" ")]
+    assert [line.split("): ")[1] for line in said] == ["worker 4711 ended (exit 1)", "KeyError: 'x'"]
+    for letter in "abcdefgh":
+        fail(log, "train/1", type(f"Error{letter}", (Exception,), {})(""))
+    said = [line for line in book.take(log.take(1.0)) if not line.startswith(" ")]
+    assert [line.split("): ")[-1][:6] for line in said[:6]] == [f"Error{letter}" for letter in "abcdef"]
+    assert said[6:] == ["attempts fail in more than 8 ways; further ones are counted, not told"]
+
+
 def test_failures_of_a_validation_are_no_part_of_the_step_nor_of_its_story() -> None:
     log, book = log_of(Clock()), AttemptBook()
     fail(log, "val/0", KeyError(1), validation=True)

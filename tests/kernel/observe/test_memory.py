@@ -63,9 +63,15 @@ def test_levels_add_up_over_the_devices_of_a_slice() -> None:
 
 
 def test_a_run_that_goes_on_in_the_same_folder_holds_nothing_of_the_earlier_one() -> None:
-    again = flight.RunStarted(at=5.0, name="x", policy="greedy", eta=1, total_steps=2)
-    (one,) = run_of(moved(1.0, "weights", 20), again).memory
-    assert one.levels[-1] == (5.0, {})
+    asked = flight.RequestStarted(at=3.0, request="x", slice="trainers/0", prompt_tokens=1)
+    again = flight.RunStarted(at=36_010.0, name="x", policy="greedy", eta=1, total_steps=2)
+    killed = (moved(2.0, "weights", 20), asked, flight.StepBegan(at=10.0, step=1))
+    held = (2.0, {("engine", "weights"): 20})
+    run = run_of(*killed, again)
+    assert run.memory[0].levels == (held, (10.0, {})), "it was killed after its last event"
+    assert next(lane.load for lane in run.lanes if lane.slice == "trainers/0") == ((3.0, 1), (10.0, 0))
+    run = run_of(*killed, flight.RunEnded(at=11.0, outcome="finished"), again)
+    assert run.memory[0].levels[:2] == (held, (11.0, {}))
 
 
 def test_thinned_levels_keep_the_fullest_and_the_last() -> None:

@@ -46,12 +46,12 @@ def validation(at: int, means: dict[str, float], name: str = "held_out") -> Vali
     )  # fmt: skip
 
 
-def summary_of(steps, validations):
+def summary_of(steps, validations, first_step_s=0.5):
     return summarize(
         [as_record(r) for r in steps],
         [as_record(r) for r in validations],
         wall_s=1.0,
-        time_to_first_step_s=0.5,
+        time_to_first_step_s=first_step_s,
         start_up_s={},
     )
 
@@ -257,11 +257,28 @@ def test_the_end_of_a_run_says_which_rows_were_not_audited_and_why(audited, told
     assert told in "\n".join(closing_lines(summary_of([step(1, rows_audited=audited)], []), []))
 
 
+@pytest.mark.parametrize(("encoding", "said"), [("utf-8", "é █"), ("ascii", "\\xe9 \\u2588")])
+def test_what_an_agent_says_cannot_end_the_run_nor_speak_to_the_terminal(encoding, said):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Reporter(None, terminal).say("é █\n\tx \ud83d\x1b]0;t\x07")
+    assert terminal.buffer.getvalue().decode(encoding) == f"{said}\n\tx \\ud83d\\x1b]0;t\\x07\n"
+
+
 def test_the_end_of_a_run_says_what_changed():
     validations = [validation(0, {"a": 0.0, "b": 0.5}), validation(3, {"a": 0.5, "b": 1.0})]
     text = "\n".join(closing_lines(summary_of([step(1)], validations), ["a note"]))
     for part in ("held out pass rate: 0.250 before, 0.750 after", "0 violations", "a note"):
         assert part in text
+
+
+def test_a_run_that_only_validates_says_what_it_found():
+    summary = summary_of([], [validation(4, {"a": 0.0, "b": 0.5})], first_step_s=None)
+    assert summary["held_out_pass_rate_after"] == 0.25
+    assert summary["held_out_pass_rate_after_rollouts"] == 2
+    assert not {"held_out_pass_rate_before", "held_out_pass_rate_gain"} & summary.keys()
+    low, high = summary["held_out_pass_rate_after_ci"]
+    told = f"held out pass rate: 0.250 (95 % interval {low:+.3f} … {high:+.3f})"
+    assert closing_lines(summary, []) == ["", told, "wall time 1 s"]
 
 
 def test_the_end_of_a_run_points_to_files_that_are_there(tmp_path, monkeypatch):

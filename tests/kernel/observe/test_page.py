@@ -162,6 +162,21 @@ def test_what_a_trained_token_cost_and_how_many_rows_a_rollout_became_have_cards
     assert "in step 1; median 1.50, most 1.50" in text
 
 
+def test_the_speed_of_a_run_counts_long_steps_for_what_they_took():
+    events = [flight.RunStarted(at=0.0, name="x", policy="p", eta=1, total_steps=2)]
+    steps = [step(1, step_s=2.0, tokens_per_s=5000.0), step(2, step_s=18.0, tokens_per_s=10_000 / 18)]
+    assert "1.0k trained tokens/s" in " ".join(page_of(events, steps)[0].text)
+
+
+@pytest.mark.parametrize(("bound", "told"), [(None, "staleness not bounded"), (2, "staleness bound 2")])
+def test_the_bound_is_that_which_is_kept(bound: int | None, told: str):
+    events = [flight.RunStarted(at=0.0, name="x", policy="p", eta=1, bound=bound, total_steps=1)]
+    text = " ".join(page_of(events, [step(1)])[0].text)
+    assert told in text
+    assert ("staleness ≤ 1 (bound 2)" in text) is (bound == 2)
+    assert "bound 1" not in text
+
+
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;\'"'
 
 

@@ -5,8 +5,9 @@ import subprocess
 import sys
 import threading
 
-from seamless_verl.observe.flight import EventsLost, RunEnded, StepBegan
+from seamless_verl.observe.flight import EventsLost, RunEnded, RunStarted, StepBegan
 from seamless_verl.observe.recording import FLIGHT, FlightRecorder, read_recording
+from seamless_verl.observe.run_folder import write_report
 
 
 def test_events_of_several_threads_arrive_each_in_its_order(tmp_path):
@@ -28,6 +29,14 @@ def test_events_of_several_threads_arrive_each_in_its_order(tmp_path):
         assert [step for step in steps if first <= step < first + 1000] == list(range(first, first + 500))
     (writer,) = recording.writers
     assert writer.startswith("trainer-")
+
+
+def test_half_a_surrogate_pair_is_a_question_mark_on_the_page(tmp_path):
+    recorder = FlightRecorder(tmp_path, "trainer")
+    recorder.record(RunStarted(at=0.0, name="x", policy="", eta=1, total_steps=1))
+    recorder.record(RunEnded(at=1.0, outcome="RunBroken", detail="é \ud83d"))
+    recorder.close()
+    assert "RunBroken: é ?" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 def test_what_is_recorded_after_the_end_is_nowhere(tmp_path):

@@ -445,3 +445,11 @@ def test_the_scheduler_is_the_real_one() -> None:
     assert {status.slice.id for status in simulation.scheduler.cluster} == set(simulation.fleet.units)
     for status in simulation.scheduler.cluster:
         assert simulation.fleet.units[status.slice.id].serving == (status.state.value == "rollout")
+
+
+@pytest.mark.parametrize(("system", "bound"), [("areal", None), ("verl_one_step_off", 1), ("predictive", 2)])
+def test_a_recording_says_which_bound_on_staleness_is_kept(system: str, bound: int | None) -> None:
+    events: list[flight.FlightEvent] = []
+    Simulation(scenario(system, eta=2, steps=2, warm=0), record=events.append).run()
+    assert isinstance(events[0], flight.RunStarted)
+    assert events[0].bound == bound
