@@ -171,6 +171,17 @@ async def test_the_view_shows_the_tree_in_every_dialect_and_the_state() -> None:
         assert (result.audit.is_clean, result.reward, result.rewards) == (True, 0.5, {"style": 1.0})
 
 
+async def test_an_agent_sees_its_tree_but_not_what_its_task_is_judged_by() -> None:
+    async with serving() as proxy:
+        handle = await proxy.open(group="g", metadata={"expected": "42"})
+        await proxy.admin.set_reward(handle.id, 0.5, {"style": 1.0})
+        headers = {"authorization": f"Bearer {handle.api_key}"}
+        own = (await proxy.http.get(f"/sessions/{handle.id}", headers=headers)).json()
+        judged = {"metadata": {"expected": "42"}, "reward": 0.5, "rewards": {"style": 1.0}}
+        assert own | judged == await proxy.admin.view_session(handle.id)
+        assert not own.keys() & judged.keys()
+
+
 async def test_an_admin_in_the_proxys_own_process_needs_no_socket() -> None:
     async with serving() as proxy:
         url = proxy.server.base_url
