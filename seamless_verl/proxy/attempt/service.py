@@ -383,4 +383,6 @@ def _sealed(pending: PendingTurn, generation_id: str, generation: Generation, an
 
 
 def _num_chars_to_render(match: HistoryMatch) -> int:
-    return sum(len(message.content) for message in match.transcript.messages[match.num_known :])
+    """Also of the answer that is continued and of the tools: a template writes both again."""
+    messages = match.transcript.messages[max(0, match.num_known - 1) :]
+    return sum(message.num_chars for message in messages) + sum(map(len, match.transcript.tools))

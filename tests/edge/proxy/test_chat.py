@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from typing import Any
 
 import openai
@@ -20,6 +21,27 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
 ]
+
+
+@pytest.mark.parametrize("where", ["tools", "arguments", "reasoning"])
+async def test_what_takes_long_to_render_holds_nobody_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, threads = 100_000 * "x", []
+    async with serving() as proxy:
+        handle, render = await proxy.open(), proxy.deps.renderer.render_initial
+        monkeypatch.setattr(
+            proxy.deps.renderer,
+            "render_initial",
+            lambda *given: threads.append(threading.current_thread()) or render(*given),
+        )
+        arguments = json.dumps({"a": long if where == "arguments" else ""})
+        call = {"id": "a", "type": "function", "function": {"name": "run", "arguments": arguments}}
+        answer = {"role": "assistant", "reasoning_content": long if where == "reasoning" else "", "tool_calls": [call]}
+        tools = [{"type": "function", "function": {"name": "run", "description": long if where == "tools" else ""}}]
+        asked = [*HI, answer, {"role": "tool", "tool_call_id": "a", "content": "out"}]
+        body = {"model": "m", "messages": asked, "tools": tools}
+        assert (await proxy.post(handle, body)).status_code == 200
+        assert threads
+        assert threading.main_thread() not in threads
 
 
 async def test_a_conversation_is_one_row_and_its_audit_is_clean() -> None:
