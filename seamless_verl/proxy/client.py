@@ -120,7 +120,9 @@ class ProxyAdmin:
 
     async def pause(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Hold requests back; ``quiet`` says whether the engine has nothing to do any more."""
-        return await self._call("POST", "/pause", {"timeout_s": timeout_s})
+        return await self._call(
+            "POST", "/pause", {"timeout_s": timeout_s}, timeout=httpx.Timeout(timeout_s + 30.0, pool=None)
+        )
 
     async def resume(self, version: int | None = None) -> None:
         """Let requests go on, from now on under weight version ``version``, where it changed."""
@@ -133,12 +135,12 @@ class ProxyAdmin:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, json=body, **options)
         except (httpx.NetworkError, httpx.RemoteProtocolError):
             # It died, and is started again at its address. A session that was opened twice is never used, and expires.
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, json=body, **options)
         if response.is_error:
             error = response.json().get("error", {})
             raise ProxyRefused(response.status_code, str(error.get("code")), str(error.get("message")))

@@ -234,7 +234,9 @@ class AttemptService:
         limit = min(session.spec.max_model_len or self._limits.max_model_len, self._limits.max_model_len)
         num_prompt = len(pending.prompt_ids)
         if num_prompt >= limit:
-            story = f"The prompt has {num_prompt} tokens; prompt and answer together may have {limit}."
+            # Clients like litellm know an overflow by OpenAI's and Anthropic's phrases, not by its code.
+            long = f"prompt is too long: {num_prompt} tokens > {limit} maximum"
+            story = f"This model's maximum context length is {limit} tokens, and the prompt has {num_prompt} ({long})."
             raise bad_request(story, param="messages", code="context_length_exceeded")
         return limit - num_prompt
 
@@ -383,4 +385,6 @@ def _sealed(pending: PendingTurn, generation_id: str, generation: Generation, an
 
 
 def _num_chars_to_render(match: HistoryMatch) -> int:
-    return sum(len(message.content) for message in match.transcript.messages[match.num_known :])
+    """Also of the answer that is continued and of the tools: a template writes both again."""
+    messages = match.transcript.messages[max(0, match.num_known - 1) :]
+    return sum(message.num_chars for message in messages) + sum(map(len, match.transcript.tools))

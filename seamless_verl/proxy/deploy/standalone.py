@@ -138,8 +138,12 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
         config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
     )
     try:
-        deps, blind = await _deps(config, engine, tokenizer)
-        await _serve(config, deps, blind, stop, ready)
+        looking, stopped = asyncio.create_task(_deps(config, engine, tokenizer)), asyncio.create_task(stop.wait())
+        await asyncio.wait({looking, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if looking.done():
+            await _serve(config, *looking.result(), stop, ready)
+        looking.cancel()
     finally:
         await engine.close()
 
@@ -176,7 +180,8 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     )
     if note := moving_note(renderer):
         _log.warning("%s: %s", config.tokenizer, note)
-    served = await served_model(engine)
+    gate = _gate(engine, config)
+    served = await served_model(engine, is_paused=not gate.is_open)
     limits = config.limits
     images, blind = await _eyes(engine, tokenizer.image_token_id, limits)
     continues = await continues_grammars(engine, renderer.decode)
@@ -202,7 +207,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         images=images,
         blind=blind or TEXT_ONLY,
         abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
-        gate=_gate(engine, config),
+        gate=gate,
         base_url=config.base_url,
         on_unsupported=config.on_unsupported,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -15,8 +18,10 @@ from seamless_verl.proxy.engines.vllm_pictures import NEEDS, NoPictures, VllmPic
 from seamless_verl.proxy.text.pictures import BadImage, ImageReader
 from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, Decode, Generation
 
+_log = logging.getLogger(__name__)
 ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS, Ability.TOP_LOGPROBS})  # of every server
 _PROBE_S = 30.0
+_PAUSED_PROBE_S = 5.0  # again and again
 _FORCED = "seamless 0123456789 goes on"  # more than two tokens for any tokenizer
 
 
@@ -31,8 +36,11 @@ class _Models(msgspec.Struct):
     data: list[ServedModel]
 
 
-async def served_model(engine: VllmHttpEngine) -> ServedModel:
+async def served_model(engine: VllmHttpEngine, *, is_paused: bool = False) -> ServedModel:
     """What the server serves under our model's name; also that it returns token ids, with a completion of one.
+
+    Args:
+        is_paused: an earlier process was, so the server may be as well, and is waited for.
 
     Raises:
         ConfigError: no server, another model, or one that returns no token ids.
@@ -51,10 +59,18 @@ async def served_model(engine: VllmHttpEngine) -> ServedModel:
     if card is None:
         fix = f"--served-model {' or '.join(sorted(cards)) or 'NAME'}"
         raise ConfigError("--served-model", engine.model, f"{where} does not serve it", fix)
-    try:
-        await _try(engine, (0,), {"max_tokens": 1})
-    except (EngineUnavailable, EngineRefused) as error:
-        raise ConfigError("--engine", where, str(error), "use a vLLM of 0.24 or later") from error
+    for number in count():
+        try:
+            await _try(engine, (0,), {"max_tokens": 1}, timeout_s=_PAUSED_PROBE_S if is_paused else _PROBE_S)
+            break
+        except (EngineUnavailable, EngineRefused) as error:
+            if not isinstance(error.__cause__, asyncio.TimeoutError):
+                raise ConfigError("--engine", where, str(error), "use a vLLM of 0.24 or later") from error
+            if not is_paused:
+                fix = "is it paused or asleep? Resume or wake it (POST /resume, POST /wake_up)"
+                raise ConfigError("--engine", where, f"answers no completion: {error}", fix) from error
+            if not number:
+                _log.warning("%s answers no completion: is it paused, too, or asleep? Waiting until it does", where)
     return card
 
 
@@ -107,14 +123,19 @@ async def _look(engine: VllmHttpEngine, pictures: VllmPictures, data: bytes) -> 
 
 
 async def _try(
-    engine: VllmHttpEngine, prompt_ids: Sequence[int], sampling: Mapping[str, Any], images: Sequence[bytes] = ()
+    engine: VllmHttpEngine,
+    prompt_ids: Sequence[int],
+    sampling: Mapping[str, Any],
+    images: Sequence[bytes] = (),
+    *,
+    timeout_s: float = _PROBE_S,
 ) -> Generation:
     request = GenerationRequest(
         request_id=f"probe-{time.time_ns()}",
         session_id="",
         prompt_ids=prompt_ids,
         sampling=sampling,
-        deadline=time.time() + _PROBE_S,
+        deadline=time.time() + timeout_s,
         images=images,
     )
     return await engine.generate(request)

@@ -67,6 +67,7 @@ _WHAT_EXISTS = (
     f"Agents have POST {', '.join(DIALECTS)} and /v1/messages/count_tokens, and GET /v1/models, also behind "
     "/sessions/ID; GET /openapi.json describes every route."
 )
+_JUDGED = ("metadata", "reward", "rewards")  # which may hold what a task's answer should be: not for its agent
 _BASES = ("/", "/v1", "/sessions/{session_id}", "/sessions/{session_id}/v1")
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -159,13 +160,12 @@ class Proxy:
         return _json({"id": session.id, "api_key": api_key, "base_url": f"{root}/sessions/{session.id}/v1"}, status=201)
 
     async def view_session(self, request: Request) -> Response:
-        if self._is_admin(request):
-            session = self._deps.sessions.by_id(request.path_params["session_id"])
-        else:
-            session = self._session_of(request)
+        is_admin, wanted = self._is_admin(request), request.path_params["session_id"]
+        session = self._deps.sessions.by_id(wanted) if is_admin else self._session_of(request)
         session.state_at(time.time())
         async with self._residency.hold(session):
-            return _json(session.view())
+            view = session.view()
+        return _json({name: value for name, value in view.items() if is_admin or name not in _JUDGED})
 
     async def reward_session(self, request: Request) -> Response:
         self._require_admin(request)

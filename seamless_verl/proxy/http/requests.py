@@ -31,6 +31,7 @@ from seamless_verl.proxy.session.attempts import Attempt
 from seamless_verl.proxy.session.sessions import Session
 
 _log = logging.getLogger(__name__)
+_PIECE = 1 << 16  # bytes of a whole answer: what uvicorn lets wait in a socket
 _NUM_ALWAYS = 8  # requests that a session may have here, however few answers it may have in flight
 
 
@@ -256,8 +257,7 @@ class Reply(Response):
                         raise ClientGone
                     if not landing.done():
                         await self._send_stream(attempt, landing, left, send)
-                    else:
-                        await self._whole(landing.result())(scope, receive, send)
+                    elif await self._send_whole(self._whole(landing.result()), left, send):
                         self._delivered(attempt)
             finally:
                 left.cancel()
@@ -287,8 +287,17 @@ class Reply(Response):
         writer = self._call.writer()
         content = writer.start(answers[0])
         content += _written(writer, _Sent(len(answers)).rest(answers)) + writer.end(answers)
-        headers["cache-control"] = "no-cache"
-        return Response(content, headers=headers, media_type="text/event-stream")
+        return Response(content, headers=headers | {"cache-control": "no-cache"}, media_type="text/event-stream")
+
+    async def _send_whole(self, whole: Response, left: asyncio.Future[None], send: Send) -> bool:
+        """Whether the client took it, but for the last piece."""
+        await send({"type": "http.response.start", "status": 200, "headers": whole.raw_headers})
+        body = bytes(whole.body)
+        await send({"type": "http.response.body", "body": body[:_PIECE], "more_body": len(body) > _PIECE})
+        for at in range(_PIECE, len(body), _PIECE):
+            if left.done() or not await self._write(body[at : at + _PIECE], send, is_last=at + _PIECE >= len(body)):
+                return False
+        return True
 
     async def _send_stream(
         self, attempt: Attempt, landing: asyncio.Future[Sequence[Answer]], left: asyncio.Future[None], send: Send

@@ -20,7 +20,7 @@ import time
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,16 @@ class HandOver:
         await self._forget(session)
 
     async def reap(self) -> None:
-        """Forget sessions whose deadline passed long ago and whose rows nobody took."""
+        """Forget sessions whose deadline passed long ago and whose rows nobody took; those of a folder are written."""
         now = time.time()
         for session in self._sessions:
             # Several look at a time, and one may have forgotten it while another one waited.
-            if not session.is_gone and now > session.deadline + self._limits.expired_grace_s:
+            if session.is_gone or now <= session.deadline + self._limits.expired_grace_s:
+                continue
+            if self._sink is not None and session.state is SessionState.CLOSED:
+                with suppress(ApiError):  # it could not before; whoever closed it was told that its rows are kept
+                    await self.close(session.id)
+            else:
                 _log.warning("session %s: nobody took its rows; forgetting it", session.id)
                 await self.acknowledge(session.id)
 

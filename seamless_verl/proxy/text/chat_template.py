@@ -21,6 +21,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
@@ -29,7 +30,7 @@ from cachetools import LRUCache
 
 from seamless_verl.proxy.text.tokenizer import UNDECODED, WordCache, bytes_of, open_ids_of
 from seamless_verl.trajectory.matching import ExtensionRefused, Rendering
-from seamless_verl.trajectory.messages import Image, Message, Role
+from seamless_verl.trajectory.messages import Image, Message, Role, ToolCall, digest_of
 
 _MARK = "Zq7SeamlessMark7qZ"
 _MOST_STOP_TOKENS = 64  # that a stop string has
@@ -145,6 +146,17 @@ class TokenizerRenderer:
             return _MARK in self._text(named, (), add_generation_prompt=False)
         except RenderingFailed:
             return True
+
+    @cached_property
+    def _name_of(self) -> Callable[[str], str]:
+        """From the id of a tool call to what the template is given: some, as Mistral v0.3's, take nine letters only."""
+        call = Message(role=Role.ASSISTANT, tool_calls=(ToolCall(id=_MARK, name="f", arguments="{}"),))
+        asked = [Message(role=Role.USER, content="?"), call, Message(role=Role.TOOL, content="?", tool_call_id=_MARK)]
+        for name_of in (str, _nine_letters):
+            with suppress(RenderingFailed):
+                self._text(asked, (), add_generation_prompt=True, name_of=name_of)
+                return name_of
+        return str
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
@@ -316,12 +328,20 @@ class TokenizerRenderer:
         answered = [*question, Message(role=Role.ASSISTANT, content="?")]
         return self._text(answered, tools, add_generation_prompt=False).startswith(asked)
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[str], *, add_generation_prompt: bool) -> str:
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str],
+        *,
+        add_generation_prompt: bool,
+        name_of: Callable[[str], str] | None = None,
+    ) -> str:
         from jinja2 import TemplateError
 
+        name_of = name_of or self._name_of
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [_template_message(message) for message in _with_additions(messages)],
+                [_template_message(message, name_of) for message in _with_additions(messages)],
                 tools=self._tools.get(tuple(tools)) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -345,16 +365,20 @@ def _with_additions(messages: Sequence[Message]) -> list[Message]:
     return [replace(m, content=m.content + more) if more else m for m, more in zip(messages, behind, strict=True)]
 
 
-def _template_message(message: Message) -> dict[str, Any]:
+def _nine_letters(call_id: str) -> str:
+    return call_id if len(call_id) == 9 else digest_of(call_id).hex()[:9]
+
+
+def _template_message(message: Message, name_of: Callable[[str], str]) -> dict[str, Any]:
     parts = [{"type": "image"} if isinstance(p, Image) else {"type": "text", "text": p} for p in message.parts]
     plain: dict[str, Any] = {"role": message.role.value, "content": parts or message.content}
     if message.tool_calls:
         plain["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _value(call.arguments)}}
-            for call in message.tool_calls
+            {"id": name_of(c.id), "type": "function", "function": {"name": c.name, "arguments": _value(c.arguments)}}
+            for c in message.tool_calls
         ]
     if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
+        plain["tool_call_id"] = name_of(message.tool_call_id)
     if message.name:
         plain["name"] = message.name
     if message.reasoning:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
+import threading
 from typing import Any
 
 import openai
@@ -20,6 +22,58 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
 ]
+
+
+NINE = (  # Mistral v0.3's condition
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- for c in m.tool_calls or [] %}{% if c.id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
+    "<{{ c.function.name }} {{ c.id }}>{%- endfor %}"
+    "{%- if m.role == 'tool' %}{% if m.tool_call_id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
+    " to {{ m.tool_call_id }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+async def test_a_template_that_takes_short_ids_of_calls_only_gets_them() -> None:
+    call = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+    async with serving(lambda prompt: "done" if "tool" in prompt else call * 2, template=NINE) as proxy:
+        handle = await proxy.open()
+        first = await proxy.post(handle, {"model": "m", "messages": HI, "tools": TOOLS})
+        answer = first.json()["choices"][0]["message"]
+        results = [{"role": "tool", "tool_call_id": made["id"], "content": "ok"} for made in answer["tool_calls"]]
+        second = await proxy.post(handle, {"model": "m", "messages": [*HI, answer, *results], "tools": TOOLS})
+        assert (second.status_code, second.headers["x-seamless-match"]) == (200, "clean"), second.text
+        prompt = proxy.engine.tokenizer.decode(list(proxy.engine.requests[-1].prompt_ids))
+        told = re.findall(r" to (\w{9})<", prompt)
+        assert len(set(told)) == 2
+        # Rendered as a whole, the calls carry the same names.
+        third = await proxy.post(
+            handle, {"model": "m", "messages": [{"role": "user", "content": "no"}, answer, *results], "tools": TOOLS}
+        )
+        assert third.status_code == 200, third.text
+        prompt = proxy.engine.tokenizer.decode(list(proxy.engine.requests[-1].prompt_ids))
+        assert re.findall(r"<run (\w{9})>", prompt) == re.findall(r" to (\w{9})<", prompt) == told
+
+
+@pytest.mark.parametrize("where", ["tools", "arguments", "reasoning"])
+async def test_what_takes_long_to_render_holds_nobody_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, threads = 100_000 * "x", []
+    async with serving() as proxy:
+        handle, render = await proxy.open(), proxy.deps.renderer.render_initial
+        monkeypatch.setattr(
+            proxy.deps.renderer,
+            "render_initial",
+            lambda *given: threads.append(threading.current_thread()) or render(*given),
+        )
+        arguments = json.dumps({"a": long if where == "arguments" else ""})
+        call = {"id": "a", "type": "function", "function": {"name": "run", "arguments": arguments}}
+        answer = {"role": "assistant", "reasoning_content": long if where == "reasoning" else "", "tool_calls": [call]}
+        tools = [{"type": "function", "function": {"name": "run", "description": long if where == "tools" else ""}}]
+        asked = [*HI, answer, {"role": "tool", "tool_call_id": "a", "content": "out"}]
+        body = {"model": "m", "messages": asked, "tools": tools}
+        assert (await proxy.post(handle, body)).status_code == 200
+        assert threads
+        assert threading.main_thread() not in threads
 
 
 async def test_a_conversation_is_one_row_and_its_audit_is_clean() -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.engine import Ability
+from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
 
@@ -102,6 +103,26 @@ async def test_every_talk_is_one_clean_row(command: list[Any], thinks: bool) -> 
     # where the client drops the reasoning, or keeps only its last piece (openai for Node, streaming).
     assert [len(row.turns) for row in result.rows] == num_talks * [_TURNS]
     assert result.kinds["fork"] + 1 == num_talks
+
+
+_OVERFLOW = """
+import json, os, sys
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+import litellm
+said, asked = [], [{"role": "user", "content": "hi"}]
+for model, base in (("openai/m", sys.argv[1]), ("anthropic/m", sys.argv[1].removesuffix("/v1"))):
+    try:
+        litellm.completion(model=model, api_base=base, api_key=sys.argv[2], messages=asked)
+    except Exception as error:
+        said.append(type(error).__name__)
+print(json.dumps(said))
+"""
+
+
+@needs_python
+async def test_litellm_knows_a_prompt_that_is_too_long() -> None:
+    report, _ = await run_client(_PYTHON, "-c", _OVERFLOW, parser=TagParser(), limits=Limits(max_model_len=4))
+    assert report == ["ContextWindowExceededError"] * 2
 
 
 _STEPS = ("echo one", "echo two", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo three")

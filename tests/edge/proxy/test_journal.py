@@ -15,8 +15,10 @@ import httpx
 import pytest
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.proxy.client import ProxyAdmin
+from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
+from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.session.handover import FolderSink
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.parsing import TagParser
@@ -200,6 +202,24 @@ async def test_a_journal_that_cannot_be_written_keeps_the_answer_back(tmp_path: 
         journal._db.execute("PRAGMA max_page_count = 1000000")
         assert (await proxy.post(handle, story)).status_code == 200
         assert (await proxy.admin.close_session(handle.id)).audit.is_clean
+    await journal.close()
+
+
+async def test_rows_that_could_not_be_written_outlive_the_time_of_their_session(tmp_path: Path) -> None:
+    journal, sink = SqliteJournal(tmp_path / "journal.sqlite"), FolderSink(tmp_path)
+    async with serving(limits=Limits(expired_grace_s=0.0), journal=journal, sink=sink) as proxy:
+        handle = await proxy.open()
+        assert (await proxy.post(handle, {"model": "m", "messages": HI})).status_code == 200
+        (tmp_path / "rows").rename(tmp_path / "away")
+        with pytest.raises(ProxyRefused, match="They are kept"):
+            await proxy.admin.close_session(handle.id, 1.0)
+        proxy.deps.sessions.by_id(handle.id).deadline = 0.0
+        await proxy.open()  # which looks for sessions whose time is over
+        (tmp_path / "away").rename(tmp_path / "rows")
+        await proxy.open()
+        assert (tmp_path / "rows" / f"{handle.id}.jsonl").exists()
+        result = await proxy.admin.close_session(handle.id)
+        assert (result.reward, len(result.rows)) == (1.0, 1)
     await journal.close()
 
 

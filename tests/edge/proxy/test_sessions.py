@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
+from seamless_verl.proxy.engine import Gate
 from seamless_verl.proxy.http.app import make_app
 from seamless_verl.proxy.http.requests import StreamTiming
 from seamless_verl.proxy.session.sessions import Session, SessionSpec
@@ -169,6 +170,28 @@ async def test_the_view_shows_the_tree_in_every_dialect_and_the_state() -> None:
         assert (late.status_code, late.json()["error"]["code"]) == (409, "session_expired")
         result = await proxy.admin.close_session(handle.id)
         assert (result.audit.is_clean, result.reward, result.rewards) == (True, 0.5, {"style": 1.0})
+
+
+async def test_an_agent_sees_its_tree_but_not_what_its_task_is_judged_by() -> None:
+    async with serving() as proxy:
+        handle = await proxy.open(group="g", metadata={"expected": "42"})
+        await proxy.admin.set_reward(handle.id, 0.5, {"style": 1.0})
+        headers = {"authorization": f"Bearer {handle.api_key}"}
+        own = (await proxy.http.get(f"/sessions/{handle.id}", headers=headers)).json()
+        judged = {"metadata": {"expected": "42"}, "reward": 0.5, "rewards": {"style": 1.0}}
+        assert own | judged == await proxy.admin.view_session(handle.id)
+        assert not own.keys() & judged.keys()
+
+
+async def test_a_pause_may_take_longer_than_other_calls() -> None:
+    async with serving(delay_s=60.0, gate=Gate(lambda version: None)) as proxy:
+        handle = await proxy.open()
+        asking = asyncio.create_task(proxy.post(handle, {"model": "m", "messages": HI}))
+        await proxy.engine.started.wait()
+        hasty = ProxyAdmin(proxy.server.base_url, "admin-key", timeout_s=0.2)
+        assert await hasty.pause(timeout_s=0.5) == {"quiet": False, "at_engine": 1}
+        await hasty.close()
+        asking.cancel()
 
 
 async def test_an_admin_in_the_proxys_own_process_needs_no_socket() -> None:

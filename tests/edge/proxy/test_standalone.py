@@ -239,7 +239,13 @@ async def test_a_proxy_that_was_killed_while_paused_waits_for_the_resume(mock: M
     handle = await admin.open_session(SessionSpec())
     await admin.pause()
     proxy.kill()
-    await asyncio.to_thread(proxy.start)
+    mock.latency_s = 100.0  # vLLM is paused, too: requests wait there
+    starting = asyncio.create_task(asyncio.to_thread(proxy.start))
+    while "is it paused, too" not in proxy.log.read_text():
+        assert not starting.done(), proxy.log.read_text()
+        await asyncio.sleep(0.1)
+    mock.latency_s = 0.0
+    await starting
     assert "wait for POST /resume" in proxy.log.read_text()
     asking = asyncio.create_task(chat(proxy.url, handle.api_key, HI))
     await asyncio.wait({asking}, timeout=1.0)

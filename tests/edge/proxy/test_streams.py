@@ -189,12 +189,14 @@ async def test_log_probs_stream_with_their_tokens() -> None:
         assert "".join(tokens) == "one two"
 
 
-async def test_a_client_that_does_not_read_is_dropped() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_does_not_read_is_dropped(stream: bool) -> None:
     timing = StreamTiming(keep_alive_s=0.05, write_timeout_s=0.2)
     long = "the quick brown fox " * 40_000
     async with serving(lambda prompt: long, timing=timing, limits=Limits(orphan_grace_s=0.05)) as proxy:
         handle = await proxy.open()
-        body = json.dumps({"model": "m", "messages": HI, "stream": True, "logprobs": True}).encode()
+        asked = {"model": "m", "messages": HI, "stream": stream, "logprobs": True}
+        body = json.dumps(asked).encode()
         host, port = proxy.server.base_url.removeprefix("http://").split(":")
         proxy.engine.delay_s = 0.3
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
@@ -209,7 +211,7 @@ async def test_a_client_that_does_not_read_is_dropped() -> None:
             await asyncio.sleep(0.05)
         await asyncio.wait_for(reader.read(), 20)  # ends, because the proxy hung up; it would wait for ever otherwise
         writer.close()
-        retry = await proxy.post(handle, {"model": "m", "messages": HI, "stream": True, "logprobs": True})
+        retry = await proxy.post(handle, asked)
         assert retry.status_code == 200  # the answer reached nobody, so the same request gets it again
         assert len(proxy.engine.requests) == 1
 
