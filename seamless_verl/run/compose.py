@@ -26,36 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import identity, is_alive
 
-_FLAGS_WITH_VALUE = frozenset(
-    [
-        "--config-path",
-        "-cp",
-        "--config-name",
-        "-cn",
-        "--config-dir",
-        "-cd",
-        "--package",
-        "-p",
-        "--cfg",
-        "-c",
-        "--info",
-        "-i",
-        "--experimental-rerun",
-    ]
-)
+_WITH_VALUE = re.compile("--(config-(path|name|dir)|package|cfg|info|experimental-rerun)|-(c[pnd]?|p|i)")
 # What Hydra may be asked to do instead of one run; it takes one of them at a time.
-_MODES = {
-    "--run": "--run",
-    "-r": "--run",
-    "--multirun": "--multirun",
-    "-m": "--multirun",
-    "--cfg": "--cfg",
-    "-c": "--cfg",
-    "--info": "--info",
-    "-i": "--info",
-    "--shell-completion": "--shell-completion",
-    "-sc": "--shell-completion",
-}
+_MODES = {"-r": "--run", "-m": "--multirun", "-c": "--cfg", "-i": "--info", "-sc": "--shell-completion"}
 GROUPS = ("seamless", "platform", "recipe")
 _WRITTEN = tuple(f"trainer.{name}_dir" for name in ("default_local", "rollout_data", "validation_data"))
 _READ = (
@@ -249,7 +222,7 @@ def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     pending = list(arguments)
     while pending:
         argument = pending.pop(0)
-        if argument in _FLAGS_WITH_VALUE:
+        if _WITH_VALUE.fullmatch(argument):
             flags += [argument, *pending[:1]]
             pending = pending[1:]
         elif argument.startswith("-"):
@@ -261,12 +234,12 @@ def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _check_flags(flags: Sequence[str]) -> None:
     """Refuse what Hydra refuses with a traceback."""
-    names = [flag.partition("=")[0] for flag in flags]
-    modes = list(dict.fromkeys(_MODES[name] for name in names if name in _MODES))
+    names = [_MODES.get(name := flag.partition("=")[0], name) for flag in flags]
+    modes = list(dict.fromkeys(name for name in names if name in _MODES.values()))
     if len(modes) > 1:
         problem = "exclude each other"
         raise ConfigError("flags", " ".join(modes), problem, f"give one of them; {modes[0]} alone, for example")
-    if "--resolve" in names and not {"--cfg", "--help", "-h"} & {*modes, *names}:
+    if "--resolve" in names and not {"--cfg", "--help", "-h"} & set(names):
         raise ConfigError("flags", "--resolve", "says how to print a configuration", "add --cfg job")
 
 
