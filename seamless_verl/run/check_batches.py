@@ -36,6 +36,19 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _SEQUENCE = "ulysses_sequence_parallel_size"
 _CRITICS_TOKENS = 32768  # verl's, which has no such key in its configuration
 _SCHEDULED = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
+_OLDER = {
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "sandbox_fusion.url": "reward.sandbox_fusion.url",
+}
+"""Keys of rewards in earlier verl. 0.9.1 still composes them, and moves them (`migrate_legacy_reward_impl`) for its
+fully_async trainer only; may go when a contract test fails."""
 # Sections of engines, and where else than in the section itself verl reads how many GPUs share a sequence. It does not
 # hand critic.ulysses_sequence_parallel_size on.
 _ENGINES: Mapping[str, tuple[str, ...]] = {
@@ -192,14 +205,20 @@ def check_lengths(config: Mapping[str, Any]) -> list[str]:
 
 
 def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list[str]:
-    """verl looks it up after the first rollouts; others than its own may come from a plug-in of the user's.
+    """What rewards are made by, and advantages of them.
+
+    verl looks an estimator up after the first rollouts; others than its own may come from a plug-in of the user's.
 
     Returns:
         A warning, where rollouts may count more than once.
 
     Raises:
-        ConfigError: it is misspelt, or verl's trainer would end over it, or learn nothing or something else by it.
+        ConfigError: it is misspelt, or verl's trainer would end over it, or learn nothing or something else by it; or a
+            reward stands under a key that is no longer read.
     """
+    for key, newer in _OLDER.items():
+        if value := value_of(config, key, None):
+            raise ConfigError(key, value, "verl 0.9.1's V1 trainers do not read it", f"write {newer}={value}")
     name = str(value_of(config, _ESTIMATOR, "gae"))
     near = difflib.get_close_matches(name, ESTIMATORS, n=1, cutoff=0.75)
     if near and name not in ESTIMATORS:

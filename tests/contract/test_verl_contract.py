@@ -1408,3 +1408,14 @@ def test_a_transfer_has_the_steps_that_we_wrote_out():
     assert positions == sorted(positions)
     assert source.count("await self.") == 4
     assert source.count("ray.get(") == 3  # two of the transfer, one of the naive one
+
+
+def test_verls_v1_trainers_read_no_reward_under_the_keys_of_older_versions():
+    """Why `check_estimator` refuses them; may go when one of these files moves them."""
+    from verl.trainer import main_ppo
+    from verl.trainer.ppo.v1 import trainer_base
+
+    for module in (main_ppo, trainer_base):
+        source = inspect.getsource(module)
+        assert "migrate_legacy" not in source
+        assert not re.search(r"config\.(reward_model|custom_reward_function|sandbox_fusion)\b", source)

@@ -1,6 +1,7 @@
 """Keys that name a file, a class or a source that is not there are refused; nothing is run or built for it."""
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -311,6 +312,20 @@ def test_resampled_rows_are_refused_where_verls_trainer_would_mix_them_up():
     with pytest.raises(ConfigError, match=r"algorithm\.use_pf_ppo=True: .* Fix: write false"):
         check(config(algorithm={"adv_estimator": "gae", "use_pf_ppo": True}))
     check(config(algorithm={"adv_estimator": "grpo", "use_pf_ppo": True}))  # verl reads it for gae only
+
+
+@pytest.mark.parametrize(
+    ("section", "fix"),
+    [
+        ({"custom_reward_function": {"path": "mine.py", "name": None}}, "reward.custom_reward_function.path=mine.py"),
+        ({"reward_model": {"enable": None, "reward_manager": "dapo"}}, "reward.reward_manager.name=dapo"),
+        ({"reward_model": {"enable": True, "model": {"path": "rm"}}}, "reward.reward_model.enable=True"),
+    ],
+)
+def test_a_reward_under_the_key_of_an_older_verl_is_refused_with_the_newer_one(section, fix):
+    with pytest.raises(ConfigError, match=rf"do not read it.* Fix: write {re.escape(fix)}\.$"):
+        check_estimator({**config(), **section}, SeamlessConfig())
+    check_estimator({**config(), "reward_model": {"enable": False}}, SeamlessConfig())
 
 
 @pytest.mark.parametrize("estimator", ["rloo_vectorized", "grpo_passk"])
