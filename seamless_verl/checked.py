@@ -52,7 +52,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def positive(key: str, value: float, example: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ConfigError(key, value, "must be a number above 0", f"write for example {example}")
 
 

@@ -116,6 +116,7 @@ def test_a_value_that_cannot_work_is_refused_with_its_key(section, key):
         ({"group_redundancy": True}, r"group_redundancy=True: must be a number >= 1"),
         ({"stuck": "retries"}, r"stuck=retries: is none of wait, retry, truncate.*write retry"),
         ({"stuck": "retry", "stuck_patience_s": 0}, r"stuck_patience_s=0: must be a number above 0"),
+        ({"stuck": "retry", "stuck_patience_s": float("nan")}, r"stuck_patience_s=nan: must be a number above 0"),
         ({"stuck": "retry", "policy": "verl"}, r"stuck=retry: .*write wait, or policy=reserve"),
     ],
 )

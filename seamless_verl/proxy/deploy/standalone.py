@@ -43,7 +43,7 @@ from seamless_verl.proxy.text.tokenizer import FolderTokenizer, open_tokenizer
 
 _log = logging.getLogger(__name__)
 
-_VERSION_FILE = "weight_version"
+_TOKENIZER_FILE, _VERSION_FILE = "tokenizer", "weight_version"
 
 
 ParserOf = Callable[[str], AnswerParser]
@@ -192,6 +192,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     counters = Counters()
     if isinstance(journal, SqliteJournal):
         journal.resume(sessions)
+        _check_ids(config, tokenizer.digest, len(sessions))
         counters.num_sessions = len(sessions)
     deps = ProxyDeps(
         engine=engine,
@@ -240,6 +241,17 @@ def _gate(engine: VllmHttpEngine, config: StandaloneConfig) -> Gate:
         engine.stamp(version)
 
     return Gate(stamp, paused)
+
+
+def _check_ids(config: StandaloneConfig, digest: str, found: int) -> None:
+    """Sessions that an earlier process left hold its tokenizer's ids, which would be other words in another's."""
+    file = config.record / _TOKENIZER_FILE if config.record else None
+    if file is None:
+        return
+    if found and file.exists() and file.read_text(encoding="ascii") != digest:
+        fix = "start with the model that they were opened with, or record into another folder"
+        raise ConfigError("--record", config.record, f"holds {found} open sessions of another tokenizer", fix)
+    file.write_text(digest, encoding="ascii")
 
 
 def _last_version(config: StandaloneConfig) -> int:

@@ -5,6 +5,7 @@ Invariant: texts and ids equal those of ``transformers.AutoTokenizer`` on the sa
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -59,7 +60,10 @@ class FolderTokenizer:
         from tokenizers import Tokenizer
 
         self._folder = folder
-        self.backend_tokenizer: Tokenizer = Tokenizer.from_str(_text(folder / "tokenizer.json"))
+        vocabulary = _text(folder / "tokenizer.json")
+        #: of what gives ids their meaning
+        self.digest = hashlib.sha256(vocabulary.encode()).hexdigest()
+        self.backend_tokenizer: Tokenizer = Tokenizer.from_str(vocabulary)
         self.backend_tokenizer.no_truncation(), self.backend_tokenizer.no_padding()  # of whoever saved it
         config = _json(folder / "tokenizer_config.json")
         self.clean_up_tokenization_spaces = bool(config.get("clean_up_tokenization_spaces", False))

@@ -259,6 +259,20 @@ async def test_a_proxy_that_was_killed_while_paused_waits_for_the_resume(mock: M
     assert proxy.stop() == 0
 
 
+async def test_open_sessions_are_not_continued_with_the_ids_of_another_tokenizer(mock: Mock, tmp_path: Path) -> None:
+    proxy = await _proxy(mock, tmp_path)
+    admin = proxy.admin()
+    handle = await admin.open_session(SessionSpec())
+    assert proxy.stop() == 0
+    other = save_tokenizer(tmp_path / "other", small_tokenizer(CHATML))
+    options = [*proxy.command[proxy.command.index("proxy") + 1 :], "--tokenizer", str(other)]
+    assert "holds 1 open sessions of another tokenizer" in await asyncio.to_thread(refused, tmp_path, *options)
+    await asyncio.to_thread(proxy.start)
+    await admin.close_session(handle.id)
+    assert proxy.stop() == 0
+    await admin.close()
+
+
 async def test_two_processes_do_not_share_a_folder(mock: Mock, tmp_path: Path) -> None:
     proxy = await _proxy(mock, tmp_path)
     options = proxy.command[proxy.command.index("proxy") + 1 :]
