@@ -6,8 +6,8 @@ what to write instead.
 
 from __future__ import annotations
 
-import typing
 import math
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -210,7 +210,8 @@ class SchedulerConfig:
         if self.policy is not None:
             known = ("predictive", "greedy", "verl_gate", "colocated", "disaggregated")
             one_of("seamless.scheduler.policy", self.policy, known)
-        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
+        margin = self.margin
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < math.inf:
             raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0 or 0.25")
         whole("seamless.scheduler.max_loans_per_step", self.max_loans_per_step, 1, "write 3")
 
