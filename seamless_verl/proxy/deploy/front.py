@@ -34,7 +34,7 @@ from seamless_verl.proxy.session.address_book import AddressBook
 from seamless_verl.proxy.session.store import same_key
 
 _NOT_PASSED = frozenset(
-    {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "date", "server", "expect"}
+    {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"date", b"server", b"expect"}
 )
 _IDLE_S = 3.0  # shards close connections that stayed idle for 5 s; one that is about to be closed must not be taken
 _METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"]
@@ -152,7 +152,12 @@ class Front:
 
     async def _send_on(self, request: Request, shard: int, body: bytes) -> Response:
         address = self._book().addresses[shard]
-        headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_PASSED]
+        # aiohttp writes UTF-8; nothing that a shard reads has other bytes.
+        headers = [
+            (name.decode("latin-1"), value.decode("utf-8", "replace"))
+            for name, value in request.headers.raw
+            if name not in _NOT_PASSED
+        ]
         # The shard tells openers its own address under the name by which they reached this machine.
         headers.append(("host", f"{request.url.hostname or '127.0.0.1'}:{urlsplit(address).port}"))
         query = f"?{request.url.query}" if request.url.query else ""
@@ -176,8 +181,10 @@ class Front:
             finally:
                 answer.close()
 
-        kept = {name: value for name, value in answer.headers.items() if name.lower() not in _NOT_PASSED}
-        return StreamingResponse(content(), status_code=answer.status, headers=kept)
+        response = StreamingResponse(content(), status_code=answer.status)
+        kept = ((name.lower(), value) for name, value in answer.raw_headers)
+        response.raw_headers = [header for header in kept if header[0] not in _NOT_PASSED]
+        return response
 
 
 async def _while_client_waits(

@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.deploy.front import Front, make_front
 from seamless_verl.proxy.deploy.http_server import ProxyServer
+from seamless_verl.proxy.http import app
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import AddressBook, prefix_of
 from seamless_verl.proxy.session.store import SessionStore
@@ -178,3 +180,18 @@ async def _calls_of_a_request(http: httpx.AsyncClient) -> int:
     finally:
         sys.setprofile(None)
     return num
+
+
+@pytest.mark.parametrize(("sent", "arrives"), [("Café".encode(), "Café"), ("Café".encode("latin-1"), "Caf\ufffd")])
+async def test_a_header_may_hold_any_letters(sent: bytes, arrives: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[httpx.Headers] = []
+    real = app.api_key_of
+
+    def seen(request: Any) -> str:
+        asked.append(httpx.Headers(request.headers.raw, encoding="utf-8"))
+        return real(request)
+
+    monkeypatch.setattr(app, "api_key_of", seen)
+    async with _fronted() as (shard, url), _agent(url, await shard.open()) as http:
+        assert (await http.post("/v1/chat/completions", json=BODY, headers=[(b"x-title", sent)])).status_code == 200
+    assert asked[-1]["x-title"] == arrives
