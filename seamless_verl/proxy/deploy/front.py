@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
@@ -31,12 +33,15 @@ from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import AddressBook
 from seamless_verl.proxy.session.store import same_key
 
-_NOT_PASSED = frozenset({"host", "content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"})
+_NOT_PASSED = frozenset(
+    {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"date", b"server", b"expect"}
+)
+_IDLE_S = 3.0  # shards close connections that stayed idle for 5 s; one that is about to be closed must not be taken
 _METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"]
 
 
 class Front:
-    """See the module.
+    """See the module. Made inside a running event loop.
 
     Args:
         book: the table as it is now.
@@ -56,7 +61,13 @@ class Front:
         self._admin_key = admin_key
         self._intake = BodyIntake(limits)
         self._add_shard = add_shard
-        self._client = httpx.AsyncClient(trust_env=False, timeout=None, limits=httpx.Limits(max_connections=None))
+        self._client = aiohttp.ClientSession(  # httpx's pool looks at all connections for every request
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+            skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
+            auto_decompress=False,
+        )
 
     async def some(self, request: Request) -> Response:
         """What any shard can answer, a new session first of all."""
@@ -96,36 +107,39 @@ class Front:
     async def stats(self, request: Request) -> Response:
         self._require_admin(request)
         answers = await self._ask_all("/stats", {"authorization": f"Bearer {self._admin_key}"})
-        content = {str(shard): answer.json() if answer is not None else None for shard, answer in answers.items()}
+        content = {str(shard): answer and json.loads(answer[1]) for shard, answer in answers.items()}
         return Response(encoded(content), media_type="application/json")
 
     async def healthz(self, request: Request) -> Response:
         answers = await self._ask_all("/healthz", {})
-        down = [shard for shard, answer in answers.items() if answer is None or answer.is_error]
-        sessions = sum(answer.json()["sessions"] for answer in answers.values() if answer is not None)
+        down = [shard for shard, answer in answers.items() if answer is None or answer[0] >= 400]
+        sessions = sum(json.loads(answer[1])["sessions"] for answer in answers.values() if answer is not None)
         content = {"status": "ok" if not down else "degraded", "sessions": sessions, "down": down}
         return Response(encoded(content), media_type="application/json", status_code=503 if down else 200)
 
     async def metrics(self, request: Request) -> Response:
         answers = await self._ask_all("/metrics", {})
-        texts = {shard: answer.text for shard, answer in answers.items() if answer is not None}
+        texts = {shard: answer[1].decode() for shard, answer in answers.items() if answer is not None}
         return Response(_merged(texts), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
         return Response(encoded(describe_front()), media_type="application/json")
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     def _require_admin(self, request: Request) -> None:
         if not same_key(api_key_of(request), self._admin_key):
             raise ApiError(403, "admin_only", "This route needs the admin key.")
 
-    async def _ask_all(self, path: str, headers: dict[str, str]) -> dict[int, httpx.Response | None]:
-        async def ask(url: str) -> httpx.Response | None:
+    async def _ask_all(self, path: str, headers: dict[str, str]) -> dict[int, tuple[int, bytes] | None]:
+        """Status and body of each shard's answer; None of one that gives none."""
+
+        async def ask(url: str) -> tuple[int, bytes] | None:
             try:
-                return await self._client.get(url + path, headers=headers, timeout=5.0)
-            except httpx.TransportError:
+                async with self._client.get(url + path, headers=headers, timeout=aiohttp.ClientTimeout(5.0)) as answer:
+                    return answer.status, await answer.read()
+            except (aiohttp.ClientError, asyncio.TimeoutError):
                 return None
 
         shards = sorted(self._book().addresses.items())
@@ -138,41 +152,44 @@ class Front:
 
     async def _send_on(self, request: Request, shard: int, body: bytes) -> Response:
         address = self._book().addresses[shard]
-        headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_PASSED]
+        # aiohttp writes UTF-8; nothing that a shard reads has other bytes.
+        headers = [
+            (name.decode("latin-1"), value.decode("utf-8", "replace"))
+            for name, value in request.headers.raw
+            if name not in _NOT_PASSED
+        ]
         # The shard tells openers its own address under the name by which they reached this machine.
         headers.append(("host", f"{request.url.hostname or '127.0.0.1'}:{urlsplit(address).port}"))
         query = f"?{request.url.query}" if request.url.query else ""
-        if body:
-            headers.append(("content-length", str(len(body))))
-        onward = self._client.build_request(
+        onward = self._client.request(
             request.method,
             f"{address}{request.url.path}{query}",
             headers=headers,
-            content=_once(body) if body else None,
+            data=io.BytesIO(body) if body else None,  # bytes would be written at once, however many
+            allow_redirects=False,
         )
         try:
-            answer = await _while_client_waits(request, self._client.send(onward, stream=True))
-        except httpx.TransportError as error:
+            answer = await _while_client_waits(request, onward)
+        except aiohttp.ClientError as error:
             story = f"Shard {shard} does not answer ({type(error).__name__}); it is started again."
             raise ApiError(503, "shard_down", story, retry_after_s=1.0) from None
 
         async def content() -> AsyncIterator[bytes]:
             try:
-                async for chunk in answer.aiter_raw():
+                async for chunk in answer.content.iter_any():
                     yield chunk
             finally:
-                await answer.aclose()
+                answer.close()
 
-        kept = {name: value for name, value in answer.headers.items() if name not in _NOT_PASSED}
-        return StreamingResponse(content(), status_code=answer.status_code, headers=kept)
-
-
-async def _once(body: bytes) -> AsyncIterator[bytes]:
-    """A body that is freed once it has been sent; httpx would keep it until the answer has ended."""
-    yield body
+        response = StreamingResponse(content(), status_code=answer.status)
+        kept = ((name.lower(), value) for name, value in answer.raw_headers)
+        response.raw_headers = [header for header in kept if header[0] not in _NOT_PASSED]
+        return response
 
 
-async def _while_client_waits(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+async def _while_client_waits(
+    request: Request, sending: Coroutine[Any, Any, aiohttp.ClientResponse]
+) -> aiohttp.ClientResponse:
     """The head of a shard's answer. Cancelling closes the connection, which tells the shard that nobody waits.
 
     Raises:
@@ -184,7 +201,7 @@ async def _while_client_waits(request: Request, sending: Coroutine[Any, Any, htt
         if not left.done():
             return sent.result()
         if sent.done():
-            await sent.result().aclose()
+            sent.result().close()
         raise ClientGone
     finally:
         left.cancel()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from seamless_verl.proxy.client import SessionHandle
 from seamless_verl.proxy.deploy.front import Front, make_front
 from seamless_verl.proxy.deploy.http_server import ProxyServer
+from seamless_verl.proxy.http import app
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.address_book import AddressBook, prefix_of
 from seamless_verl.proxy.session.store import SessionStore
@@ -136,3 +139,59 @@ async def test_what_belongs_to_no_session_is_answered_as_by_one_proxy() -> None:
             refused = await http.post(path, headers=admin)
             assert refused.status_code == 400
             assert "to each shard (GET /shards)" in refused.json()["error"]["message"]
+
+
+async def test_a_request_costs_the_front_no_more_because_others_wait() -> None:
+    async with _fronted(delay_s=60.0) as (shard, url):
+        handle = await shard.open()
+        async with _agent(url, handle) as http:
+            alone = await _calls_of_a_request(http)
+            others = [await _waiting(shard, url) for _ in range(100)]
+            beside_others = await _calls_of_a_request(http)
+        for writer in others:
+            writer.close()
+    assert beside_others < 1.3 * alone
+
+
+async def _waiting(shard: Served, url: str) -> asyncio.StreamWriter:
+    """A client whose completion is under way; httpx would look at all of its connections, too."""
+    handle = await shard.open()
+    shard.engine.started.clear()
+    body = httpx.Request("POST", url, json=BODY).content
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: front\r\nauthorization: Bearer {handle.api_key}\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    await shard.engine.started.wait()
+    return writer
+
+
+async def _calls_of_a_request(http: httpx.AsyncClient) -> int:
+    """How many Python functions run in this process, which is the front, the shard and the client, until the answer."""
+    num = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num
+        num += event == "call"
+
+    await http.get("/v1/models")  # connects
+    sys.setprofile(count)
+    try:
+        assert (await http.get("/v1/models")).status_code == 200
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+@pytest.mark.parametrize(("sent", "arrives"), [("Café".encode(), "Café"), ("Café".encode("latin-1"), "Caf\ufffd")])
+async def test_a_header_may_hold_any_letters(sent: bytes, arrives: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[httpx.Headers] = []
+    real = app.api_key_of
+
+    def seen(request: Any) -> str:
+        asked.append(httpx.Headers(request.headers.raw, encoding="utf-8"))
+        return real(request)
+
+    monkeypatch.setattr(app, "api_key_of", seen)
+    async with _fronted() as (shard, url), _agent(url, await shard.open()) as http:
+        assert (await http.post("/v1/chat/completions", json=BODY, headers=[(b"x-title", sent)])).status_code == 200
+    assert asked[-1]["x-title"] == arrives
