@@ -67,6 +67,8 @@ def _check_paths(config: Mapping[str, Any], pending: Path | None) -> None:
         for name in _plain_files(config, key):
             if "://" not in name and not _is_below(name, pending) and not Path(name).expanduser().exists():
                 raise ConfigError(f"data.{key}", name, "does not exist", "give the path of a parquet file")
+            if not name.endswith((".parquet", ".json", ".jsonl")):
+                raise ConfigError(f"data.{key}", name, "is nothing that verl reads", "give parquet or JSON lines")
 
 
 def _is_below(path: str, folder: Path | None) -> bool:
@@ -201,7 +203,7 @@ def _check_amount(config: Mapping[str, Any], pending: Path | None) -> None:
     most = value_of(config, "data.train_max_samples", -1)
     if most > 0 and most < rows:
         rows = most
-    if rows < batch:
+    if rows < batch and not value_of(config, "trainer.val_only", False):
         problem = f"{', '.join(files)}: {rows} rows, fewer than one batch"
         raise ConfigError("data.train_batch_size", batch, problem, f"write {rows} or less, or give more data")
 

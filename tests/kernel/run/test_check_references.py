@@ -253,6 +253,15 @@ def test_data_that_fills_no_batch_are_refused(tmp_path):
         few["data"]["train_max_samples"] = 15
         with pytest.raises(ConfigError, match=r"train_batch_size=16: .*15 rows, fewer than one batch.*write 15"):
             check(few)
+        few["trainer"]["val_only"] = True
+        check(few)
+
+
+def test_data_in_a_form_that_verl_does_not_read_are_refused(tmp_path):
+    table = tmp_path / "rows.csv"
+    table.write_text("prompt\np\n")
+    with pytest.raises(ConfigError, match=r"data\.val_files=.*rows\.csv: is nothing that verl reads"):
+        check(config(data__val_files=str(table)))
 
 
 @pytest.mark.parametrize("where", ["own columns", "hub", "null", "few"])
