@@ -14,10 +14,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from seamless_verl.config import WeightsConfig
-from seamless_verl.staleness.cache_aware import Residents
+from seamless_verl.staleness.cache_aware import CacheAware, Residents
 from seamless_verl.staleness.floors import ServingVersions, reserve_between
 from seamless_verl.staleness.protocol import ProtocolError, StalenessProtocol
-from seamless_verl.staleness.routing import PendingRequest, ReplicaLoad, Route, RoutingPolicy
+from seamless_verl.staleness.routing import LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
 from seamless_verl.staleness.synchronisation import ReplicaWeights, synchronisation_of
 
 _SEATS = 8
@@ -61,7 +61,7 @@ class World:
         eta: int,
         batch: int,
         weights: WeightsConfig,
-        router: RoutingPolicy,
+        router: LeastRequests | MarginalGain | CacheAware,
         replicas: int = 3,
         rollouts: int = 2,
         turns: int = 2,

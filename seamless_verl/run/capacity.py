@@ -1,4 +1,4 @@
-"""How many attempts of agents may be under way in a rollout worker."""
+"""How many attempts of agents may be under way in a rollout worker, and what one of them may do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from seamless_verl.checked import value_of, whole_number
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.config import AgentConfig, SeamlessConfig
+from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.run.check_combinations import replica_size
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -37,6 +38,21 @@ def attempts_per_worker(config: Mapping[str, Any], seamless: SeamlessConfig) -> 
     if seamless.agent.max_concurrent is not None:
         return seamless.agent.max_concurrent
     return math.ceil(max(fleet_seats(config, seamless), admitted_attempts(config, seamless)) / _workers(config))
+
+
+def session_spec(agent: AgentConfig, sampling: Mapping[str, Any], max_tokens: int, **others: Any) -> SessionSpec:
+    """What the session of an attempt may do; the trainer decides how tokens are sampled, agents are overridden.
+
+    Args:
+        max_tokens: of the whole session.
+        others: fields that the configuration does not decide.
+    """
+    decided = {key: sampling[key] for key in ("temperature", "top_p", "top_k") if key in sampling}
+    if agent.max_tokens_per_turn is not None:
+        decided["max_tokens"] = agent.max_tokens_per_turn
+    return SessionSpec(
+        deadline_s=agent.deadline_s, max_turns=agent.max_turns, max_tokens=max_tokens, sampling=decided, **others
+    )
 
 
 def told_of_cap(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:

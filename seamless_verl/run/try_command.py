@@ -40,9 +40,9 @@ from seamless_verl.places import error_in_words, places_of, places_of_coroutine
 from seamless_verl.proxy.calls import OnUnsupported
 from seamless_verl.proxy.client import ProxyAdmin, SessionResult
 from seamless_verl.proxy.deploy.standalone import StandaloneConfig, serve
-from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.tokenizer import open_tokenizer
 from seamless_verl.run import check_machine, compose
+from seamless_verl.run.capacity import session_spec
 from seamless_verl.run.check_references import task_at
 from seamless_verl.run.model_server import SERVED, model_server
 from seamless_verl.run.recipe_assets import find_or_build
@@ -198,32 +198,22 @@ def _proxy_config(
     )
 
 
-def _sampling(config: Mapping[str, Any], validation: bool) -> dict[str, Any]:
-    """What the trainer decides of it; verl 0.9.1's V1 trainer does not read ``do_sample``."""
-    rollout = config["actor_rollout_ref"]["rollout"]
-    section = rollout["val_kwargs"] if validation else rollout
-    return {key: section[key] for key in ("temperature", "top_p", "top_k")}
+def _sampling(config: Mapping[str, Any], validation: bool) -> Mapping[str, Any]:
+    """The section that says how; verl 0.9.1's V1 trainer does not read ``do_sample``."""
+    rollout: Mapping[str, Any] = config["actor_rollout_ref"]["rollout"]
+    return rollout["val_kwargs"] if validation else rollout
 
 
 async def _try(
     proxy: StandaloneConfig,
     seamless: SeamlessConfig,
     task: Mapping[str, Any],
-    sampling: dict[str, Any],
+    sampling: Mapping[str, Any],
     config: Mapping[str, Any],
     scratch: Path,
 ) -> Tried:
     agent, rollout = seamless.agent, config["actor_rollout_ref"]["rollout"]
-    if agent.max_tokens_per_turn is not None:
-        sampling["max_tokens"] = agent.max_tokens_per_turn
-    spec = SessionSpec(
-        group="try",
-        deadline_s=agent.deadline_s,
-        max_turns=agent.max_turns,
-        max_model_len=_length(rollout),
-        max_tokens=rollout["response_length"],
-        sampling=sampling,
-    )
+    spec = session_spec(agent, sampling, rollout["response_length"], group="try", max_model_len=_length(rollout))
     async with _serving(proxy) as base_url:
         admin = ProxyAdmin(base_url, proxy.admin_key)
         session = await admin.open_session(spec)

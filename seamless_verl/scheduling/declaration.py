@@ -9,7 +9,7 @@ from typing import Any
 from seamless_verl.config import ResourceConfig, SchedulerConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
-from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Tag
 from seamless_verl.scheduling.verl_gate import VerlGate
 
@@ -130,7 +130,7 @@ def policy_of(config: SchedulerConfig, *, batch: int, mini_batch: int) -> Policy
         mini_batch: groups per local update.
     """
     if config.policy == "predictive":
-        return Predictive(PredictiveConfig(margin=config.margin, max_loans_per_step=config.max_loans_per_step))
+        return Predictive(margin=config.margin, max_loans_per_step=config.max_loans_per_step)
     if config.policy == "verl_gate":
         return VerlGate(batch=batch, mini_batch=mini_batch)
     plain: dict[str, type[Policy]] = {"greedy": Greedy, "colocated": Colocated, "disaggregated": Disaggregated}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from seamless_verl.decode_cost import DecodeCost, EnginePace
 
@@ -146,13 +145,6 @@ class Migrate:
     replica: str
     count: int
     reason: str
-
-
-class RoutingPolicy(Protocol):
-    """Places requests on replicas; the same answer for the same arguments."""
-
-    def route(self, requests: Iterable[PendingRequest], replicas: Sequence[ReplicaLoad]) -> list[Route | Hold]:
-        """One decision per request, each already seeing the load of the ones before it."""
 
 
 class LeastRequests:

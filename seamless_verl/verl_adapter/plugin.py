@@ -25,8 +25,10 @@ def _register_trainer(_: ModuleType) -> None:
     import seamless_verl.verl_adapter.trainer.trainer  # noqa: F401  (registers itself under TRAINER_MODE)
 
 
-def _register_policy_loss(_: ModuleType) -> None:
-    import seamless_verl.verl_adapter.trainer.a3po  # noqa: F401  (registers itself)
+def _register_policy_loss(core_algos: ModuleType) -> None:
+    from seamless_verl.verl_adapter.trainer.a3po import LOSS_MODE, compute_policy_loss_a3po
+
+    core_algos.register_policy_loss(LOSS_MODE)(compute_policy_loss_a3po)
 
 
 def _load() -> None:

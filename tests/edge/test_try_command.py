@@ -83,7 +83,7 @@ async def test_it_renders_as_a_run_does_and_keeps_to_its_lengths(tried: tuple[Pa
     assert "  < user:  7+ 5<|im_end|>MARKED" in said
     code, said = await command(folder, *options, "actor_rollout_ref.rollout.max_model_len=8")
     assert code == 1, said
-    assert "prompt and answer together may have 8." in said
+    assert "maximum context length is 8 tokens" in said
 
 
 @pytest.mark.parametrize(("validation", "temperature"), [(False, 1.0), (True, 0.6)])

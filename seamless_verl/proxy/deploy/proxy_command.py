@@ -192,7 +192,7 @@ def _config(options: argparse.Namespace, key_file: Path) -> StandaloneConfig:
 
 
 def _run_shards(options: argparse.Namespace) -> int:
-    from seamless_verl.proxy.deploy.shards import LocalShards, ShardsConfig, serve_shards
+    from seamless_verl.proxy.deploy.shards import LocalShards, serve_shards
 
     if not 1 <= options.shards <= 256:
         raise ConfigError("--shards", options.shards, "must be 1 to 256", "write --shards 4")
@@ -202,19 +202,10 @@ def _run_shards(options: argparse.Namespace) -> int:
         fix = "leave out --shards and --ray, or name another --record"
         raise ConfigError("--shards", options.shards, f"the sessions in {options.record} belong to no shard", fix)
     key_file = _admin_key_file(options)
-    common = _config(options, key_file)
-    config = ShardsConfig(
-        num=options.shards,
-        record=options.record,
-        host=options.host,
-        port=options.port,
-        admin_key=common.admin_key,
-        drain_s=options.drain,
-        limits=common.limits,
-    )
+    config = _config(options, key_file)
     launcher: Launcher
     if options.ray is not None:
-        launcher = options.ray_launcher(common, options.ray)
+        launcher = options.ray_launcher(config, options.ray)
     else:
         arguments = [*options.command_line, "--admin-key-file", str(key_file)]
         launcher = LocalShards(arguments, record=options.record, host=options.host, port=options.port)
@@ -223,7 +214,7 @@ def _run_shards(options: argparse.Namespace) -> int:
         told = f"{num} shards, recording to {config.record}; admin key in {key_file}"
         print(f"proxy {base_url} -> {options.engine}; {told}; ready in {time.time() - _born():.1f} s", flush=True)
 
-    _run(serve_shards(config, launcher, ready=ready))
+    _run(serve_shards(config, options.shards, launcher, ready=ready))
     return 0
 
 
@@ -245,7 +236,7 @@ def _run(main: Any) -> None:
 
 def _limits(settings: list[str]) -> Limits:
     known = {spec.name: spec for spec in fields(Limits)}
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in known:
@@ -258,9 +249,7 @@ def _limits(settings: list[str]) -> Limits:
             raise ConfigError("--limit", setting, f"needs a number ({kind.__name__})", f"write {name}=100") from None
         if not 0 < values[name] < 1 << 62:
             raise ConfigError("--limit", setting, "must be above 0", f"write {name}=100")
-    made: Any = Limits
-    limits: Limits = made(**values)
-    return limits
+    return Limits(**values)
 
 
 def _limits_help() -> str:

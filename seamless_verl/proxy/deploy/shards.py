@@ -20,15 +20,13 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.deploy.front import Front, make_front
 from seamless_verl.proxy.deploy.http_server import ProxyServer, free_port_after
-from seamless_verl.proxy.deploy.standalone import stopped_by_signal
-from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.deploy.standalone import StandaloneConfig, stopped_by_signal
 from seamless_verl.proxy.session.address_book import AddressBook
 
 _log = logging.getLogger(__name__)
@@ -69,28 +67,18 @@ class Launcher(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardsConfig:
-    """Attributes:
-    num: shards that take new sessions; others that the folder knows keep their sessions.
+class Shards:
+    """The shards of one front and their table.
+
+    Args:
+        record: the folder of the table.
+        num: shards that take new sessions; others that the folder knows keep their sessions.
     """
 
-    num: int
-    record: Path
-    host: str
-    port: int
-    admin_key: str
-    drain_s: float
-    limits: Limits
-
-
-class Shards:
-    """The shards of one front and their table."""
-
-    def __init__(self, config: ShardsConfig, launcher: Launcher) -> None:
-        self._config = config
+    def __init__(self, record: Path, num: int, launcher: Launcher) -> None:
+        self._num = num
         self._launcher = launcher
-        self._file = config.record / "shards.json"
+        self._file = record / "shards.json"
         self._places: dict[int, str] = known_places(self._file)
         known = {shard: f"http://{place}" for shard, place in self._places.items()}
         self._book = AddressBook(addresses=known, retired=frozenset(known))  # away until `start` has started them
@@ -109,7 +97,7 @@ class Shards:
         Raises:
             ConfigError: one of them does not.
         """
-        wanted = set(range(self._config.num))
+        wanted = set(range(self._num))
         await asyncio.gather(*(self._start_one(shard) for shard in sorted(wanted | set(self._places))))
         self._book = AddressBook(addresses=self._book.addresses, retired=frozenset(self._places) - wanted)
 
@@ -232,18 +220,23 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
-async def serve_shards(config: ShardsConfig, launcher: Launcher, *, ready: Callable[[str, int], None]) -> None:
+async def serve_shards(
+    config: StandaloneConfig, num: int, launcher: Launcher, *, ready: Callable[[str, int], None]
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
+        config: of the front, with a folder.
+        num: see :class:`Shards`.
         ready: called with the front's base URL and the number of shards once requests are taken.
 
     Raises:
         ConfigError: the front or a shard cannot start.
     """
     stop = stopped_by_signal()
+    assert config.record is not None
     config.record.mkdir(parents=True, exist_ok=True)
-    shards = Shards(config, launcher)
+    shards = Shards(config.record, num, launcher)
     front = Front(book=lambda: shards.book, admin_key=config.admin_key, limits=config.limits, add_shard=shards.add)
     server = ProxyServer(make_front(front), config.host, config.port, drain_s=config.drain_s)
     try:

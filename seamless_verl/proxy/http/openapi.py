@@ -40,8 +40,7 @@ class OpenBody(Strict):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def spec(self) -> SessionSpec:
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "sampling"}
-        return SessionSpec(**fields, sampling=self.sampling.model_dump(exclude_none=True))
+        return SessionSpec(**{**dict(self), "sampling": self.sampling.model_dump(exclude_none=True)})
 
 
 class RewardBody(Strict):

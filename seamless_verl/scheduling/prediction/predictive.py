@@ -46,18 +46,6 @@ _PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has ar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictiveConfig:
-    """
-    Attributes:
-        margin: a loan must be worth this share of its switch cost beyond the cost itself.
-        max_loans_per_step: LEND decisions between two ends of steps.
-    """
-
-    margin: float = 0.0
-    max_loans_per_step: int = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     worth: float  # `Outlook.worth`, smaller is better
     back_s: float  # from now until the reclaim begins
@@ -66,10 +54,15 @@ class _Plan:
 
 
 class Predictive:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, config: PredictiveConfig | None = None) -> None:
-        self._config = config or PredictiveConfig()
+    Args:
+        margin: a loan must be worth this share of its switch cost beyond the cost itself.
+        max_loans_per_step: LEND decisions between two ends of steps.
+    """
+
+    def __init__(self, *, margin: float = 0.0, max_loans_per_step: int = 3) -> None:
+        self._margin, self._max_loans = margin, max_loans_per_step
         self._forecaster = Forecaster()
         self._returning = False
         self._at_review = (False, False)  # whether it was due, and something had arrived, at the last review of a loan
@@ -111,7 +104,7 @@ class Predictive:
         if cluster.now < self._review_at:
             yield LookAgain(at=self._review_at)
             return
-        if self._loans >= self._config.max_loans_per_step:
+        if self._loans >= self._max_loans:
             yield Decision(verb=Verb.HOLD, slices=ids(idle), reason=f"{self._loans} loans in this step already")
             return
         outlook = self._forecaster.outlook(cluster, waiting)
@@ -132,7 +125,7 @@ class Predictive:
             usual_s=wake_s + back_s,
         )
         benefit = hold - best.worth - again.seconds if best.worth < math.inf else -math.inf
-        needed = self._config.margin * (wake_s + back_s)
+        needed = self._margin * (wake_s + back_s)
         costs = f"after costs of {wake_s:.2f} + {back_s:.2f} s{again}"
         if benefit > needed:
             self._loans += 1

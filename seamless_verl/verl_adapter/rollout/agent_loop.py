@@ -21,6 +21,7 @@ from seamless_verl.observe.flight import GIVEN_UP, UNWANTED, SessionEnded, Sessi
 from seamless_verl.places import error_in_words
 from seamless_verl.proxy.client import SessionResult
 from seamless_verl.proxy.session.sessions import RESERVED, TASK, SessionSpec
+from seamless_verl.run.capacity import session_spec
 from seamless_verl.trajectory.rows import Row, trained_order
 from seamless_verl.verl_adapter.rollout.attempt_watch import attempt_log, task_name
 from seamless_verl.verl_adapter.rollout.proxy_shard import ProxyShard
@@ -103,18 +104,12 @@ class ProxyAgentLoop(AgentLoopBase):
         return result, report
 
     def _spec(self, seamless: SeamlessConfig, sampling_params: dict[str, Any], kwargs: dict[str, Any]) -> SessionSpec:
-        """The trainer decides how tokens are sampled; agents may ask, but are overridden."""
-        keys = ("temperature", "top_p", "top_k")
-        decided: dict[str, Any] = {key: sampling_params[key] for key in keys if key in sampling_params}
-        if seamless.agent.max_tokens_per_turn is not None:
-            decided["max_tokens"] = seamless.agent.max_tokens_per_turn
-        return SessionSpec(
+        return session_spec(
+            seamless.agent,
+            sampling_params,
+            self.rollout_config.response_length,
             group=str(kwargs.get("uid", "")),
             index=int(kwargs.get("session_id", 0)),
-            deadline_s=seamless.agent.deadline_s,
-            max_turns=seamless.agent.max_turns,
-            max_tokens=self.rollout_config.response_length,
-            sampling=decided,
             metadata={TASK: task_name(kwargs), RESERVED: request_log.floor("")},
         )
 

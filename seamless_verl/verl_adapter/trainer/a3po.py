@@ -17,13 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
 
 LOSS_MODE = "a3po"
 _LARGEST_WEIGHT = 2.0
 
 
-@register_policy_loss(LOSS_MODE)
 def compute_policy_loss_a3po(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -40,6 +38,9 @@ def compute_policy_loss_a3po(
     Raises:
         ValueError: the interpolation weights did not arrive.
     """
+    # Here, since hooks on the import of this module of verl's look for functions of ours.
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+
     if rollout_is_weights is None:
         raise ValueError(
             "policy loss a3po needs the interpolation weights that seamless.staleness.correction=a3po adds"

@@ -11,8 +11,7 @@ import pytest
 
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.deploy import shards as module
-from seamless_verl.proxy.deploy.shards import Shards, ShardsConfig
-from seamless_verl.proxy.limits import Limits
+from seamless_verl.proxy.deploy.shards import Shards
 
 
 class ScriptedShard:
@@ -52,9 +51,8 @@ class ScriptedLauncher:
 
 
 def _shards(folder: Path, num: int) -> tuple[Shards, ScriptedLauncher]:
-    config = ShardsConfig(num=num, record=folder, host="h", port=1, admin_key="k" * 8, drain_s=1.0, limits=Limits())
     launcher = ScriptedLauncher()
-    return Shards(config, launcher), launcher
+    return Shards(folder, num, launcher), launcher
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from seamless_verl.scheduling.cluster import Cluster, Pending
 from seamless_verl.scheduling.commands import Decision, Horizon, LookAgain, Proposal, Verb
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
 from seamless_verl.scheduling.prediction.forecast import Forecaster
-from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.slices import Order, SliceId, SliceState, Switch, Tag
 from seamless_verl.scheduling.verl_gate import VerlGate
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, make_slice
@@ -123,8 +123,8 @@ class Past:
     """A policy that has seen sessions of 100 tokens and of 2000, beside none to 31 others on a slice that only rolls
     out. With n of them each has a token every ``10 + 2 n`` ms."""
 
-    def __init__(self, config: PredictiveConfig | None = None) -> None:
-        self.policy = Predictive(config)
+    def __init__(self, policy: Predictive | None = None) -> None:
+        self.policy = policy or Predictive()
         self.cluster = cluster_of(waits=False, a=IDLE)
         for slice_ in (make_slice("a", BOTH), make_slice("r", ROLLOUT)):
             self.policy.observe(ev.SliceAdded(at=0.0, slice=slice_), self.cluster)
@@ -202,7 +202,7 @@ def test_what_does_not_pay_is_held_and_looked_at_again_after_a_switch() -> None:
 
 
 def test_after_so_many_loans_a_step_the_rest_idle() -> None:
-    past = Past(PredictiveConfig(max_loans_per_step=1))
+    past = Past(Predictive(max_loans_per_step=1))
     assert Verb.LEND in {p.verb for p in past.starve(32) if isinstance(p, Decision)}
     past.see(ev.Released(at=past.cluster.now, request="step-0"))
     assert proposed(past.policy, past.cluster) == [(Verb.HOLD, ("a",), "1 loans in this step already")]

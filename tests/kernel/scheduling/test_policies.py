@@ -10,7 +10,7 @@ import pytest
 from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling.commands import Verb
 from seamless_verl.scheduling.policies import Colocated, Disaggregated, Greedy, Policy
-from seamless_verl.scheduling.prediction.predictive import Predictive, PredictiveConfig
+from seamless_verl.scheduling.prediction.predictive import Predictive
 from seamless_verl.scheduling.verl_gate import VerlGate
 from tests.kernel.scheduling.toy import Setting, Toy
 
@@ -94,13 +94,13 @@ class _Counted(Toy):
 def test_loans_per_step_are_bounded_whatever_is_predicted(limit: int) -> None:
     """Free switches make every loan look good; the bound holds all the same."""
     setting = Setting(lengths=skewed, wake_s=0.0, back_s=0.0)
-    toy = _Counted(Predictive(PredictiveConfig(max_loans_per_step=limit)), setting)
+    toy = _Counted(Predictive(max_loans_per_step=limit), setting)
     toy.run()
     assert max(toy.loans.values()) == limit
 
 
 def test_a_slice_is_lent_at_most_once_between_two_grants() -> None:
-    toy = Toy(Predictive(PredictiveConfig(max_loans_per_step=100)), Setting(lengths=skewed))
+    toy = Toy(Predictive(max_loans_per_step=100), Setting(lengths=skewed))
     toy.run()
     lent: Counter[str] = Counter()
     for command in toy.log:
@@ -113,7 +113,7 @@ def test_a_slice_is_lent_at_most_once_between_two_grants() -> None:
 
 def test_a_margin_asks_more_of_a_loan_than_its_switch() -> None:
     setting = Setting(lengths=skewed, wake_s=8.0, back_s=4.0)
-    free, careful = (Toy(Predictive(PredictiveConfig(margin=margin)), setting).run() for margin in (0.0, 2.0))
+    free, careful = (Toy(Predictive(margin=margin), setting).run() for margin in (0.0, 2.0))
     assert careful.loans < free.loans
     predicted = [d.decision.predicted_benefit_s for d in careful.decisions if d.decision.verb is Verb.LEND]
     assert all(benefit > 2.0 * (8.0 + 4.0) for benefit in predicted if benefit is not None)

@@ -12,14 +12,14 @@ from seamless_verl.config import WeightsConfig
 from seamless_verl.decode_cost import PUBLISHED, EnginePace
 from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.cache_aware import CacheAware
-from seamless_verl.staleness.routing import LeastRequests, MarginalGain, RoutingPolicy
+from seamless_verl.staleness.routing import LeastRequests, MarginalGain
 
 PICK = st.integers(0, 1 << 16)
 
 
 COST = PUBLISHED["7b-tp1"]
 # Prefilling is so dear that sessions wait for room rather than compute their contexts again.
-ROUTERS: dict[str, RoutingPolicy] = {
+ROUTERS: dict[str, LeastRequests | MarginalGain | CacheAware] = {
     "least_requests": LeastRequests(),
     "marginal_gain": MarginalGain(cost=COST),
     "cache_aware": CacheAware(pace=EnginePace(decode=COST, prefill_s_per_token=1.0), price=MovePrice()),
