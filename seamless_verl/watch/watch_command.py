@@ -66,9 +66,7 @@ class Root:
         return found
 
     def find(self, place_id: str) -> Watched | None:
-        if place_id not in self._known:
-            self.all()
-        known = self._known.get(place_id)
+        known = self._known.get(place_id) or next((one for one in self.all() if one.place.id == place_id), None)
         return known if known is not None and known.place.path.is_dir() else None
 
     def close(self) -> None:
@@ -156,7 +154,7 @@ async def _serve(root: Root, parsed: argparse.Namespace) -> None:
 def _told(root: Root, parsed: argparse.Namespace, url: str) -> str:
     if parsed.of_run:
         return f"watch this run: {url}"
-    num = len(list(root.all()))
+    num = sum(1 for _ in root.all())
     found = "1 run" if num == 1 else f"{num} runs" if num else "no run yet; the page shows those that come"
     return f"watching {parsed.folder or 'runs/'} ({found}): {url}\nCtrl-C ends it; the run goes on"
 
@@ -176,9 +174,8 @@ async def _started(app: object, parsed: argparse.Namespace) -> ProxyServer:
         server = ProxyServer(app, parsed.host, port, drain_s=_DRAIN_S)  # type: ignore[arg-type]
         try:
             await server.start()
+            return server
         except ConfigError:
             if port == 0 or parsed.port is not None:
                 raise
-            continue
-        return server
     raise AssertionError("unreachable: port 0 is served or refused")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import logging
 import os
 import secrets
@@ -192,7 +193,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     counters = Counters()
     if isinstance(journal, SqliteJournal):
         journal.resume(sessions)
-        _check_ids(config, tokenizer.digest, len(sessions))
+        _check_ids(config, tokenizer, len(sessions))
         counters.num_sessions = len(sessions)
     deps = ProxyDeps(
         engine=engine,
@@ -243,11 +244,12 @@ def _gate(engine: VllmHttpEngine, config: StandaloneConfig) -> Gate:
     return Gate(stamp, paused)
 
 
-def _check_ids(config: StandaloneConfig, digest: str, found: int) -> None:
+def _check_ids(config: StandaloneConfig, tokenizer: FolderTokenizer, found: int) -> None:
     """Sessions that an earlier process left hold its tokenizer's ids, which would be other words in another's."""
     file = config.record / _TOKENIZER_FILE if config.record else None
     if file is None:
         return
+    digest = hashlib.sha256((tokenizer.folder / "tokenizer.json").read_bytes()).hexdigest()
     if found and file.exists() and file.read_text(encoding="ascii") != digest:
         fix = "start with the model that they were opened with, or record into another folder"
         raise ConfigError("--record", config.record, f"holds {found} open sessions of another tokenizer", fix)

@@ -5,7 +5,6 @@ Invariant: texts and ids equal those of ``transformers.AutoTokenizer`` on the sa
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -59,11 +58,8 @@ class FolderTokenizer:
     def __init__(self, folder: Path, template: str | None = None) -> None:
         from tokenizers import Tokenizer
 
-        self._folder = folder
-        vocabulary = _text(folder / "tokenizer.json")
-        #: of what gives ids their meaning
-        self.digest = hashlib.sha256(vocabulary.encode()).hexdigest()
-        self.backend_tokenizer: Tokenizer = Tokenizer.from_str(vocabulary)
+        self.folder = folder
+        self.backend_tokenizer: Tokenizer = Tokenizer.from_str(_text(folder / "tokenizer.json"))
         self.backend_tokenizer.no_truncation(), self.backend_tokenizer.no_padding()  # of whoever saved it
         config = _json(folder / "tokenizer_config.json")
         self.clean_up_tokenization_spaces = bool(config.get("clean_up_tokenization_spaces", False))
@@ -97,7 +93,7 @@ class FolderTokenizer:
                 if self.encode(text, add_special_tokens=False) != [token]:
                     story = f"has no token {token}, which config.json names for pictures or videos"
                     fix = "name the model's own folder, or for text alone a copy of it without config.json"
-                    raise ConfigError("--tokenizer", self._folder, story, fix)
+                    raise ConfigError("--tokenizer", self.folder, story, fix)
         return found
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
