@@ -100,6 +100,7 @@ def test_replicas_with_gpus_of_their_own_are_made_with_their_own_share(monkeypat
     monkeypatch.setattr(ours.PlacedServers, "create", lambda *, config, **_: made.append(config))
     for alone, expected in ((None, 0.7), (0.85, 0.85)):
         rollout = {"gpu_memory_utilization": 0.7, "standalone_gpu_memory_utilization": alone, "max_num_seqs": 8}
+        rollout["data_parallel_size"] = 1
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
         ours.StandingServers(config, RouterConfig(), hybrid=False).start({})
         assert made[-1].actor_rollout_ref.rollout.gpu_memory_utilization == expected

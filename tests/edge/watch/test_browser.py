@@ -59,7 +59,8 @@ async def test_every_view_draws_and_hostile_text_stays_text(tmp_path: Path) -> N
         await agent.ask([user(ATTACK), {"role": "assistant", "content": "compacted"}, user("go on")])
         (row, *_) = await agent.end(0.5)
     ones = np.ones(len(row.token_ids) - row.prompt_len)
-    write(run / FOLDER, "2.0", {"<script>group</script>_0_0": TokenSignals(mask=ones, advantage=ones, log_ratio=ones)})
+    # Of two rows the trainer gets the longest last.
+    write(run / FOLDER, "2.0", {"<script>group</script>_0_1": TokenSignals(mask=ones, advantage=ones, log_ratio=ones)})
     write_texts(run, 2, [("<script>group</script>_0_0", 0.5, ATTACK), ("old_0_0", 0.5, f"{ATTACK}\ud800")])
     write_made_up_run(run)
 
