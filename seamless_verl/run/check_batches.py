@@ -41,14 +41,18 @@ _OLDER = {
     "custom_reward_function.name": "reward.custom_reward_function.name",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.reward_kwargs": "reward.reward_kwargs",
     "reward_model.reward_loop_source": "reward.reward_manager.source",
     "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
     "sandbox_fusion.url": "reward.sandbox_fusion.url",
 }
 """Keys of rewards in earlier verl. 0.9.1 still composes them, and moves them (`migrate_legacy_reward_impl`) for its
-fully_async trainer only; may go when a contract test fails."""
+fully_async trainer only; may go when a contract test fails. An example of its own has the reward manager there, so
+that only a function or a model which nobody would ask is refused."""
+_ASKED = (
+    "custom_reward_function.path", "custom_reward_function.name", "reward_model.enable", "reward_model.model.path",
+)  # fmt: skip
 # Sections of engines, and where else than in the section itself verl reads how many GPUs share a sequence. It does not
 # hand critic.ulysses_sequence_parallel_size on.
 _ENGINES: Mapping[str, tuple[str, ...]] = {
@@ -210,15 +214,19 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
     verl looks an estimator up after the first rollouts; others than its own may come from a plug-in of the user's.
 
     Returns:
-        A warning, where rollouts may count more than once.
+        Warnings, where rollouts may count more than once, or a detail of rewards stands under a key of an older verl.
 
     Raises:
         ConfigError: it is misspelt, or verl's trainer would end over it, or learn nothing or something else by it; or a
-            reward stands under a key that is no longer read.
+            reward stands under such a key.
     """
+    warnings = []
     for key, newer in _OLDER.items():
         if value := value_of(config, key, None):
-            raise ConfigError(key, value, "verl 0.9.1's V1 trainers do not read it", f"write {newer}={value}")
+            unread = ConfigError(key, value, "verl 0.9.1's V1 trainers do not read it", f"write {newer}={value}")
+            if key in _ASKED:
+                raise unread
+            warnings.append(str(unread))
     name = str(value_of(config, _ESTIMATOR, "gae"))
     near = difflib.get_close_matches(name, ESTIMATORS, n=1, cutoff=0.75)
     if near and name not in ESTIMATORS:
@@ -238,8 +246,9 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
         problem = f"{_ESTIMATOR}={name} compares rollouts of a prompt, and would learn nothing from one"
         raise ConfigError(f"{_ROLLOUT}.n", rollouts, problem, f"write 2 or more, or {_ESTIMATOR}=rloo")
     if seamless.agent.runner is None or name not in OF_ROWS:
-        return []
+        return warnings
     forks = "that left several (it forked or compacted its context)"
     told = f"compares rows of a prompt: a rollout of seamless.agent.runner {forks}"
     weighs = "ties with itself where it is the best" if name == "grpo_passk" else "weighs more"
-    return [f"{_ESTIMATOR}={name} {told} {weighs} (docs/limits.md); write grpo, or use agents that do neither"]
+    advice = "write grpo, or use agents that do neither"
+    return [*warnings, f"{_ESTIMATOR}={name} {told} {weighs} (docs/limits.md); {advice}"]

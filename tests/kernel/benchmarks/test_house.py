@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks import house
 
 CEILINGS = {
-    "lines of code": 33_845,  # wanted: 18,500 (docs/limits.md)
+    "lines of code": 33_854,  # wanted: 18,500 (docs/limits.md)
     "files": 254,  # wanted: 150
     "median file": 182,  # wanted: 150
     "longest file": 400,

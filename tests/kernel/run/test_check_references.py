@@ -327,7 +327,7 @@ def test_resampled_rows_are_refused_where_verls_trainer_would_mix_them_up():
     ("section", "fix"),
     [
         ({"custom_reward_function": {"path": "mine.py", "name": None}}, "reward.custom_reward_function.path=mine.py"),
-        ({"reward_model": {"enable": None, "reward_manager": "dapo"}}, "reward.reward_manager.name=dapo"),
+        ({"reward_model": {"enable": None, "model": {"path": "rm"}}}, "reward.reward_model.model_path=rm"),
         ({"reward_model": {"enable": True, "model": {"path": "rm"}}}, "reward.reward_model.enable=True"),
     ],
 )
@@ -335,6 +335,8 @@ def test_a_reward_under_the_key_of_an_older_verl_is_refused_with_the_newer_one(s
     with pytest.raises(ConfigError, match=rf"do not read it.* Fix: write {re.escape(fix)}\.$"):
         check_estimator({**config(), **section}, SeamlessConfig())
     check_estimator({**config(), "reward_model": {"enable": False}}, SeamlessConfig())
+    (told,) = check_estimator({**config(), "reward_model": {"reward_manager": "dapo"}}, SeamlessConfig())
+    assert "Fix: write reward.reward_manager.name=dapo" in told
 
 
 @pytest.mark.parametrize("estimator", ["rloo_vectorized", "grpo_passk"])
