@@ -142,7 +142,7 @@ class Replicas:
             f"actor_rollout_ref.rollout.max_model_len={PROMPT + _LONGEST + 8}",
             f"{engine}.backend={SHARED}",
             f"{engine}.custom_backend_module=seamless_verl.verl_adapter.weights.shared_engine",
-            f"+{engine}.engine_kwargs.{SHARED}={{folder: {folder}}}",
+            f"+{engine}.engine_kwargs.{SHARED}={{folder: {folder}, dtype: float32}}",
         )
         config = composed(overrides, platform="cpu")
         rollout = config.actor_rollout_ref.rollout
