@@ -11,8 +11,15 @@ from typing import Any
 
 from seamless_verl.errors import ConfigError
 
+T = typing.TypeVar("T")
 
-def build(cls: type, section: Mapping[str, Any] | None, path: str) -> Any:
+
+def build(cls: type[T], section: Mapping[str, Any] | None, path: str) -> T:
+    """A dataclass from a section; ``path`` is its dotted key.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or what it holds is of another shape.
+    """
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in _section(section, path).items():
@@ -20,7 +27,7 @@ def build(cls: type, section: Mapping[str, Any] | None, path: str) -> Any:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)[0]
             raise ConfigError(f"{path}.{key}", value, "is not a known key", f"did you mean {path}.{near}?")
         values[key] = _value(hints[key], value, f"{path}.{key}")
-    missing = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in values]
+    missing = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in values]  # type: ignore[arg-type]
     if missing:
         raise ConfigError(f"{path}.{missing[0]}", "(nothing)", "is missing", f"write {path}.{missing[0]}: …")
     return cls(**values)
@@ -51,8 +58,13 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+def is_number(value: object) -> typing.TypeGuard[float]:
+    """Whether it is a finite number, and no switch."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def positive(key: str, value: float, example: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if not is_number(value) or value <= 0:
         raise ConfigError(key, value, "must be a number above 0", f"write for example {example}")
 
 
@@ -81,7 +93,7 @@ def check_bound(eta: int, in_flight: float | None) -> None:
     whole("seamless.staleness.eta", eta, 0, "write 1 (one-step lag)")
     if in_flight is None:
         return
-    if isinstance(in_flight, bool) or not isinstance(in_flight, (int, float)) or not 1 <= in_flight <= eta + 1:
+    if not is_number(in_flight) or not 1 <= in_flight <= eta + 1:
         problem = f"must be a number of batches from 1 to {eta + 1} (seamless.staleness.eta + 1)"
         raise ConfigError("seamless.staleness.in_flight", in_flight, problem, f"write {eta + 1}, the most")
 
@@ -92,7 +104,7 @@ def check_redundancy(name: str, value: float) -> None:
     Raises:
         ConfigError: it is no finite number of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
+    if not is_number(value) or value < 1:
         surplus = "rollouts" if name == "group_redundancy" else "prompts"
         key = f"seamless.staleness.{name}"
         raise ConfigError(key, value, "must be a number >= 1", f"write 1 (no surplus {surplus})")
@@ -129,3 +141,15 @@ def whole_number(config: Mapping[str, Any], key: str, *, least: int = 1, default
         problem = "must be a whole number above 0" if least == 1 else f"must be a whole number of at least {least}"
         raise ConfigError(key, "null" if value is None else value, problem, f"write {least} or more")
     return value
+
+
+def asked_devices(config: Mapping[str, Any]) -> tuple[int, int]:
+    """The devices that train and those that only roll out, by verl's keys.
+
+    Raises:
+        ConfigError: a number of devices is none.
+    """
+    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    rollout = "actor_rollout_ref.rollout"
+    nodes = whole_number(config, f"{rollout}.nnodes", least=0, default=0)
+    return train, nodes * whole_number(config, f"{rollout}.n_gpus_per_node", least=0, default=0)

@@ -6,15 +6,15 @@ what to write instead.
 
 from __future__ import annotations
 
-import math
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from seamless_verl.checked import build, check_bound, check_redundancy, one_of, positive, switch, whole
+from seamless_verl.checked import build, check_bound, check_redundancy, is_number, one_of, positive, switch, whole
 from seamless_verl.curriculum_config import CurriculumConfig
 from seamless_verl.errors import ConfigError
+
+TRAINER_MODE = "seamless"  # of ``trainer.v1.trainer_mode``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         one_of("seamless.router.policy", self.policy, ("least_requests", "marginal_gain", "cache_aware"))
         one_of("seamless.router.cost", self.cost, ("7b-tp1", "14b-tp1", "32b-tp2", "30b-a3b-tp1"))
-        if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0 <= self.mu <= 1:
+        if not is_number(self.mu) or not 0 <= self.mu <= 1:
             raise ConfigError("seamless.router.mu", self.mu, "must be between 0 and 1", "write 0.3")
         for key in ("migrate", "oldest_first"):
             switch(f"seamless.router.{key}", getattr(self, key))
@@ -210,8 +210,7 @@ class SchedulerConfig:
         if self.policy is not None:
             known = ("predictive", "greedy", "verl_gate", "colocated", "disaggregated")
             one_of("seamless.scheduler.policy", self.policy, known)
-        margin = self.margin
-        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < math.inf:
+        if not is_number(self.margin) or self.margin < 0:
             raise ConfigError("seamless.scheduler.margin", self.margin, "must be a number >= 0", "write 0 or 0.25")
         whole("seamless.scheduler.max_loans_per_step", self.max_loans_per_step, 1, "write 3")
 
@@ -283,12 +282,11 @@ class ProxyConfig:
     keep_mib: int = 256
 
     def __post_init__(self) -> None:
-        whole("seamless.proxy.keep_mib", self.keep_mib, 0, "256")
+        whole("seamless.proxy.keep_mib", self.keep_mib, 0, "write 256")
         if self.journal_dir is not None and (not isinstance(self.journal_dir, str) or self.journal_dir[:1] != "/"):
             raise ConfigError("seamless.proxy.journal_dir", self.journal_dir, "is no absolute path", "write /scratch")
         one_of("seamless.proxy.on_unsupported", self.on_unsupported, ("accept", "refuse"))
-        if not isinstance(self.journal, bool):
-            raise ConfigError("seamless.proxy.journal", self.journal, "is neither true nor false", "write true")
+        switch("seamless.proxy.journal", self.journal)
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError("seamless.proxy.host", self.host, "is not an address", "write 127.0.0.1 or 0.0.0.0")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
@@ -375,5 +373,5 @@ class SeamlessConfig:
         section = dict(section or {})
         if isinstance(section.get("shared_prefix"), bool):  # what on and off without quotes are in YAML
             section["shared_prefix"] = "on" if section["shared_prefix"] else "off"
-        made = typing.cast(SeamlessConfig, build(cls, section, "seamless"))
+        made = build(cls, section, "seamless")
         return replace(made, resources=tuple(entry for entry in made.resources if entry.nodes))

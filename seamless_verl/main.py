@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.checked import asked_devices
+from seamless_verl.config import TRAINER_MODE, SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
@@ -46,138 +47,153 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     started = psutil.Process().create_time()  # the imports above are part of the user's wait
     runs = Path(os.environ.get("SEAMLESS_RUNS", "runs"))
-    codes: list[int] = []
-    interrupts: list[int] = []
+    command = None
     try:
         machine = survey(runs.absolute())
         platform = check_machine.platform_of(machine, arguments)
         hydra_arguments = compose.hydra_arguments(arguments, platform=platform, runs=runs, now=started, pid=os.getpid())
-        _run_hydra(hydra_arguments, machine, started, codes, interrupts)
+        command = _Command(machine, started)
+        command.run(hydra_arguments)
     except (SeamlessError, HydraException, OmegaConfBaseException) as error:
         keys = compose.known_keys() if isinstance(error, HydraException) else []
         _say(f"error: {compose.explain(error, keys)}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        _say("interrupted" if codes else "interrupted before anything was started", sys.stderr)
+        was_begun = command is not None and command.codes
+        _say("interrupted" if was_begun else "interrupted before anything was started", sys.stderr)
         return 130
-    return next((code for code in codes if code), 0)
+    return next((code for code in command.codes if code), 0)
 
 
-def _run_hydra(
-    arguments: Sequence[str], machine: Machine, started: float, codes: list[int], interrupts: list[int]
-) -> None:
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
+@dataclass(slots=True)
+class _Command:
+    """What the user asked for: one run, or the points of a sweep, one after the other.
 
-    compose.register_ours()
-    points: list[int] = []
-    used: set[Path] = set()
+    Attributes:
+        started: the command, and of a sweep's later points each; seconds since the epoch.
+        codes: exit codes of the points that ended.
+        interrupts: signals that the user sent; no further point begins after one.
+        is_composed: Hydra found the configuration.
+    """
 
-    def task(config: DictConfig) -> None:
-        points.append(len(points))
+    machine: Machine
+    started: float
+    codes: list[int] = field(default_factory=list)
+    interrupts: list[int] = field(default_factory=list)
+    is_composed: bool = False
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Let Hydra compose each point and run it."""
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error in its own words and exits
+        compose.register_ours()
+        used: set[Path] = set()
+
+        def task(config: DictConfig) -> None:
+            self._point(config, used)
+
+        before, sys.argv = sys.argv, ["seamless_verl", *arguments]
+        try:
+            hydra.main(config_path=str(compose.verl_config_dir()), config_name="ppo_trainer", version_base=None)(task)()
+        except OSError as error:
+            if self.is_composed or isinstance(error, HydraException):  # Hydra's "not found" is an OSError as well
+                raise
+            raise compose.folder_refused(arguments, error) from error
+        finally:
+            sys.argv = before
+
+    def _point(self, config: DictConfig, used: set[Path]) -> None:
+        """``used``: folders for checkpoints of the points before."""
+        self.is_composed = True
         compose.check_launcher(HydraConfig.get().runtime.choices)
-        if interrupts:  # the user has ended the sweep, not just one point of it
+        if self.interrupts:  # the user has ended the sweep, not just one point of it
             return
+        if self.codes:
+            self.started = time.time()
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
         try:
             checkpoints.check_own(config.trainer, used)
-            codes.append(_run_one(config, machine, started if not codes else time.time(), interrupts))
+            self.codes.append(self._run_point(config))
         except (SeamlessError, OmegaConfBaseException) as error:
             _say(f"error: {error}", sys.stderr)
-            codes.append(2)
+            self.codes.append(2)
 
-    before, sys.argv = sys.argv, ["seamless_verl", *arguments]
-    try:
-        hydra.main(config_path=str(compose.verl_config_dir()), config_name="ppo_trainer", version_base=None)(task)()
-    except OSError as error:
-        if points or isinstance(error, HydraException):  # Hydra's "not found" is an OSError as well
-            raise
-        raise compose.folder_refused(arguments, error) from error
-    finally:
-        sys.argv = before
+    def _run_point(self, config: DictConfig) -> int:
+        """Its exit code."""
+        hydra_runtime = HydraConfig.get().runtime
+        sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
+        compose.check_hidden(hydra_runtime.choices, sources)
+        asked_devices(config)  # first: a recipe's slices are written in these numbers
+        section = OmegaConf.to_container(config.seamless, resolve=True)
+        seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
+        if config.trainer.v1.trainer_mode == TRAINER_MODE:
+            seamless = with_policy(seamless, config)
+            config.seamless.scheduler.policy = seamless.scheduler.policy
+        run_dir = Path(hydra_runtime.output_dir).absolute()
+        if seamless.run_dir and Path(seamless.run_dir).absolute() != run_dir:
+            fix = f"leave it out, and write hydra.run.dir={compose.quoted(seamless.run_dir)}"
+            raise ConfigError("seamless.run_dir", seamless.run_dir, "is filled in: it is Hydra's folder", fix)
+        with compose.claimed(run_dir, _say):
+            return self._run_in(run_dir, config, seamless)
 
+    def _run_in(self, run_dir: Path, config: DictConfig, seamless: SeamlessConfig) -> int:
+        machine = replace(self.machine, disk_free=shutil.disk_usage(run_dir).free)  # another disk than runs/, perhaps
+        if config.trainer.v1.trainer_mode == TRAINER_MODE:
+            _write_resources(config, seamless)
+        for line in _checked(config, seamless, machine, run_dir):
+            _say(line)
+        for warning in find_or_build(config, seamless):
+            _say(f"warning: {warning}")
+        compose.make_absolute(config)
+        OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+        folder = Path(config.trainer.default_local_dir)
+        checkpoints.mend_tracker(folder)
+        resumed = config.trainer.resume_mode == "auto" and checkpoints.have_one(folder)
+        origin = "" if folder.is_relative_to(run_dir) else f" from {folder}"
+        (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run here; it would no longer be true
+        _say(f"continuing {run_dir}{origin}" if resumed else f"run folder: {run_dir}")
+        with _pages(run_dir) if seamless.watch else nullcontext():
+            try:
+                code = self._run_with_restarts(config, seamless, run_dir)
+            except KeyboardInterrupt:  # between two lives, when nothing runs
+                self.interrupts.append(signal.SIGINT)
+                code = 128 + signal.SIGINT
+        if code:
+            _explain_end(code, run_dir, is_interrupted=bool(self.interrupts))
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
+        return code
 
-def _run_one(config: DictConfig, machine: Machine, started: float, interrupts: list[int]) -> int:
-    hydra_runtime = HydraConfig.get().runtime
-    sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
-    compose.check_hidden(hydra_runtime.choices, sources)
-    check_machine.asked_devices(config)  # first: a recipe's slices are written in these numbers
-    section = OmegaConf.to_container(config.seamless, resolve=True)
-    seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
-    if config.trainer.v1.trainer_mode == "seamless":
-        seamless = with_policy(seamless, config)
-        config.seamless.scheduler.policy = seamless.scheduler.policy
-    run_dir = Path(hydra_runtime.output_dir).absolute()
-    if seamless.run_dir and Path(seamless.run_dir).absolute() != run_dir:
-        fix = f"leave it out, and write hydra.run.dir={compose.quoted(seamless.run_dir)}"
-        raise ConfigError("seamless.run_dir", seamless.run_dir, "is filled in: it is Hydra's folder", fix)
-    with compose.claimed(run_dir, _say):
-        return _run_in(run_dir, config, seamless, machine, started, interrupts)
+    def _run_with_restarts(self, config: DictConfig, seamless: SeamlessConfig, run_dir: Path) -> int:
+        """Run the trainer, again from its last checkpoint where that is worth it; return the last life's exit code."""
+        trainer, restarts = config.trainer, Restarts(seamless.supervise.restarts)
+        imported = IMPORTED if trainer.device == "cpu" else ()
+        environment = self._environment(config, seamless, run_dir)
+        while True:
+            code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported, self.interrupts)
+            has_checkpoint = checkpoints.have_one(Path(trainer.default_local_dir))
+            hindered = obstacle(
+                resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint
+            )
+            steps = read_records(run_dir / STEPS)
+            step = steps[-1]["step"] if steps else (0 if trainer.v1.trainer_mode == TRAINER_MODE else None)
+            verdict = restarts.after(End(code=code, at=time.monotonic(), step=step, obstacle=hindered))
+            if not verdict.restart:
+                if verdict.reason:
+                    _say(verdict.reason, sys.stderr)
+                return visible(code)
+            _say(f"{verdict.reason}, from {'the last checkpoint' if has_checkpoint else 'the beginning'}", sys.stderr)
+            environment["SEAMLESS_STARTED_AT"] = repr(time.time())  # of this life; the command's start stays
 
-
-def _run_in(
-    run_dir: Path,
-    config: DictConfig,
-    seamless: SeamlessConfig,
-    machine: Machine,
-    started: float,
-    interrupts: list[int],
-) -> int:
-    machine = replace(machine, disk_free=shutil.disk_usage(run_dir).free)  # it may be on another disk than runs/
-    _check(config, seamless, machine, run_dir)
-    for warning in find_or_build(config, seamless):
-        _say(f"warning: {warning}")
-    compose.make_absolute(config)
-    OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
-    folder = Path(config.trainer.default_local_dir)
-    checkpoints.mend_tracker(folder)
-    resumed = config.trainer.resume_mode == "auto" and checkpoints.have_one(folder)
-    origin = "" if folder.is_relative_to(run_dir) else f" from {folder}"
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder; it would no longer be true
-    _say(f"continuing {run_dir}{origin}" if resumed else f"run folder: {run_dir}")
-    times = dict.fromkeys(("SEAMLESS_COMMAND_AT", "SEAMLESS_STARTED_AT"), repr(started))
-    environment: dict[str, str | None] = {**times, **trainer_environment(plain(config))}
-    on_cpu = config.trainer.device == "cpu"
-    if (cluster := _cluster(config)) is not None:
-        environment[check_machine.VARIABLE] = cluster
-    if on_cpu:
-        environment.update(cpu_environment(plain(config), seamless.resources, machine.cores, run_dir / "memory.jsonl"))
-    with _pages(run_dir) if seamless.watch else nullcontext():
-        imported = IMPORTED if on_cpu else ()
-        try:
-            code = _run_with_restarts(config, seamless.supervise.restarts, run_dir, environment, imported, interrupts)
-        except KeyboardInterrupt:  # between two lives, when nothing runs
-            interrupts.append(signal.SIGINT)
-            code = 128 + signal.SIGINT
-    if code:
-        _explain_end(code, run_dir, is_interrupted=bool(interrupts))
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
-    return code
-
-
-def _run_with_restarts(
-    config: DictConfig,
-    most: int,
-    run_dir: Path,
-    environment: dict[str, str | None],
-    imported: Sequence[str],
-    interrupts: list[int],
-) -> int:
-    """Run the trainer, again from its last checkpoint where that is worth it; return the last life's exit code."""
-    trainer, restarts = config.trainer, Restarts(most)
-    while True:
-        code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported, interrupts)
-        has_checkpoint = checkpoints.have_one(Path(trainer.default_local_dir))
-        hindered = obstacle(resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint)
-        steps = read_records(run_dir / STEPS)
-        step = steps[-1]["step"] if steps else (0 if trainer.v1.trainer_mode == "seamless" else None)
-        verdict = restarts.after(End(code=code, at=time.monotonic(), step=step, obstacle=hindered))
-        if not verdict.restart:
-            if verdict.reason:
-                _say(verdict.reason, sys.stderr)
-            return visible(code)
-        _say(f"{verdict.reason}, from {'the last checkpoint' if has_checkpoint else 'the beginning'}", sys.stderr)
-        environment["SEAMLESS_STARTED_AT"] = repr(time.time())  # of this life; the command's start stays
+    def _environment(self, config: DictConfig, seamless: SeamlessConfig, run_dir: Path) -> dict[str, str | None]:
+        """Of the trainer's process."""
+        times = dict.fromkeys(("SEAMLESS_COMMAND_AT", "SEAMLESS_STARTED_AT"), repr(self.started))
+        environment: dict[str, str | None] = {**times, **trainer_environment(plain(config))}
+        if (cluster := _cluster(config)) is not None:
+            environment[check_machine.VARIABLE] = cluster
+        if config.trainer.device == "cpu":
+            cores, memory = self.machine.cores, run_dir / "memory.jsonl"
+            environment.update(cpu_environment(plain(config), seamless.resources, cores, memory))
+        return environment
 
 
 @contextmanager
@@ -192,31 +208,32 @@ def _pages(run_dir: Path) -> Iterator[None]:
         pages.wait()
 
 
-def _check(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_dir: Path) -> None:
-    """Refuse what cannot work, and say what will be done; writes declared resources into verl's keys."""
-    mode, device = config.trainer.v1.trainer_mode, config.trainer.device
-    if mode == "seamless":
-        check_combinations.check_resources(plain(config), seamless)
-        for key, value in verl_keys(seamless.resources).items():
-            OmegaConf.update(config, key, value)
-    values = plain(config)
+def _write_resources(config: DictConfig, seamless: SeamlessConfig) -> None:
+    """Into verl's own keys."""
+    check_combinations.check_resources(plain(config), seamless)
+    for key, value in verl_keys(seamless.resources).items():
+        OmegaConf.update(config, key, value)
+
+
+def _checked(config: DictConfig, seamless: SeamlessConfig, machine: Machine, run_dir: Path) -> Iterator[str]:
+    """Lines that say what will be done; refuses what cannot work."""
+    mode, device, values = config.trainer.v1.trainer_mode, config.trainer.device, plain(config)
     unused = check_combinations.unused_by_verls_trainer(values, seamless)
-    if mode != "seamless":
+    if mode != TRAINER_MODE:
         ignored = f"; it does not read {', '.join(unused)}" if unused else ""
-        _say(f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}")
+        yield f"trainer: verl's own {mode} (leave trainer.v1.trainer_mode out for ours){ignored}"
     if device == "cpu":
-        _say(f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow")
+        yield f"platform: CPU (no accelerator is used; {machine.cores} cores): real Ray, vLLM and FSDP2, small and slow"
     else:
-        _say(f"platform: {device}, {machine.accelerators} accelerators on this machine")
+        yield f"platform: {device}, {machine.accelerators} accelerators on this machine"
     if (cluster := _cluster(config)) is not None:
-        _say(f"joining the Ray cluster at {cluster}")
+        yield f"joining the Ray cluster at {cluster}"
     for warning in preflight.check_settings(values, seamless, machine):
-        _say(f"warning: {warning}")
+        yield f"warning: {warning}"
     journals = seamless.agent.runner is not None and seamless.proxy.journal
-    told = [check_combinations.told_of_layout(values, seamless)] if mode == "seamless" else []
+    told = [check_combinations.told_of_layout(values, seamless)] if mode == TRAINER_MODE else []
     told.append(told_of_journal(seamless.proxy.journal_dir, run_dir) if journals else "")
-    for line in filter(None, [*told, capacity.told_of_cap(values, seamless)]):
-        _say(line)
+    yield from filter(None, [*told, capacity.told_of_cap(values, seamless)])
     chosen = HydraConfig.get().runtime.choices.get("platform")
     check_machine.check_platform(chosen, device, check_machine.installed_vllm())
 

@@ -7,6 +7,7 @@ the agent's.
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 from seamless_verl.errors import SeamlessError
+
+RUNNER_DEADLINES = 2.0  # of a job, until its runner is cancelled: it grades after the agent's end
 
 
 class AgentStatus(Enum):
@@ -72,14 +75,14 @@ class AgentRunner(Protocol):
       starts the run, not where it joins a cluster.
     * ``check_task(task)``: on a task of the data that could not be run.
 
-    A runner that cannot take any number of jobs at a time says so in an attribute ``max_concurrent`` (see `places_of`)
+    A runner that cannot take any number of jobs at a time says so in an attribute ``max_concurrent`` (see `max_jobs`)
     and never lets a job wait itself: the deadline of a job runs as soon as `run` is called.
     """
 
     async def run(self, job: AgentJob) -> AgentReport:
         """Run one job to its end. Raises only when the runner itself is broken, never because an agent failed.
 
-        What it raises fails the attempt, and with it the group. A job that takes twice its deadline is cancelled.
+        What it raises fails the attempt, and with it the group. A job that takes `RUNNER_DEADLINES` is cancelled.
         """
         ...
 
@@ -123,7 +126,18 @@ def checked_report(report: Any) -> AgentReport:
     return replace(report, reward=checked_reward(report.reward), rewards=rewards)
 
 
-def places_of(runner: AgentRunner, limit: int | None) -> int:
+def runner_class(name: str) -> type[AgentRunner]:
+    """The class of ``seamless.agent.runner``, by its full name.
+
+    Raises:
+        ImportError, AttributeError, ValueError: there is none.
+    """
+    module, _, of_class = name.rpartition(".")
+    found: type[AgentRunner] = getattr(importlib.import_module(module), of_class)
+    return found
+
+
+def max_jobs(runner: AgentRunner, limit: int | None) -> int:
     """Jobs that ``runner`` may have under way in this process: ``limit`` (None: any number), or its own
     ``max_concurrent`` if smaller.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from seamless_verl.checked import value_of, whole_number
+from seamless_verl.checked import asked_devices, value_of, whole_number
 from seamless_verl.config import AgentConfig, SeamlessConfig
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.run.check_combinations import replica_size
@@ -16,11 +16,9 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 def fleet_seats(config: Mapping[str, Any], seamless: SeamlessConfig) -> int:
     """Requests that all replicas together decode at a time, lendable ones included."""
-    gpus = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0) * whole_number(
-        config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0
-    )
+    train, gpus = asked_devices(config)
     if seamless.scheduler.policy is not None and value_of(config, "actor_rollout_ref.hybrid_engine", True):
-        gpus += whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+        gpus += train
     each = whole_number(config, f"{_ROLLOUT}.max_num_seqs", default=256)
     return gpus // replica_size(config) * each * whole_number(config, f"{_ROLLOUT}.data_parallel_size", default=1)
 

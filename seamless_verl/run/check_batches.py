@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from seamless_verl.checked import value_of, whole_number
+from seamless_verl.checked import asked_devices, value_of, whole_number
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.run.check_combinations import uses_adapter, uses_critic
@@ -78,7 +78,7 @@ def check_sequences(config: Mapping[str, Any]) -> None:
         raise ConfigError(key, shared, problem, f"write {key}=1, or leave {kind} out and install flash-attn")
     if not value_of(config, f"{_MODEL}.use_remove_padding", True):
         raise ConfigError(key, shared, f"needs {_MODEL}.use_remove_padding", f"write true there, or {key}=1")
-    devices = _devices(config)
+    devices = asked_devices(config)[0]
     if devices % shared:
         fix = f"write {math.gcd(shared, devices)}, or train on a multiple of {shared} GPUs"
         raise ConfigError(key, shared, f"does not divide the {devices} GPUs that train", fix)
@@ -127,14 +127,10 @@ def _gpus_per_sequence(config: Mapping[str, Any], section: str) -> int | None:
     return next((size for size in sizes if size > 1), 1)
 
 
-def _devices(config: Mapping[str, Any]) -> int:
-    return whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
-
-
 def _ranks(config: Mapping[str, Any], section: str) -> int | None:
     """Data-parallel ranks of the trainer; None as above."""
     shared = _gpus_per_sequence(config, section)
-    return None if shared is None else max(1, _devices(config) // shared)
+    return None if shared is None else max(1, asked_devices(config)[0] // shared)
 
 
 def _reference_by(config: Mapping[str, Any]) -> Sequence[str]:

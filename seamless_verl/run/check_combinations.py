@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from seamless_verl.checked import value_of, whole_number
-from seamless_verl.config import ResourceConfig, SeamlessConfig, StalenessConfig
+from seamless_verl.checked import asked_devices, value_of, whole_number
+from seamless_verl.config import TRAINER_MODE, ResourceConfig, SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.scheduling.declaration import slices_of
 
@@ -44,9 +44,9 @@ def unused_by_verls_trainer(config: Mapping[str, Any], seamless: SeamlessConfig)
         ConfigError: the trainer mode is misspelt, or GPUs are declared or lent under a mode that would not do so.
     """
     mode = str(value_of(config, _MODE))
-    if mode == "seamless":
+    if mode == TRAINER_MODE:
         return ()
-    modes = (*_VERLS_MODES, "seamless")
+    modes = (*_VERLS_MODES, TRAINER_MODE)
     near = difflib.get_close_matches(mode, modes, n=1, cutoff=0.75)
     if near and mode not in modes:  # others may come from a plug-in of the user's
         raise ConfigError(_MODE, mode, f"is none of {', '.join(modes)}", f"did you mean {near[0]}?")
@@ -176,10 +176,7 @@ def told_of_layout(config: Mapping[str, Any], seamless: SeamlessConfig) -> str:
     """
     if seamless.resources or value_of(config, _SWITCH, False):
         return ""
-    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
-    apart = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0) * whole_number(
-        config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0
-    )
+    train, apart = asked_devices(config)
     if seamless.scheduler.policy == "colocated" and not apart:
         return (
             f"layout: devices that generate and then train, in turns: {train} (seamless.scheduler.policy=colocated); "

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from seamless_verl.checked import value_of, whole_number
+from seamless_verl.checked import asked_devices, value_of, whole_number
+from seamless_verl.config import TRAINER_MODE
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
 from seamless_verl.memory.gpu_memory import (
@@ -147,7 +148,8 @@ def _sent(config: Mapping[str, Any], largest: int) -> int:
 
     verl 0.9.1: ``nccl_checkpoint_engine.prepare`` takes two buckets, ``get_per_tensor_param`` one tensor as a whole.
     """
-    alone = value_of(config, f"{_ROLLOUT}.nnodes", 0) and value_of(config, "trainer.v1.trainer_mode", "") == "seamless"
+    is_ours = value_of(config, "trainer.v1.trainer_mode", "") == TRAINER_MODE
+    alone = is_ours and value_of(config, f"{_ROLLOUT}.nnodes", 0)
     in_buckets = value_of(config, _SYNC, None) != "rolling"
     buckets = 2 * int(value_of(config, _BUCKET, 2048)) << 20
     return (largest + buckets * in_buckets) if alone else 0
@@ -159,7 +161,7 @@ def _trained(config: Mapping[str, Any], section: str, engine: str, shape: ModelS
     def of(key: str, default: Any = None) -> Any:
         return value_of(config, f"{section}.{key}", default)
 
-    gpus = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
+    gpus, _ = asked_devices(config)
     size = of(f"{engine}.fsdp_size", -1)
     fsdp = str(of("strategy", "fsdp")).startswith("fsdp") and not of(f"{engine}.offload_policy", False)
     adapter = value_of(config, "actor_rollout_ref.model.lora_rank", 0) and section != "critic"
@@ -213,7 +215,7 @@ def _lacks(card: int, share: float, weights: int, row: int, ranks: int) -> bool:
 def _shares_in_use(config: Mapping[str, Any]) -> list[str]:
     hybrid = value_of(config, "actor_rollout_ref.hybrid_engine", True)
     alone = value_of(config, f"{_ROLLOUT}.nnodes", 0)
-    apart = value_of(config, ALONE, None) is not None and value_of(config, "trainer.v1.trainer_mode") == "seamless"
+    apart = value_of(config, ALONE, None) is not None and value_of(config, "trainer.v1.trainer_mode") == TRAINER_MODE
     return ([SHARE] if hybrid or (alone and not apart) else []) + ([ALONE] if alone and apart else [])
 
 

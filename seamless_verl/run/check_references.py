@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from seamless_verl.agents.contract import runner_class
 from seamless_verl.checked import value_of, whole_number
 from seamless_verl.config import AgentConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError, meant
@@ -246,9 +247,8 @@ def check_runner(agent: AgentConfig, *, here: bool) -> Any:
         ConfigError: it cannot be imported or called, or does not take these arguments.
         SeamlessError: what its own checks find.
     """
-    module, _, name = str(agent.runner).rpartition(".")
     try:
-        runner = getattr(importlib.import_module(module), name)
+        runner = runner_class(str(agent.runner))
     except (ImportError, AttributeError, ValueError) as error:
         fix = "give the full name of an AgentRunner class, as seamless_verl.recipes.swe.tiny.runner.TinySweRunner"
         raise ConfigError(_RUNNER, agent.runner, f"cannot be imported ({error})", fix) from error

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from seamless_verl.checked import value_of
-from seamless_verl.config import SeamlessConfig
+from seamless_verl.config import TRAINER_MODE, SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import Machine
 from seamless_verl.run import check_batches, check_combinations, check_gpu_memory, check_machine
@@ -39,7 +39,7 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     if value_of(config, "actor_rollout_ref.rollout.name", None) is None:
         raise ConfigError("actor_rollout_ref.rollout.name", "null", "is not set", "write vllm")
     warnings = check_batches.check_estimator(config, seamless)
-    if config["trainer"]["v1"]["trainer_mode"] == "seamless":
+    if config["trainer"]["v1"]["trainer_mode"] == TRAINER_MODE:
         check_combinations.check_layout(config, seamless)
         check_batches.check_batches(config)
         warnings += check_batches.check_schedules(config)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import json
 import os
 import re
@@ -31,7 +30,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from seamless_verl.agents.contract import AgentJob, AgentReport, AgentRunner, AgentStatus, checked_report
+from seamless_verl.agents.contract import (
+    RUNNER_DEADLINES,
+    AgentJob,
+    AgentReport,
+    AgentStatus,
+    checked_report,
+    runner_class,
+)
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import survey
@@ -45,7 +51,7 @@ from seamless_verl.run import check_machine, compose
 from seamless_verl.run.capacity import session_spec
 from seamless_verl.run.check_references import task_at
 from seamless_verl.run.model_server import SERVED, model_server
-from seamless_verl.run.recipe_assets import find_or_build
+from seamless_verl.run.recipe_assets import find_or_build, plain
 from seamless_verl.trajectory.rows import Row
 from seamless_verl.watch import readers, transcript
 
@@ -53,7 +59,6 @@ if TYPE_CHECKING:
     from seamless_verl.proxy.deploy.standalone import ParserOf
 
 _HOST = "127.0.0.1"
-_PATIENCE = 2.0  # deadlines that a runner may take, as in a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +130,12 @@ def _run(parsed: argparse.Namespace, scratch: Path) -> int:
         problem = "is not set in this recipe: verl's own agent loops need its trainer"
         raise ConfigError("seamless.agent.runner", None, problem, "name an AgentRunner (docs/your-agent.md)")
     find_or_build(config, seamless)
-    plain: Any = OmegaConf.to_container(config, resolve=True)
-    name, task = task_at(plain, parsed.task, validation=parsed.validation)
+    values = plain(config)
+    name, task = task_at(values, parsed.task, validation=parsed.validation)
     tell(sys.stdout, f"task {name}: {json.dumps(task, ensure_ascii=False, default=str)[:2000]}")
-    with _engine(parsed, plain, scratch) as (url, served):
-        proxy = _proxy_config(parsed, plain, seamless, url, served, scratch / "recorded")
-        tried = asyncio.run(_try(proxy, seamless, task, _sampling(plain, parsed.validation), plain, scratch))
+    with _engine(parsed, values, scratch) as (url, served):
+        proxy = _proxy_config(parsed, values, seamless, url, served, scratch / "recorded")
+        tried = asyncio.run(_try(proxy, seamless, task, _sampling(values, parsed.validation), values, scratch))
     for line in _lines(tried, _decode(proxy), every_token=parsed.tokens):
         tell(sys.stdout, line)
     finished = tried.report is not None and tried.report.status is AgentStatus.FINISHED
@@ -235,16 +240,15 @@ async def _try(
 
 async def _report(seamless: SeamlessConfig, job: AgentJob) -> tuple[AgentReport | None, str]:
     """What the recipe's runner makes of the job, or why it makes nothing of it, with the user's lines."""
-    module, _, name = str(seamless.agent.runner).rpartition(".")
-    runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
+    runner = runner_class(str(seamless.agent.runner))(**seamless.agent.kwargs)
     running = asyncio.ensure_future(runner.run(job))
     try:
-        await asyncio.wait([running], timeout=_PATIENCE * job.deadline_s)
+        await asyncio.wait([running], timeout=RUNNER_DEADLINES * job.deadline_s)
         if running.done():
             return checked_report(running.result()), ""
         places = places_of_coroutine(running.get_coro())  # type: ignore[arg-type]
         running.cancel()
-        late = f"the runner had not returned after {_PATIENCE:g} x seamless.agent.deadline_s; it waits in:"
+        late = f"the runner had not returned after {RUNNER_DEADLINES:g} x seamless.agent.deadline_s; it waits in:"
         return None, "\n    ".join([late, *places])
     except Exception as error:  # noqa: BLE001 - it is what the user wants to see
         lines = places_of(error, only_own=isinstance(error, SeamlessError))

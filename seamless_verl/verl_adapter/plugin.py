@@ -11,8 +11,9 @@ import os
 import sys
 from types import ModuleType
 
+from seamless_verl.config import TRAINER_MODE
+
 AGENT_LOOP_NAME = "seamless_agent"
-TRAINER_MODE = "seamless"
 
 
 def _register_agent_loop(agent_loop: ModuleType) -> None:

@@ -96,7 +96,7 @@ def _refuse_lack_of_accelerators(device: ModuleType) -> None:
         original(config)
         from omegaconf import OmegaConf
 
-        from seamless_verl.verl_adapter.plugin import TRAINER_MODE
+        from seamless_verl.config import TRAINER_MODE
 
         if OmegaConf.select(config, "trainer.v1.trainer_mode") != TRAINER_MODE:
             return

@@ -274,7 +274,7 @@ def test_checkpoints_of_another_place_than_the_runs_are_named_and_their_folder_i
 def test_a_folder_is_its_runs_from_the_checks_to_the_end_of_its_last_life(on_machine, monkeypatch):
     def again(config, seamless):
         with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*belongs to a run that is still going"):
-            ours._run_one(config, None, 0.0, [])
+            ours._Command(None, 0.0)._run_point(config)
         return []
 
     def life(run_dir, *_):

@@ -8,11 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from seamless_verl.config import StalenessConfig
+from seamless_verl.config import TRAINER_MODE, StalenessConfig
 from seamless_verl.staleness.groups import StuckPolicy, Treatment
 from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
 from seamless_verl.verl_adapter.dataloader.woken_buffer import RowBuffer, WokenReplayBuffer
-from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 
 
 def row_buffer(

@@ -22,6 +22,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, _accumulate_eviction_metrics
 from verl.utils.skip import SkipManager
 
+from seamless_verl.config import TRAINER_MODE
 from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.staleness.floors import reserve_between
 from seamless_verl.staleness.groups import StuckPolicy
@@ -34,7 +35,6 @@ from seamless_verl.verl_adapter.dataloader.woken_buffer import (
     Stragglers,
     WokenReplayBuffer,
 )
-from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 
 FAILURES_IN_A_ROW = 32
 STATE_FILE = "streaming.json"

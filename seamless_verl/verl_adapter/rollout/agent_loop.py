@@ -14,7 +14,14 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 
-from seamless_verl.agents.contract import AgentJob, AgentReport, AgentRunner, AgentStatus, checked_report
+from seamless_verl.agents.contract import (
+    RUNNER_DEADLINES,
+    AgentJob,
+    AgentReport,
+    AgentRunner,
+    AgentStatus,
+    checked_report,
+)
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import GIVEN_UP, UNWANTED, SessionEnded, SessionGivenUp
@@ -29,7 +36,6 @@ from seamless_verl.verl_adapter.rollout.request_log import recorder_of_worker, r
 from seamless_verl.verl_adapter.rollout.verl_samples import row_to_output
 
 _MOST_DETAIL = 500  # characters of what went wrong that are recorded
-_PATIENCE = 2.0  # deadlines that a runner may take: it grades after the agent's
 
 
 class NothingToTrain(SeamlessError):
@@ -130,9 +136,9 @@ async def _returned(runner: AgentRunner, job: AgentJob) -> Any:
     """What the runner returns for a job.
 
     Raises:
-        RunnerHangs: it took `_PATIENCE` deadlines; its traceback ends in the line where it waited.
+        RunnerHangs: it took `RUNNER_DEADLINES`; its traceback ends in the line where it waited.
     """
-    task, most_s, over = asyncio.current_task(), _PATIENCE * job.deadline_s, False
+    task, most_s, over = asyncio.current_task(), RUNNER_DEADLINES * job.deadline_s, False
     assert task is not None
 
     def end() -> None:  # `asyncio.wait_for` would make a second task, and hide where the runner waits

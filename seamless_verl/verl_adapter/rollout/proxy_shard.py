@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import os
 import secrets
 from collections.abc import AsyncIterator
@@ -22,7 +21,7 @@ import ray
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from seamless_verl.agents.contract import AgentRunner, places_of
+from seamless_verl.agents.contract import AgentRunner, max_jobs, runner_class
 from seamless_verl.config import ProxyConfig, SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import journal_folder
@@ -53,7 +52,7 @@ class ProxyShard:
         self._proxy = proxy
         self.admin = admin
         self.runner: AgentRunner = runner
-        self._places = asyncio.Semaphore(places_of(self.runner, seamless.agent.max_concurrent))
+        self._places = asyncio.Semaphore(max_jobs(self.runner, seamless.agent.max_concurrent))
         self._under_way: set[asyncio.Task[Any]] = set()  # attempts, and deletions of their sessions
 
     @asynccontextmanager
@@ -178,9 +177,7 @@ def _runner(seamless: SeamlessConfig) -> AgentRunner:
             "is not set, but rows of the data ask for agent_name=seamless_agent",
             "name an AgentRunner class",
         )
-    module, _, name = seamless.agent.runner.rpartition(".")
-    runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
-    return runner
+    return runner_class(seamless.agent.runner)(**seamless.agent.kwargs)
 
 
 def _place_of_journal(proxy: ProxyConfig, run_dir: Path) -> tuple[Path, bool]:

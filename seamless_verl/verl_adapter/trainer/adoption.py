@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from seamless_verl.config import SeamlessConfig, StalenessConfig
+from seamless_verl.config import TRAINER_MODE, SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.machine import WEIGHTS, survey
 from seamless_verl.run import check_batches
@@ -20,7 +20,6 @@ from seamless_verl.run.check_weights import check_adapter, check_weights
 from seamless_verl.run.recipe_assets import plain
 from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.scheduling.declaration import with_policy
-from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.trainer.a3po import LOSS_MODE
 from seamless_verl.verl_adapter.weights.weight_store import SHARED
 

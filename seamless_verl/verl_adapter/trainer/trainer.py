@@ -31,6 +31,7 @@ from verl.utils.debug import marked_timer
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.utils import update_prometheus_config
 
+from seamless_verl.config import TRAINER_MODE
 from seamless_verl.observe.flight import Phase
 from seamless_verl.observe.reporter import Reporter
 from seamless_verl.observe.time_ledger import SliceSeconds
@@ -40,7 +41,6 @@ from seamless_verl.verl_adapter.dataloader.curriculum_dataloader import Curricul
 from seamless_verl.verl_adapter.dataloader.row_buffer import follow_versions, resumed_folder, row_buffer
 from seamless_verl.verl_adapter.dataloader.streaming_buffer import STATE_FILE, StreamingReplayBuffer
 from seamless_verl.verl_adapter.dataloader.woken_buffer import PolledBuffer, RowBuffer, WokenReplayBuffer
-from seamless_verl.verl_adapter.plugin import TRAINER_MODE
 from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
 from seamless_verl.verl_adapter.slices.resource_pools import adopt_resources
 from seamless_verl.verl_adapter.slices.standing import StandingServers, replica_loader, with_standing

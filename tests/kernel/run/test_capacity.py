@@ -2,7 +2,7 @@
 
 import pytest
 
-from seamless_verl.agents.contract import places_of
+from seamless_verl.agents.contract import max_jobs
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.run.capacity import attempts_per_worker, told_of_cap
 
@@ -66,9 +66,9 @@ def test_a_runner_takes_no_more_than_it_says(limit, own, places):
     class Runner:
         max_concurrent = own
 
-    assert places_of(Runner(), limit) == places
+    assert max_jobs(Runner(), limit) == places
 
 
 def test_without_any_number_nothing_is_told_and_nothing_is_capped():
     assert told_of_cap(config(nodes=4, batch=1024), settings()) == ""
-    assert places_of(object(), None) > 1_000_000
+    assert max_jobs(object(), None) > 1_000_000

@@ -20,20 +20,20 @@ def sweep(monkeypatch, tmp_path):
         made = [{"save_freq": 5, "default_local_dir": str(tmp_path / folder)} for folder in folders]
         points = [OmegaConf.create({"trainer": trainer}) for trainer in made]
 
-        def one(config, machine, started, interrupts):
+        def one(command, config):
             code, is_interrupted = left.pop(0)
-            interrupts += [2] * is_interrupted
+            command.interrupts += [2] * is_interrupted
             folder = Path(config.trainer.default_local_dir)
             folder.mkdir(exist_ok=True)
             (folder / "latest_checkpointed_iteration.txt").write_text("5")
             return code
 
-        monkeypatch.setattr(main, "_run_one", one)
+        monkeypatch.setattr(main._Command, "_run_point", one)
         monkeypatch.setattr(main.HydraConfig, "get", lambda: OmegaConf.create({"runtime": {"choices": {}}}))
         monkeypatch.setattr(main.hydra, "main", lambda **_: lambda task: lambda: [task(point) for point in points])
-        codes: list[int] = []
-        main._run_hydra([], None, 0.0, codes, [])
-        return codes
+        command = main._Command(None, 0.0)
+        command.run([])
+        return command.codes
 
     return run
 
