@@ -208,8 +208,8 @@ class Claims:
                 )
 
     def _against(self, tag: str, ours: Sequence[Figures], theirs: Sequence[Figures], *, skewed: bool) -> None:
-        """Judged by trained tokens per second, as the paper does, and by step time, which is what a user sees first and
-        is shorter for who discards long answers."""
+        """Judged by trained tokens per second, as StaleFlow's authors do, and by step time, which is what a user sees
+        first and is shorter for who discards long answers."""
 
         def ratio(figure: str) -> float:
             return mean(run[figure] for run in theirs) / mean(run[figure] for run in ours)

@@ -23,7 +23,7 @@ STRAGGLER_SHARE = 0.1
 
 
 class Category(str, Enum):
-    """What a device-second was spent on (issue order; the last three are what is left beside the paper's eight)."""
+    """What a device-second was spent on, in the order in which reports list it."""
 
     TRAIN = "train"
     GENERATE = "generate"

@@ -58,8 +58,8 @@ class _FixedRule:
 
 
 class SeamlessFlow(_FixedRule):
-    """The paper's rule: lends every idle slice as soon as it is released, takes it back when the trainer's first groups
-    are ready."""
+    """The rule of SeamlessFlow (arXiv 2508.11553): lends every idle slice as soon as it is released, takes it back when
+    the trainer's first groups are ready."""
 
     def _when_due(self, cluster: Cluster, waiting: Pending) -> tuple[Verb, str]:
         return Verb.RECLAIM, f"{cluster.ready} of {waiting.event.minimum} groups are ready"

@@ -1,4 +1,4 @@
-"""The reserve / occupy / consume protocol of StaleFlow (section 2.1 of the specification): staleness as a capacity.
+"""The reserve / occupy / consume protocol of StaleFlow (arXiv 2601.12784): staleness as a capacity.
 
     version  v            v+1          …   v+eta          one buffer per coming training step, B groups each
            ┌────────────┬────────────┬───┬────────────┐
@@ -302,7 +302,7 @@ class StalenessProtocol:
     def _repair(self, hole: StalenessBuffer) -> StalenessBuffer:
         """Move the free slot of ``hole`` as early as it goes, by moving reservations later, and return where it is.
 
-        The paper moves one reservation, into the slot that the finished group had. Here the earliest free slot is the
+        StaleFlow moves one reservation, into the slot that the finished group had. Here the earliest free slot is the
         target and the step repeats, so that no legal swap of a finished group with an earlier reservation remains.
         """
         for earlier in self._buffers:

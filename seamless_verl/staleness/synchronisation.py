@@ -1,4 +1,4 @@
-"""Which rollout replica takes newer weights, and when (StaleFlow's synchronisation strategy, section 2.4).
+"""Which rollout replica takes newer weights, and when (synchronisation of StaleFlow, arXiv 2601.12784).
 
     nobody has what a request needs ─┐
     no weights at all                ├─► pull the newest, as long as fewer than ``at_once`` do
