@@ -36,8 +36,11 @@ _UP_TO_20K: Mapping[str, Workload] = {
 
 
 class Claims:
-    """Args:
-    seeds: of every figure; steps: of every run.
+    """Measures the claims and keeps a record of each.
+
+    Args:
+        seeds: of every figure.
+        steps: of every run.
     """
 
     def __init__(self, runs: Runs, seeds: Sequence[int], steps: int) -> None:

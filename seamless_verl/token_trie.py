@@ -69,7 +69,7 @@ class Trie:
     """
 
     def __init__(self, rows: Rows) -> None:
-        """Args: rows: token ids, each at least one."""
+        """Lay out ``rows``, each of one token at least."""
         tokens, depth, parent = [], [], []
         end = np.empty(sum(map(len, rows)), np.int64)
         self.nodes_of_row: list[Ids] = [np.empty(0, np.int64)] * len(rows)
@@ -239,9 +239,11 @@ class Shape:
 
     @classmethod
     def of(cls, text: Any, *, values: bool = False) -> Shape:
-        """Args:
-        text: the Hugging Face configuration of a decoder; of a mixture of experts those count that a token meets.
-        values: its head gives one number.
+        """The shape of a decoder.
+
+        Args:
+            text: the Hugging Face configuration of a decoder; of a mixture of experts those count that a token meets.
+            values: its head gives one number.
         """
         hidden, heads = text.hidden_size, text.num_attention_heads
         keys = getattr(text, "num_key_value_heads", None) or heads
@@ -269,10 +271,12 @@ class Work:
 def work(
     rows: Rows, prompts: Sequence[int], parts: Sequence[Sequence[int]], shape: Shape, *, padded: bool = False
 ) -> Work:
-    """Args:
-    prompts: of each row, its first tokens that no loss reads.
-    parts: rows that are computed together.
-    padded: row by row, verl pads to the longest.
+    """Count the multiply-adds of some rows, computed both ways.
+
+    Args:
+        prompts: of each row, its first tokens that no loss reads.
+        parts: rows that are computed together.
+        padded: row by row, verl pads to the longest.
     """
     longest = max(map(len, rows))
     flat = trie = 0.0

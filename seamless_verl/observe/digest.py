@@ -161,12 +161,14 @@ def digest(
     running: bool = False,
     guard: Sequence[Mapping[str, Any]] = (),
 ) -> RunDigest:
-    """Args:
-    steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
-        the last counts, but violations of all do: what an audit ended is repeated.
-    start_up_s: of ``summary.json``.
-    running: whether the process of the run lives.
-    guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
+    """Work out what the report shows of a run.
+
+    Args:
+        steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
+            the last counts, but violations of all do: what an audit ended is repeated.
+        start_up_s: of ``summary.json``.
+        running: whether the process of the run lives.
+        guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
     """
     stretches: defaultdict[AccountKey, list[Stretch]] = defaultdict(list)
     ledger = Ledger(lambda stretch: stretches[stretch.account].append(stretch))

@@ -120,8 +120,10 @@ class SliceSeconds:
 
 
 class Ledger:
-    """Args:
-    sink: is given every stretch as it closes, in order of time per slice; ``None`` where only totals are wanted.
+    """Books the device-seconds of every slice by category.
+
+    Args:
+        sink: is given every stretch as it closes, in order of time per slice; ``None`` where only totals are wanted.
     """
 
     def __init__(self, sink: Callable[[Stretch], None] | None = None) -> None:

@@ -258,10 +258,12 @@ class Group:
 
 
 class Agents:
-    """Args:
-    submit: places requests on the fleet; withdraw: takes one off it.
-    on_session: an attempt has ended, or was given up with its group.
-    on_group: all attempts of a group have ended.
+    """Plays all attempts: each asks, runs its tools, and asks again until it ends.
+
+    Args:
+        submit: places requests on the fleet; withdraw: takes one off it.
+        on_session: an attempt has ended, or was given up with its group.
+        on_group: all attempts of a group have ended.
     """
 
     def __init__(

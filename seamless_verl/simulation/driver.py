@@ -25,10 +25,12 @@ from seamless_verl.staleness.synchronisation import synchronisation_of
 
 
 class Driver:
-    """Args:
-    handle: of the scheduler, or of the recorder in front of it.
-    cluster: the scheduler's state, to be read.
-    weights: how serving slices take new ones.
+    """Carries out the scheduler's commands on the fleet.
+
+    Args:
+        handle: of the scheduler, or of the recorder in front of it.
+        cluster: the scheduler's state, to be read.
+        weights: how serving slices take new ones.
     """
 
     def __init__(

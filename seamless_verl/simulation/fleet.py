@@ -71,12 +71,14 @@ class Unit:
 
 
 class Fleet:
-    """Args:
-    router: places and moves requests, by the rules of a live run.
-    rebalance: running requests move to replicas that join, as far as that pays.
-    is_long: whether a request will probably last longer than slices are lent.
-    lowest_version: of the weights that a request may run on (`PendingRequest.version`).
-    started, stopped: told of every request that a slice gets, and loses (whether it was finished).
+    """All replicas, and the router in front of them.
+
+    Args:
+        router: places and moves requests, by the rules of a live run.
+        rebalance: running requests move to replicas that join, as far as that pays.
+        is_long: whether a request will probably last longer than slices are lent.
+        lowest_version: of the weights that a request may run on (`PendingRequest.version`).
+        started, stopped: told of every request that a slice gets, and loses (whether it was finished).
     """
 
     def __init__(

@@ -132,13 +132,12 @@ def from_recording(
     settings: Settings | None = None,
     saved_s: float = 0.0,
 ) -> Recorded:
-    """Args:
+    """Make a scenario of a recorded run; `NothingToReplay` where no complete step or no request was recorded.
+
+    Args:
         max_running: requests that an engine decodes at once.
         settings: None: a simulated run's, which its recording does not tell.
         saved_s: what a step would have trained longer, had rows not computed once what they share.
-
-    Raises:
-        NothingToReplay: no complete step or no request was recorded.
     """
     asked, (recording, which) = settings or Settings(), _one_process(recording)
     apart = union(_phases(recording, Phase.VALIDATE, Phase.CHECKPOINT))

@@ -79,12 +79,13 @@ class Request:
 
 
 class Replica:
-    """Args:
-    on_finish: called with a request that has all its tokens.
-    account: charged for every second in which `advance` is called, i.e. while the slice has the rollout tag.
-    oldest_first: waiting requests are served in the order of their age, and a full cache preempts the youngest; else
-        they are served as they came, and who was admitted last is preempted (vLLM's scheduling policies ``priority``
-        and ``fcfs``).
+    """One inference engine with continuous batching.
+
+    Args:
+        on_finish: called with a request that has all its tokens.
+        account: charged for every second in which `advance` is called, i.e. while the slice has the rollout tag.
+        oldest_first: waiting requests are served in the order of their age, and a full cache preempts the youngest
+            (vLLM's ``priority``); else they are served as they came, and it preempts the one admitted last (``fcfs``).
     """
 
     def __init__(

@@ -152,8 +152,10 @@ class Simulation:
         )
 
     def run(self) -> Result:
-        """Raises:
-        SeamlessError: nothing is left to happen before the last step ended; names what the scheduler waits for.
+        """Simulate until the last step has ended.
+
+        Raises:
+            SeamlessError: nothing is left to happen before the last step ended; names what the scheduler waits for.
         """
         scenario = self._scenario
         if self._record:
