@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Rows = Sequence[Ids]
-_TOKEN = 24_576
+_TOKEN_WORK = 24_576
 """What a token takes, where ``n`` take ``n**2`` for attention, in a model of 7B (verl's ``calculate_workload``)."""
-_UNMEASURED = 1.02  # rows that share nothing take 1 to 2 % longer as a trie
-_KEPT = 5  # comparisons
+_UNMEASURED_PRICE = 1.02  # where rows share nothing, a trie takes 1 to 2 % longer
+_PRICE_WINDOW = 5
 
 
 class Stretch(NamedTuple):
@@ -187,7 +187,7 @@ def deal(groups: Sequence[str], shared: Sequence[int], lengths: Sequence[int], r
         members.setdefault(groups[row], []).append(row)
 
     def below(end: int, begin: int) -> int:
-        return _TOKEN * (end - begin) + end**2 - begin**2
+        return _TOKEN_WORK * (end - begin) + end**2 - begin**2
 
     def cost(rows: Sequence[int]) -> int:
         return below(max(shared[row] for row in rows), 0) + sum(below(lengths[row], shared[row]) for row in rows)
@@ -301,11 +301,11 @@ class Price:
     """What a multiply-add costs on a trie, over what it costs row by row: the median of the last comparisons."""
 
     def __init__(self) -> None:
-        self._seen: deque[float] = deque(maxlen=_KEPT)
+        self._seen: deque[float] = deque(maxlen=_PRICE_WINDOW)
 
     @property
     def now(self) -> float:
-        return median(self._seen) if self._seen else _UNMEASURED
+        return median(self._seen) if self._seen else _UNMEASURED_PRICE
 
     def compared(self, of: Work, trie_s: float, rows_s: float) -> None:
         """The same rows were computed both ways, in so many seconds."""

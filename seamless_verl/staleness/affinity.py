@@ -21,7 +21,7 @@ from seamless_verl.staleness.routing import ReplicaLoad
 # Tokens that a conversation generates before the newcomer is taken back: two turns of an agent, or twenty seconds of an
 # answer. More would move more of them; how long a loan lasts is not known where requests are routed.
 _STAY_TOKENS = 1024
-_THERE_AND_BACK = 2
+_PREFILLS_PER_MOVE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class MovePrice:
             to_come: tokens that it will generate there.
         """
         gained = to_come * (here - there) * (context + self.request_tokens)
-        return gained > _THERE_AND_BACK * self.prefill_steps * context * (there + 1)
+        return gained > _PREFILLS_PER_MOVE * self.prefill_steps * context * (there + 1)
 
 
 class Newcomers:
