@@ -156,10 +156,6 @@ class StalenessProtocol:
         held = self.num_in_flight + self._buffers[0].taken
         return max(0, min(free, math.ceil(self.in_flight * self._slots) - held))
 
-    def buffer_states(self) -> dict[int, BufferState]:
-        """State per V_buf, earliest first."""
-        return {buffer.version: buffer.state for buffer in self._buffers}
-
     def groups(self) -> Iterator[tuple[str, EntryState]]:
         """Every group in flight."""
         for group, entry in self._entries.items():
