@@ -220,7 +220,7 @@ class Driver:
             self._clock.after(0.0, self._settle)
 
     def _settle(self) -> None:
-        """Whoever became ready at this moment is ready: place what waits, even out what runs."""
+        """All slices that became ready at this moment are ready: place what waits, even out what runs."""
         self._settling = False
         self._fleet.even_out()
 

@@ -45,7 +45,7 @@ class Unit:
         self._use, self._since = use, self._clock.now
 
     def pause(self, *, keep: bool) -> None:
-        """It stands still to take newer weights, until `serve`; requests that come wait here.
+        """The slice stands still to take newer weights, until `serve`; requests that come wait here.
 
         Args:
             keep: those that run go on with the cache that they have.
@@ -307,7 +307,7 @@ class Fleet:
         self._migrate()
 
     def versions(self) -> list[int]:
-        """Of the slices that serve."""
+        """Versions of the slices that serve."""
         return [unit.replica.version for unit in self.units.values() if unit.accepting]
 
     def wanted(self) -> int | None:

@@ -139,7 +139,7 @@ class Replica:
     def close(self, *, keep: bool = False) -> None:
         """Stop serving. Running requests stay where they are; all is prefilled again later, unless their cache is kept.
 
-        What nobody runs is lost in either case: to a new request the cache of older weights is of no use.
+        Caches of sessions without a running request are lost in either case: a new request cannot use them.
         """
         self.advance()
         self._serving = False
@@ -344,11 +344,11 @@ class Replica:
                 return request
 
     def _runs(self, request: Request, number: int) -> bool:
-        """Whether it still does since the admission of that number."""
+        """Whether the request still runs under its admission of this ``number``."""
         return request.alive and request.number == number and request.replica is self
 
     def _park(self, request: Request) -> None:
-        """Its cache stays for the next turn, until somebody needs the room."""
+        """Keep the request's cache for its session's next turn, until another request needs the room."""
         tokens = request.context + request.tokens
         self._parked_tokens += tokens - self._parked.pop(request.owner, 0)
         self._parked[request.owner] = tokens

@@ -124,8 +124,8 @@ class Residents:
             runs: whether a session has a request in flight.
 
         Returns:
-            Who loses his place there since not all fit any more: of those without requests the youngest. It may be the
-            one that asks.
+            Sessions that lose their places there, since not all fit any more: the youngest without requests. The one
+            that asks may be among them.
         """
         if session not in self._places:
             return []
@@ -144,7 +144,7 @@ class Residents:
         return lost
 
     def placed(self, session: Hashable, group: Hashable, replica: str, tokens: int) -> None:
-        """It is served there, and keeps its cache."""
+        """``replica`` serves ``session``, and keeps its cache."""
         self.displaced(session)
         self.began(session)
         self._places[session] = (replica, tokens)
@@ -154,7 +154,7 @@ class Residents:
             self._last[group] = replica
 
     def over(self, sessions: Iterable[Hashable]) -> None:
-        """They have ended."""
+        """``sessions`` have ended."""
         for session in sessions:
             self.displaced(session)
             self._began.pop(session, None)
@@ -169,17 +169,17 @@ class Residents:
             del self._last[name]
 
     def caches_lost(self) -> None:
-        """Of all replicas."""
+        """All replicas lost their caches."""
         self._places.clear()
         self._last.clear()
         self._tokens.clear()
 
     def moved(self, session: Hashable) -> None:
-        """It gives way to others, at the price of its prefix, and must not be sent back to it."""
+        """``session`` gives way to others, at the price of its prefix, and must not be sent back to it."""
         self.displaced(session)
         self._last[session] = ""
 
     def displaced(self, session: Hashable) -> None:
-        """It has no place any more, if it had one."""
+        """``session`` has no place any more, if it had one."""
         place, tokens = self._places.pop(session, ("", 0))
         self._tokens[place] -= tokens

@@ -93,8 +93,8 @@ class GroupProgress:
 
 
 class Treatment(Enum):
-    """What a straggler gets: nothing; a new start from its prompt (`StalenessProtocol.abort`, and reserved again); an
-    end where its generations are, after which it finishes as any other group."""
+    """What is done about a straggler: nothing; it starts anew from its prompt (`StalenessProtocol.abort`, and reserved
+    again); it ends where its generations are, and finishes as any other group."""
 
     WAIT = "wait"
     RETRY = "retry"

@@ -76,8 +76,8 @@ class Consumption:
 
     Attributes:
         groups: the mini-batch.
-        surplus: groups of batch redundancy that no later step may use; their slots are gone already. Whoever generates
-            them should stop. Always empty when ``redundancy`` is 1: nothing is discarded to keep the bound.
+        surplus: groups of batch redundancy that no later step may use; their slots are gone already, and their
+            generations should stop. Always empty when ``redundancy`` is 1: nothing is discarded to keep the bound.
     """
 
     groups: tuple[ConsumedGroup, ...]
@@ -180,7 +180,7 @@ class StalenessProtocol:
             yield group
 
     def state_of(self, group: str) -> EntryState | None:
-        """``None``: unknown, aborted or consumed."""
+        """Where a group stands; ``None``: it is unknown, aborted or consumed."""
         entry = self._entries.get(group)
         return entry.state if entry else None
 

@@ -154,8 +154,8 @@ class LeastRequests:
     loads for it gained nothing in the simulator (docs/scheduling.md).
 
     It holds back only while replicas have unlike versions, what is too new for some of them: those that are new enough
-    take their share of all requests, the others get theirs when they have taken newer weights. Else whoever is first to
-    have a version would be given every prompt that needs it, and have them to the end.
+    take their share of all requests, the others get theirs when they have taken newer weights. Else the first replica
+    with a version would be given every prompt that needs it, and have them to the end.
 
     Args:
         others: requests that wait beside those that `route` is asked about.
