@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from seamless_verl.proxy.deploy.standalone import ParserOf
 
 _HOST = "127.0.0.1"
-_PATIENCE = 2.0  # deadlines that a runner may take, as in a run
+_RUNNER_DEADLINES = 2.0  # so many may pass before a runner is given up, as in a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,10 @@ class Tried:
 def add_arguments(
     command: argparse.ArgumentParser, *, vllm_parser: Callable[[str | None, str | None], ParserOf]
 ) -> None:
-    """Args:
-    vllm_parser: vLLM's parsers of tool calls and reasoning by their names; only the composition root may know vLLM.
+    """Add the options of this command to a parser.
+
+    Args:
+        vllm_parser: vLLM's parsers of tool calls and reasoning by their names; only the composition root may know vLLM.
     """
     add = command.add_argument
     add("recipe", metavar="RECIPE", help="a recipe of yours or ours, as in +recipe=RECIPE")
@@ -239,12 +241,12 @@ async def _report(seamless: SeamlessConfig, job: AgentJob) -> tuple[AgentReport 
     runner: AgentRunner = getattr(importlib.import_module(module), name)(**seamless.agent.kwargs)
     running = asyncio.ensure_future(runner.run(job))
     try:
-        await asyncio.wait([running], timeout=_PATIENCE * job.deadline_s)
+        await asyncio.wait([running], timeout=_RUNNER_DEADLINES * job.deadline_s)
         if running.done():
             return checked_report(running.result()), ""
         places = places_of_coroutine(running.get_coro())  # type: ignore[arg-type]
         running.cancel()
-        late = f"the runner had not returned after {_PATIENCE:g} x seamless.agent.deadline_s; it waits in:"
+        late = f"the runner had not returned after {_RUNNER_DEADLINES:g} x seamless.agent.deadline_s; it waits in:"
         return None, "\n    ".join([late, *places])
     except Exception as error:  # noqa: BLE001 - it is what the user wants to see
         lines = places_of(error, only_own=isinstance(error, SeamlessError))
